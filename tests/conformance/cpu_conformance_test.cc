@@ -30,9 +30,9 @@ constexpr int64_t kEmulatedCases = 50;
 #else
 const char* const kSet = std::getenv("MLA_TEST_LONG");
 const bool kLong = kSet != nullptr && *kSet != '\0';
-const int64_t kSampledCases = kLong ? 5000 : 800;
-const int32_t kLargeCases = kLong ? 20 : 8;
-const int64_t kEmulatedCases = kLong ? 120 : 48;
+const int64_t kSampledCases = kLong ? 5000 : 400;
+const int32_t kLargeCases = kLong ? 20 : 4;
+const int64_t kEmulatedCases = kLong ? 120 : 24;
 #endif
 
 absl::StatusOr<std::unique_ptr<AttentionBackend>> MakeReference() {

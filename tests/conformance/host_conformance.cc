@@ -384,7 +384,8 @@ int Main(int argc, char** argv) {
       std::count_if(cases.begin(), cases.end(), [](const CaseSpec& spec) { return spec.streamed; });
   std::printf("%lld streamed cases, %lld streamed launches\n", static_cast<long long>(streamed),
               static_cast<long long>(stream_launches));
-  if (totals.oracle_failed || totals.comparisons == 0) return 2;
+  // Kernels that fail before the first case, in moves of pages, have failed.
+  if (totals.oracle_failed || totals.comparisons + totals.failures == 0) return 2;
   if (totals.failures == 0 && stream_launches < streamed) return 2;
   return totals.failures == 0 ? 0 : 1;
 }

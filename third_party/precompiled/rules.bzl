@@ -65,8 +65,8 @@ def _reading(kind, copts, deps):
     }
 
 def mla_library(copts = [], deps = [], **kwargs):
-    """A cc_library."""
-    native.cc_library(**dict(kwargs, **_reading("library", copts, deps)))
+    """A cc_library. Programs are linked from its objects, so its shared object is not made."""
+    native.cc_library(**dict(kwargs, linkstatic = True, **_reading("library", copts, deps)))
 
 def mla_binary(copts = [], deps = [], **kwargs):
     """A cc_binary."""

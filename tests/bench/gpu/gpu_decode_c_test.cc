@@ -108,6 +108,7 @@ class DecodeCTest : public ::testing::Test {
     control_->arch = "sm_90";
     DecodeOptions().libraries = {kernels::hip::kLibrary};
     DecodeOptions().images = {kernels::hip::Image("sm_90", kernels::hip::kImage90)};
+    DecodeOptions().self_test = false;  // its tests are in tests/fake_hip
     kernels::hip::HipBackendOptions options = DecodeOptions();
     options.vendor = kernels::hip::Vendor::kNvidia;
     auto runtime = kernels::hip::GpuRuntime::Open(options.vendor, 0, options.libraries);
@@ -244,6 +245,7 @@ TEST(AnyGpu, TakesTheVendorThatIsThere) {
   options.libraries = {kernels::hip::kLibrary};
   options.images = {kernels::hip::Image("gfx950", kernels::hip::kImage950),
                     kernels::hip::Image("sm_90", kernels::hip::kImage90)};
+  options.self_test = false;
   for (const char* arch : {"gfx950", "sm_90"}) {
     control->arch = arch;
     const auto backend = AnyGpu(options);

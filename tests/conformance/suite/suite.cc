@@ -40,11 +40,15 @@ absl::StatusOr<std::unique_ptr<CaseRunner>> MakeRunner(const SuiteOptions& optio
 
 absl::Status MakeBench(const SuiteOptions& options, Bench& bench) {
   auto oracle = MakeRunner(options, options.oracle, bench);
-  if (!oracle.ok()) return oracle.status();
+  if (!oracle.ok()) {
+    return absl::InternalError(absl::StrCat("oracle: ", oracle.status().ToString()));
+  }
   bench.oracle = *std::move(oracle);
   for (const Subject& subject : options.subjects) {
     auto runner = MakeRunner(options, subject.create, bench);
-    if (!runner.ok()) return runner.status();
+    if (!runner.ok()) {
+      return absl::InternalError(absl::StrCat(subject.name, ": ", runner.status().ToString()));
+    }
     bench.subjects.push_back(*std::move(runner));
     const std::string wrong =
         CheckPageTransfers(*bench.backends.back(), options.runner.kv_pool_bytes);
@@ -341,7 +345,7 @@ SuiteReport RunSuite(const SuiteOptions& options) {
     SuiteReport part;
     Bench bench;
     if (absl::Status made = MakeBench(options, bench); !made.ok()) {
-      Fail(part, made.ToString());
+      Fail(part, std::string(made.message()));
     } else {
       for (size_t i = next++; i < options.cases.size(); i = next++) {
         RunCase(options, bench, i, part);
