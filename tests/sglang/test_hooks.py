@@ -1,5 +1,6 @@
 """What the hooks around SGLang's own functions do, with its own classes and without an engine."""
 
+import dataclasses
 import importlib
 import pathlib
 import sys
@@ -15,6 +16,8 @@ from mla_client import errors
 from mla_client.sglang import NAME, OPTIONS, backend, hooks, plugin
 from mla_client.sglang.runtime import runtime
 from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor)
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
     AttnForwardMethod)
@@ -93,15 +96,20 @@ class Batch:
         self.reqs = [req for req in self.reqs if req not in reqs_to_exclude]
 
 
+def processor(overlap):
+    """SGLang's own processor of results."""
+    fields = {field.name: None for field in dataclasses.fields(SchedulerBatchResultProcessor)}
+    return SchedulerBatchResultProcessor(**{**fields, "enable_overlap": overlap})
+
+
 class BeginAgainTest(unittest.TestCase):
     """Requests whose rows the server has lost, in SGLang's two loops."""
 
     def setUp(self):
-        self.lost, self.patient = set(), True
-        requests = types.SimpleNamespace(reason="it is away")
-        requests.take_lost = lambda rids: [rid for rid in rids if rid in self.taken()]
-        type(requests).patient = property(lambda _: self.patient)
-        self.addCleanup(delattr, type(requests), "patient")
+        self.lost = set()
+        requests = types.SimpleNamespace(reason="it is away", patient=True,
+                                         take_lost=self.take_lost)
+        self.requests = requests
         patched = mock.patch.object(runtime, "requests", requests)
         patched.start()
         self.addCleanup(patched.stop)
@@ -111,14 +119,15 @@ class BeginAgainTest(unittest.TestCase):
             finished=lambda: False, kv=types.SimpleNamespace(holds_kv=True)) for rid in "abc"]
         self.queue = []
 
-    def taken(self):
+    def take_lost(self, rids):
+        """As Requests.take_lost: each of them once."""
         lost, self.lost = self.lost, set()
-        return lost
+        return [rid for rid in rids if rid in lost]
 
     def scheduler(self, overlap):
         return types.SimpleNamespace(
             enable_overlap=overlap, running_batch=Batch(self.reqs),
-            batch_result_processor=types.SimpleNamespace(enable_overlap=overlap),
+            batch_result_processor=processor(overlap),
             _add_request_to_queue=lambda req, is_retracted: self.queue.append(req.rid))
 
     @staticmethod
@@ -160,7 +169,7 @@ class BeginAgainTest(unittest.TestCase):
         self.assertEqual(runtime.put_out, [])
 
     def test_after_too_long_they_fail(self):
-        self.patient = False
+        self.requests.patient = False
         scheduler = self.scheduler(False)
         self.lost = {"b"}
         hooks.begin_again(self.process, scheduler, scheduler.running_batch, None)

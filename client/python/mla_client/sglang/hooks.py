@@ -3,6 +3,7 @@ backend. Each gets the original function, then the arguments of that function.""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Callable
 
 import torch
@@ -95,14 +96,14 @@ def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> A
         else:
             req.discard_output_reason = req.to_finish = FINISH_ABORT(
                 f"mla-server: {requests.reason}", UNAVAILABLE, "ServiceUnavailable")
-    overlaps = processor.enable_overlap
-    # With it the processor skips new tokens of requests that were put back, which it needs not do
-    # for SGLang itself where passes do not overlap.
-    processor.enable_overlap = overlaps or bool(again)
+    if again:  # a processor cannot be changed
+        scheduler.batch_result_processor = dataclasses.replace(processor, enable_overlap=True)
+    # With overlap it skips new tokens of requests that were put back, which it needs not do for
+    # SGLang itself where passes do not overlap.
     try:
         processed = process(scheduler, batch, result)
     finally:
-        processor.enable_overlap = overlaps
+        scheduler.batch_result_processor = processor
     ready = again
     if scheduler.enable_overlap:
         ready, runtime.put_out = put_out, again
