@@ -81,16 +81,10 @@ class HooksTest(unittest.TestCase):
 
 
 class Batch:
-    """A batch of requests, which SGLang copies where passes overlap."""
+    """A batch of requests. SGLang copies it where passes overlap; copies have no caches."""
 
     def __init__(self, reqs):
         self.reqs = list(reqs)
-        self.forward_mode = types.SimpleNamespace(is_decode=lambda: True)
-
-    def release_req(self, index, remaining, offload_kv):
-        req = self.reqs[index]
-        req.kv.holds_kv, req.is_retracted = False, True
-        req.events.append("released")
 
     def filter_batch(self, reqs_to_exclude):
         self.reqs = [req for req in self.reqs if req not in reqs_to_exclude]
@@ -107,27 +101,37 @@ class BeginAgainTest(unittest.TestCase):
 
     def setUp(self):
         self.lost = set()
-        requests = types.SimpleNamespace(reason="it is away", patient=True,
-                                         take_lost=self.take_lost)
-        self.requests = requests
-        patched = mock.patch.object(runtime, "requests", requests)
-        patched.start()
-        self.addCleanup(patched.stop)
+        self.requests = types.SimpleNamespace(reason="it is away", patient=True,
+                                              take_lost=self.take_lost)
+        for owner, name, value in ((runtime, "requests", self.requests),
+                                   (hooks, "release_req", self.release)):
+            patched = mock.patch.object(owner, name, value)
+            patched.start()
+            self.addCleanup(patched.stop)
         runtime.put_out = []
         self.reqs = [types.SimpleNamespace(
-            rid=rid, tokens=0, events=[], is_retracted=False, to_finish=None,
+            rid=rid, tokens=0, is_retracted=False, to_finish=None, inflight_middle_chunks=0,
             finished=lambda: False, kv=types.SimpleNamespace(holds_kv=True)) for rid in "abc"]
-        self.queue = []
+        self.released, self.queue = [], []
 
     def take_lost(self, rids):
         """As Requests.take_lost: each of them once."""
         lost, self.lost = self.lost, set()
         return [rid for rid in rids if rid in lost]
 
-    def scheduler(self, overlap):
+    def release(self, *, req, req_to_token_pool, tree_cache, **others):
+        """As SGLang's release_req, which needs the scheduler's pools."""
+        self.assertEqual((req_to_token_pool, tree_cache), ("slots", "tree"))
+        self.assertTrue(req.kv.holds_kv)
+        req.kv.holds_kv = False
+        self.released.append(req.rid)
+
+    def scheduler(self, overlap, flying=False):
+        """`flying`: one more pass has been launched."""
         return types.SimpleNamespace(
-            enable_overlap=overlap, running_batch=Batch(self.reqs),
-            batch_result_processor=processor(overlap),
+            enable_overlap=overlap, running_batch=Batch(self.reqs), chunked_req=None,
+            result_queue=[None] if flying else [], req_to_token_pool="slots", tree_cache="tree",
+            token_to_kv_pool_allocator="rows", batch_result_processor=processor(overlap),
             _add_request_to_queue=lambda req, is_retracted: self.queue.append(req.rid))
 
     @staticmethod
@@ -139,10 +143,9 @@ class BeginAgainTest(unittest.TestCase):
         return result
 
     def check(self, scheduler):
-        a, b, c = self.reqs
+        a, b, _ = self.reqs
         self.assertEqual((a.tokens, b.tokens), (0, 0))
-        self.assertEqual((a.events, b.events, c.events), (["released"], ["released"], []))
-        self.assertEqual(self.queue, ["a", "b"])
+        self.assertEqual((self.released, self.queue), (["a", "b"], ["a", "b"]))
         self.assertEqual([req.rid for req in scheduler.running_batch.reqs], ["c"])
         self.assertFalse(scheduler.running_batch.batch_is_full)
 
@@ -157,7 +160,7 @@ class BeginAgainTest(unittest.TestCase):
 
     def test_passes_that_overlap(self):
         """They are put back when the pass that had been launched already is over."""
-        scheduler = self.scheduler(True)
+        scheduler = self.scheduler(True, flying=True)
         first, second = Batch(self.reqs), Batch(self.reqs)
         self.lost = {"a", "b"}
         hooks.begin_again(self.process, scheduler, first, None)
@@ -167,6 +170,40 @@ class BeginAgainTest(unittest.TestCase):
         self.check(scheduler)
         self.assertEqual(self.reqs[2].tokens, 2)
         self.assertEqual(runtime.put_out, [])
+
+    def test_a_launched_pass_of_others(self):
+        """It has none of them, and ends all the same."""
+        scheduler = self.scheduler(True, flying=True)
+        self.lost = {"a", "b"}
+        hooks.begin_again(self.process, scheduler, Batch(self.reqs), None)
+        hooks.begin_again(self.process, scheduler, Batch([]), None)
+        self.check(scheduler)
+
+    def test_no_pass_is_launched(self):
+        scheduler = self.scheduler(True)
+        self.lost = {"a", "b"}
+        hooks.begin_again(self.process, scheduler, Batch(self.reqs), None)
+        self.check(scheduler)
+
+    def test_prompts_begin_again(self):
+        """They are not in the running batch yet."""
+        scheduler = self.scheduler(False)
+        scheduler.running_batch, prompts = Batch(self.reqs[2:]), Batch(self.reqs[:2])
+        self.lost = {"a", "b"}
+        hooks.begin_again(self.process, scheduler, prompts, None)
+        self.check(scheduler)
+        self.assertEqual(prompts.reqs, [])
+
+    def test_prompts_that_cannot_begin_again_fail(self):
+        """One is in its middle, one has its own tokens' log-probabilities in the results."""
+        scheduler = self.scheduler(False)
+        scheduler.running_batch, self.lost = Batch([]), {"a", "b"}
+        scheduler.chunked_req = self.reqs[0]
+        result = types.SimpleNamespace(extend_input_len_per_req=[4, 4, 4],
+                                       extend_logprob_start_len_per_req=[4, 0, 4])
+        hooks.begin_again(self.process, scheduler, Batch(self.reqs), result)
+        self.assertEqual([req.to_finish is not None for req in self.reqs], [True, True, False])
+        self.assertEqual((self.released, self.queue), ([], []))
 
     def test_after_too_long_they_fail(self):
         self.requests.patient = False

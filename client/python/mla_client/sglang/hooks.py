@@ -4,10 +4,10 @@ backend. Each gets the original function, then the arguments of that function.""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable
+from typing import Any, Callable, List
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, release_req
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.runtime_context import attention_backends
@@ -78,19 +78,19 @@ def release(free: Callable, pool: Any, req: Any) -> Any:
 
 
 def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> Any:
-    """Handles requests whose rows the server has lost, which makes their results invalid. Decoding
-    requests begin again, like requests that SGLang puts back for lack of memory; others fail. The
-    overlap scheduler has launched one more pass of them already: they are put back after that."""
+    """Handles requests whose rows the server has lost, which makes their results invalid. They
+    begin again, like requests that SGLang puts back for lack of memory, or fail. The overlap
+    scheduler has launched one more pass of them already: they are put back after that."""
     requests, processor = runtime.requests, scheduler.batch_result_processor
     if requests is None:
         return process(scheduler, batch, result)
-    put_out, runtime.put_out = runtime.put_out, []
+    ready, runtime.put_out = runtime.put_out, []
     lost, again = set(requests.take_lost([req.rid for req in batch.reqs])), []
-    for req in batch.reqs:
-        if req.rid not in lost or req in put_out:
+    patient = bool(lost) and requests.patient
+    for index, req in enumerate(batch.reqs):
+        if req.rid not in lost or req in ready:
             continue
-        if (batch.forward_mode.is_decode() and req in scheduler.running_batch.reqs
-                and requests.patient):
+        if patient and _can_repeat(scheduler, result, index, req):
             again.append(req)
             req.is_retracted = True
         else:
@@ -104,20 +104,43 @@ def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> A
         processed = process(scheduler, batch, result)
     finally:
         scheduler.batch_result_processor = processor
-    ready = again
-    if scheduler.enable_overlap:
-        ready, runtime.put_out = put_out, again
+    if scheduler.enable_overlap and scheduler.result_queue:
+        runtime.put_out = again
+    else:
+        ready = ready + again
     for req in ready:
-        _put_back(scheduler, batch, req)
-    if again:  # the same object as `batch` where passes do not overlap
-        scheduler.running_batch.filter_batch(reqs_to_exclude=again)
-        scheduler.running_batch.batch_is_full = False
+        _put_back(scheduler, req)
+    if again:
+        _leave_out(scheduler, batch, again)
     return processed
 
 
-def _put_back(scheduler: Any, batch: Any, req: Any) -> None:
-    """Queues a request of a batch whose pass is over."""
+def _can_repeat(scheduler: Any, result: Any, index: int, req: Any) -> bool:
+    """True if a request of a pass may begin again: it is not in the middle of its prompt, of which
+    SGLang has planned the next pass, and its results can be left out, which those of a prompt's
+    own tokens cannot, because others lie after them."""
+    ends, begins = (getattr(result, name, None) for name in (
+        "extend_input_len_per_req", "extend_logprob_start_len_per_req"))
+    asked = bool(ends and begins and ends[index] > begins[index])
+    planned = not scheduler.enable_overlap or req in scheduler.running_batch.reqs
+    return planned and not asked and req is not scheduler.chunked_req and (
+        req.inflight_middle_chunks <= 0)
+
+
+def _leave_out(scheduler: Any, batch: Any, again: List[Any]) -> None:
+    """Takes requests out of the batches of which SGLang makes the next pass. With overlap `batch`
+    is a copy, and else it may be the running one."""
+    running = scheduler.running_batch
+    for one in (running,) if scheduler.enable_overlap or batch is running else (running, batch):
+        one.filter_batch(reqs_to_exclude=again)
+    running.batch_is_full = False
+
+
+def _put_back(scheduler: Any, req: Any) -> None:
+    """Queues a request whose passes are over."""
     if req.finished() or not req.kv.holds_kv:
         return
-    batch.release_req(batch.reqs.index(req), len(batch.reqs), offload_kv=False)
+    release_req(req=req, remaing_req_count=1, req_to_token_pool=scheduler.req_to_token_pool,
+                token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+                tree_cache=scheduler.tree_cache, hisparse_coordinator=None, offload_kv=False)
     scheduler._add_request_to_queue(req, is_retracted=True)
