@@ -94,7 +94,7 @@ class Serve(unittest.TestCase):
 
     def said(self):
         self.log.seek(0)
-        return self.log.read().decode(errors="replace")[-6000:]
+        return self.log.read().decode(errors="replace")[-12000:]
 
     def await_health(self):
         deadline = time.monotonic() + START_S
@@ -128,14 +128,21 @@ class Serve(unittest.TestCase):
         """What the API says of each prompt, as compare.py reads it."""
         found = []
         for prompt in json.loads((self.model / "prompts.json").read_text()):
-            said = self.ask("/v1/completions", {
+            said = self.completed({
                 "model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0,
                 "logprobs": TOP, "ignore_eos": True, "return_token_ids": True,
-                "return_tokens_as_token_ids": True})["choices"][0]
+                "return_tokens_as_token_ids": True})
             found.append({"prompt": [], "tokens": said["token_ids"], "tops": [
                 {name.removeprefix("token_id:"): value for name, value in step.items()}
                 for step in said["logprobs"]["top_logprobs"]]})
         return found
+
+    def completed(self, body):
+        """The one completion of a request. Fails with the end of vLLM's log."""
+        try:
+            return self.ask("/v1/completions", body)["choices"][0]
+        except OSError as error:
+            self.fail(f"{error}\n{self.said()}")
 
     def check(self):
         cases.check(self, self.rows(), self.model)
