@@ -129,7 +129,7 @@ class BeginAgainTest(unittest.TestCase):
     def scheduler(self, overlap, flying=False):
         """`flying`: one more pass has been launched."""
         return types.SimpleNamespace(
-            enable_overlap=overlap, running_batch=Batch(self.reqs), chunked_req=None,
+            enable_overlap=overlap, running_batch=Batch(self.reqs),
             result_queue=[None] if flying else [], req_to_token_pool="slots", tree_cache="tree",
             token_to_kv_pool_allocator="rows", batch_result_processor=processor(overlap),
             _add_request_to_queue=lambda req, is_retracted: self.queue.append(req.rid))
@@ -194,13 +194,25 @@ class BeginAgainTest(unittest.TestCase):
         self.check(scheduler)
         self.assertEqual(prompts.reqs, [])
 
-    def test_prompts_that_cannot_begin_again_fail(self):
-        """One is in its middle, one has its own tokens' log-probabilities in the results."""
+    def test_a_prompt_in_its_middle_begins_again_after_its_last_pass(self):
+        for overlap in (False, True):
+            with self.subTest(overlap=overlap):
+                self.setUp()
+                scheduler, a = self.scheduler(overlap), self.reqs[0]
+                a.inflight_middle_chunks, self.lost = 1, {"a"}
+                hooks.begin_again(self.process, scheduler, Batch([a]), None)
+                self.assertEqual((a.to_finish, a.is_retracted, self.queue), (None, False, []))
+                a.inflight_middle_chunks = 0  # SGLang counts it down
+                hooks.begin_again(self.process, scheduler, Batch([a]), None)
+                self.assertEqual((self.released, self.queue, a.mla_lost), (["a"], ["a"], False))
+                self.assertNotIn(a, scheduler.running_batch.reqs)
+
+    def test_prompts_whose_own_tokens_are_in_the_results_fail(self):
         scheduler = self.scheduler(False)
+        self.reqs[0].inflight_middle_chunks = 1
         scheduler.running_batch, self.lost = Batch([]), {"a", "b"}
-        scheduler.chunked_req = self.reqs[0]
         result = types.SimpleNamespace(extend_input_len_per_req=[4, 4, 4],
-                                       extend_logprob_start_len_per_req=[4, 0, 4])
+                                       extend_logprob_start_len_per_req=[3, 0, 4])
         hooks.begin_again(self.process, scheduler, Batch(self.reqs), result)
         self.assertEqual([req.to_finish is not None for req in self.reqs], [True, True, False])
         self.assertEqual((self.released, self.queue), ([], []))

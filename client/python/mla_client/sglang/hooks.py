@@ -86,9 +86,14 @@ def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> A
         return process(scheduler, batch, result)
     ready, runtime.put_out = runtime.put_out, []
     lost, again = set(requests.take_lost([req.rid for req in batch.reqs])), []
-    patient = bool(lost) and requests.patient
+    pending = any(getattr(req, "mla_lost", False) for req in batch.reqs)
+    patient = (bool(lost) or pending) and requests.patient
     for index, req in enumerate(batch.reqs):
-        if req.rid not in lost or req in ready:
+        if req in ready or not (req.rid in lost or getattr(req, "mla_lost", False)):
+            continue
+        # SGLang has planned a prompt's next pass: it begins again after its last one.
+        req.mla_lost = patient and req.inflight_middle_chunks > 0 and not _asks(result, index)
+        if req.mla_lost:
             continue
         if patient and _can_repeat(scheduler, result, index, req):
             again.append(req)
@@ -115,16 +120,19 @@ def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> A
     return processed
 
 
-def _can_repeat(scheduler: Any, result: Any, index: int, req: Any) -> bool:
-    """True if a request of a pass may begin again: it is not in the middle of its prompt, of which
-    SGLang has planned the next pass, and its results can be left out, which those of a prompt's
-    own tokens cannot, because others lie after them."""
+def _asks(result: Any, index: int) -> bool:
+    """True if results of a request of a pass include its prompt's own tokens. They cannot be left
+    out, because those of others lie after them."""
     ends, begins = (getattr(result, name, None) for name in (
         "extend_input_len_per_req", "extend_logprob_start_len_per_req"))
-    asked = bool(ends and begins and ends[index] > begins[index])
-    planned = not scheduler.enable_overlap or req in scheduler.running_batch.reqs
-    return planned and not asked and req is not scheduler.chunked_req and (
-        req.inflight_middle_chunks <= 0)
+    return bool(ends and begins and ends[index] > begins[index])
+
+
+def _can_repeat(scheduler: Any, result: Any, index: int, req: Any) -> bool:
+    """True if a request of a pass may begin again: its results can be left out, and it is in no
+    pass to come. With overlap it is in the running batch then."""
+    return (not _asks(result, index) and req.inflight_middle_chunks <= 0
+            and (not scheduler.enable_overlap or req in scheduler.running_batch.reqs))
 
 
 def _leave_out(scheduler: Any, batch: Any, again: List[Any]) -> None:
