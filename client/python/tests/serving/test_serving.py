@@ -188,6 +188,22 @@ class Linked(unittest.TestCase):
             link.close()
             self.assertEqual(len(self.server.models), left)
 
+    def test_a_model_that_another_engine_releases_in_the_meantime_is_registered_again(self):
+        self.link.start(SPEC, lambda layer: WEIGHTS)
+        ending = [self.link]
+
+        class Late(type(self.link.client)):
+            def _upload(self, *args):
+                if ending:
+                    ending.pop().close()
+                    raise errors.NotFound("not registered",
+                                          errors.ErrorDetail(reason="model_not_found"))
+                return super()._upload(*args)
+        made = options(self.server)
+        object.__setattr__(made, "connect", lambda target: Late(self.server))
+        Link(made).start(SPEC, lambda layer: WEIGHTS)
+        self.assertEqual(list(self.server.models), [SPEC.model_id])
+
     def test_another_checkpoint_under_the_name_gets_in(self):
         self.link.start(SPEC, lambda layer: WEIGHTS)
         refusals = [errors.AlreadyExists("other values")]
