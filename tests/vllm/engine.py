@@ -6,7 +6,8 @@ CASE: "model" (a folder of tests/engines/models.py), "llm" (arguments of LLM), "
 connector), "async", "own" (the engine's own attention), "lora" (a folder with an adapter that
 requests ask for), "server" (arguments of mla-server; a list of lists: several), and "rounds", each
 with "prompts" (lists of ids; absent: the model's), "tokens", "logprobs" and "events": [step, what,
-argument], which happen before that step of the engine's loop. OUT: for each round its rows, as compare.py reads them, and counts."""
+argument], which happen before that step of the engine's loop. OUT: for each round its rows, as
+compare.py reads them, and counts."""
 
 import json
 import os
