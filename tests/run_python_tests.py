@@ -168,7 +168,11 @@ def run_in_process(path, text, name, plugins):
         except environments.NotMade as error:
             records = {f"{prefix}{path.stem}.begins": ["error", ascii(str(error)), 0.0]}
             return records, str(error), 0.0
+        # An engine imports thousands of modules in each of its processes, so what the first one
+        # has compiled is kept, even where Python is told to keep nothing.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment |= {"PYTHONPATH": os.pathsep.join([plugins, *path_for(path)]),
+                        "PYTHONPYCACHEPREFIX": str(python.parents[1] / "bytecode"),
                         "MLA_TEST_RELEASE": name.partition("-")[2]}
     with tempfile.TemporaryDirectory() as folder:
         results = pathlib.Path(folder) / "records.json"

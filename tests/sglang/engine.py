@@ -17,7 +17,9 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SETTINGS = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+# Several ranks would use NCCL, which is installed because PyPI's torch for Linux is one for CUDA.
+SETTINGS = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+            "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so"}
 OPTIONS = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32",
            "attention_backend": "mla_server", "context_length": 1024, "max_running_requests": 8,
            "mem_fraction_static": 0.2, "skip_server_warmup": True, "disable_cuda_graph": True,

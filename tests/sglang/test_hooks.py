@@ -1,5 +1,6 @@
 """What the hooks around SGLang's own functions do, with its own classes and without an engine."""
 
+import dataclasses
 import importlib
 import pathlib
 import sys
@@ -15,6 +16,8 @@ from mla_client import errors
 from mla_client.sglang import NAME, OPTIONS, backend, hooks, plugin
 from mla_client.sglang.runtime import runtime
 from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor)
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
     AttnForwardMethod)
@@ -78,47 +81,57 @@ class HooksTest(unittest.TestCase):
 
 
 class Batch:
-    """A batch of requests, which SGLang copies where passes overlap."""
+    """A batch of requests. SGLang copies it where passes overlap; copies have no caches."""
 
     def __init__(self, reqs):
         self.reqs = list(reqs)
-        self.forward_mode = types.SimpleNamespace(is_decode=lambda: True)
-
-    def release_req(self, index, remaining, offload_kv):
-        req = self.reqs[index]
-        req.kv.holds_kv, req.is_retracted = False, True
-        req.events.append("released")
 
     def filter_batch(self, reqs_to_exclude):
         self.reqs = [req for req in self.reqs if req not in reqs_to_exclude]
+
+
+def processor(overlap):
+    """SGLang's own processor of results."""
+    fields = {field.name: None for field in dataclasses.fields(SchedulerBatchResultProcessor)}
+    return SchedulerBatchResultProcessor(**{**fields, "enable_overlap": overlap})
 
 
 class BeginAgainTest(unittest.TestCase):
     """Requests whose rows the server has lost, in SGLang's two loops."""
 
     def setUp(self):
-        self.lost, self.patient = set(), True
-        requests = types.SimpleNamespace(reason="it is away")
-        requests.take_lost = lambda rids: [rid for rid in rids if rid in self.taken()]
-        type(requests).patient = property(lambda _: self.patient)
-        self.addCleanup(delattr, type(requests), "patient")
-        patched = mock.patch.object(runtime, "requests", requests)
-        patched.start()
-        self.addCleanup(patched.stop)
+        self.lost = set()
+        self.requests = types.SimpleNamespace(reason="it is away", patient=True,
+                                              take_lost=self.take_lost)
+        for owner, name, value in ((runtime, "requests", self.requests),
+                                   (hooks, "release_req", self.release)):
+            patched = mock.patch.object(owner, name, value)
+            patched.start()
+            self.addCleanup(patched.stop)
         runtime.put_out = []
         self.reqs = [types.SimpleNamespace(
-            rid=rid, tokens=0, events=[], is_retracted=False, to_finish=None,
+            rid=rid, tokens=0, is_retracted=False, to_finish=None, inflight_middle_chunks=0,
             finished=lambda: False, kv=types.SimpleNamespace(holds_kv=True)) for rid in "abc"]
-        self.queue = []
+        self.released, self.queue = [], []
 
-    def taken(self):
+    def take_lost(self, rids):
+        """As Requests.take_lost: each of them once."""
         lost, self.lost = self.lost, set()
-        return lost
+        return [rid for rid in rids if rid in lost]
 
-    def scheduler(self, overlap):
+    def release(self, *, req, req_to_token_pool, tree_cache, **others):
+        """As SGLang's release_req, which needs the scheduler's pools."""
+        self.assertEqual((req_to_token_pool, tree_cache), ("slots", "tree"))
+        self.assertTrue(req.kv.holds_kv)
+        req.kv.holds_kv = False
+        self.released.append(req.rid)
+
+    def scheduler(self, overlap, flying=False):
+        """`flying`: one more pass has been launched."""
         return types.SimpleNamespace(
             enable_overlap=overlap, running_batch=Batch(self.reqs),
-            batch_result_processor=types.SimpleNamespace(enable_overlap=overlap),
+            result_queue=[None] if flying else [], req_to_token_pool="slots", tree_cache="tree",
+            token_to_kv_pool_allocator="rows", batch_result_processor=processor(overlap),
             _add_request_to_queue=lambda req, is_retracted: self.queue.append(req.rid))
 
     @staticmethod
@@ -130,10 +143,9 @@ class BeginAgainTest(unittest.TestCase):
         return result
 
     def check(self, scheduler):
-        a, b, c = self.reqs
+        a, b, _ = self.reqs
         self.assertEqual((a.tokens, b.tokens), (0, 0))
-        self.assertEqual((a.events, b.events, c.events), (["released"], ["released"], []))
-        self.assertEqual(self.queue, ["a", "b"])
+        self.assertEqual((self.released, self.queue), (["a", "b"], ["a", "b"]))
         self.assertEqual([req.rid for req in scheduler.running_batch.reqs], ["c"])
         self.assertFalse(scheduler.running_batch.batch_is_full)
 
@@ -148,7 +160,7 @@ class BeginAgainTest(unittest.TestCase):
 
     def test_passes_that_overlap(self):
         """They are put back when the pass that had been launched already is over."""
-        scheduler = self.scheduler(True)
+        scheduler = self.scheduler(True, flying=True)
         first, second = Batch(self.reqs), Batch(self.reqs)
         self.lost = {"a", "b"}
         hooks.begin_again(self.process, scheduler, first, None)
@@ -159,8 +171,54 @@ class BeginAgainTest(unittest.TestCase):
         self.assertEqual(self.reqs[2].tokens, 2)
         self.assertEqual(runtime.put_out, [])
 
+    def test_a_launched_pass_of_others(self):
+        """It has none of them, and ends all the same."""
+        scheduler = self.scheduler(True, flying=True)
+        self.lost = {"a", "b"}
+        hooks.begin_again(self.process, scheduler, Batch(self.reqs), None)
+        hooks.begin_again(self.process, scheduler, Batch([]), None)
+        self.check(scheduler)
+
+    def test_no_pass_is_launched(self):
+        scheduler = self.scheduler(True)
+        self.lost = {"a", "b"}
+        hooks.begin_again(self.process, scheduler, Batch(self.reqs), None)
+        self.check(scheduler)
+
+    def test_prompts_begin_again(self):
+        """They are not in the running batch yet."""
+        scheduler = self.scheduler(False)
+        scheduler.running_batch, prompts = Batch(self.reqs[2:]), Batch(self.reqs[:2])
+        self.lost = {"a", "b"}
+        hooks.begin_again(self.process, scheduler, prompts, None)
+        self.check(scheduler)
+        self.assertEqual(prompts.reqs, [])
+
+    def test_a_prompt_in_its_middle_begins_again_after_its_last_pass(self):
+        for overlap in (False, True):
+            with self.subTest(overlap=overlap):
+                self.setUp()
+                scheduler, a = self.scheduler(overlap), self.reqs[0]
+                a.inflight_middle_chunks, self.lost = 1, {"a"}
+                hooks.begin_again(self.process, scheduler, Batch([a]), None)
+                self.assertEqual((a.to_finish, a.is_retracted, self.queue), (None, False, []))
+                a.inflight_middle_chunks = 0  # SGLang counts it down
+                hooks.begin_again(self.process, scheduler, Batch([a]), None)
+                self.assertEqual((self.released, self.queue, a.mla_lost), (["a"], ["a"], False))
+                self.assertNotIn(a, scheduler.running_batch.reqs)
+
+    def test_prompts_whose_own_tokens_are_in_the_results_fail(self):
+        scheduler = self.scheduler(False)
+        self.reqs[0].inflight_middle_chunks = 1
+        scheduler.running_batch, self.lost = Batch([]), {"a", "b"}
+        result = types.SimpleNamespace(extend_input_len_per_req=[4, 4, 4],
+                                       extend_logprob_start_len_per_req=[3, 0, 4])
+        hooks.begin_again(self.process, scheduler, Batch(self.reqs), result)
+        self.assertEqual([req.to_finish is not None for req in self.reqs], [True, True, False])
+        self.assertEqual((self.released, self.queue), ([], []))
+
     def test_after_too_long_they_fail(self):
-        self.patient = False
+        self.requests.patient = False
         scheduler = self.scheduler(False)
         self.lost = {"b"}
         hooks.begin_again(self.process, scheduler, scheduler.running_batch, None)

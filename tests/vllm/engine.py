@@ -3,11 +3,11 @@
     engine.py CASE.json OUT.json
 
 CASE: "model" (a folder of tests/engines/models.py), "llm" (arguments of LLM), "extra" (of the
-connector), "async", "own" (the engine's own attention), "kept" (a name of a backend that stays the
-engine's own), "lora" (a folder with an adapter that requests ask for), "server" (arguments of
-mla-server; a list of lists: several), and "rounds", each with "prompts" (lists of ids; absent: the
-model's), "tokens", "logprobs" and "events": [step, what, argument], which happen before that step
-of the engine's loop. OUT: for each round its rows, as compare.py reads them, and counts."""
+connector), "async", "own" (the engine's own attention), "lora" (a folder with an adapter that
+requests ask for), "server" (arguments of mla-server; a list of lists: several), and "rounds", each
+with "prompts" (lists of ids; absent: the model's), "tokens", "logprobs" and "events": [step, what,
+argument], which happen before that step of the engine's loop. OUT: for each round its rows, as
+compare.py reads them, and counts."""
 
 import json
 import os
@@ -187,7 +187,7 @@ def main(case_path, out_path):
     os.environ.update(SETTINGS)
     os.environ.update({"MLA_TEST_OWN": "1" if case.get("own") else "0",
                        "MLA_TEST_ASYNC": "1" if case.get("async") else "0",
-                       "MLA_TEST_KEPT": case.get("kept", ""), **case.get("env", {})})
+                       **case.get("env", {})})
     with tempfile.TemporaryDirectory() as folder:
         entry_points(folder)
         run = Case(case)

@@ -10,10 +10,11 @@ import torch
 
 import server_binary
 from mla_client import errors
-from mla_client.serving import Admission, Given, Link, Planner
+from mla_client.serving import (Admission, BatchPlan, Given, Link, PassPlan, Planner,
+                                Scheduled)
 from mla_client.types import Geometry
 from mla_client.vllm import backend, checks, plugin
-from mla_client.vllm.runtime import Layer, runtime
+from mla_client.vllm.runtime import Layer, Runtime, runtime
 
 ENVIRONMENT = "vllm"
 HEADS, LORA, ROPE, NOPE, V = 4, 512, 64, 16, 16
@@ -221,6 +222,24 @@ class PagesTest(unittest.TestCase):
         runtime._config = config(cache_config={"kv_cache_memory_bytes": 5})
         runtime._bound_pages(worker)
         self.assertEqual(runtime._config.cache_config.kv_cache_memory_bytes, 5)
+
+
+class PassesTest(unittest.TestCase):
+    def test_a_pass_without_tokens_is_finished_once(self):
+        """Some releases never ask for it: what has ended would keep the room others wait for."""
+        gone, rows = PassPlan(1, gone=("a",)), PassPlan(2, (Scheduled("b", 0, 1),))
+        for plan, asks, want in ((gone, False, 1), (gone, True, 1), (rows, False, 0)):
+            with self.subTest(plan=plan, asks=asks):
+                worker = mock.Mock(made=None)
+                new = Runtime()
+                new.worker, new._config = worker, space(
+                    scheduler_config=space(async_scheduling=False))
+                new.bind(BatchPlan(plan, {}, {}))
+                if asks:
+                    new.finish()
+                new.bind(None)
+                self.assertEqual((worker.begin.call_count, worker.end.call_count), (want, want))
+                self.assertIsNone(new.plan)
 
 
 class ChecksTest(unittest.TestCase):

@@ -34,7 +34,7 @@ class Features(unittest.TestCase):
 
     def test_a_draft_models_layers_stay_with_the_engine(self):
         folder = cases.model("deepseek_v3", "--drafts")
-        counts = self.run_case([{}, {"events": KILLED}], folder, kept="CPU_MLA", llm={
+        counts = self.run_case([{}, {"events": KILLED}], folder, llm={
             "speculative_config": {"method": "mtp", "num_speculative_tokens": 1,
                                    "attention_backend": "CPU_MLA"}})
         self.assertGreater(counts["drafted"], 0)
@@ -43,7 +43,8 @@ class Features(unittest.TestCase):
         folder = cases.model("deepseek_v3", "--drafts")
         with self.assertRaisesRegex(AssertionError, "a layer of the draft model, whose rows"):
             cases.run({"model": folder, "rounds": [], "llm": {
-                "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}})
+                "speculative_config": {"method": "mtp", "num_speculative_tokens": 1,
+                                       "attention_backend": "CUSTOM"}}})
 
     def test_adapters_of_other_weights(self):
         """The reference is the model with the adapter's products added to its weights."""

@@ -35,28 +35,50 @@ class _Waiting:
     until: float = 0.0              # not before this it is tried again
 
 
+@dataclasses.dataclass
+class _Promise:
+    """An admitted request whose prompt is not stored yet."""
+
+    need: int                     # rows that it will have
+    have: int                     # rows that are stored
+    tokens: Seq[int] = ()         # of a prompt that others may begin with
+    salt: str = ""
+
+    def shared(self, tokens: Seq[int], salt: str, page: int) -> int:
+        """Rows of whole pages that a request of these tokens could take of it."""
+        most = min(len(self.tokens), len(tokens) - 1) // page
+        if salt != self.salt:
+            return 0
+        for number in range(most):
+            begin, end = number * page, (number + 1) * page
+            if list(self.tokens[begin:end]) != list(tokens[begin:end]):
+                return begin
+        return most * page
+
+
 class Admission:
     """Belongs to one thread at a time."""
 
     def __init__(self, link: Link, salt: str, shares: bool = True, opens: bool = True,
-                 now: Callable[[], float] = time.monotonic) -> None:
-        """`opens`: False where the workers have more than one model, and open sequences of each."""
+                 now: Callable[[], float] = time.monotonic, follows: bool = False) -> None:
+        """`opens`: False where the workers have more than one model, and open sequences of each.
+        `follows`: a request waits for rows that it shares with one whose prompt is under way;
+        for engines that ask again before each pass."""
         self._link = link
         self._salt = salt
         self._shares = shares and opens
         self._opens = opens
+        self._follows = follows
         self._now = now
         self._waiting: Dict[str, _Waiting] = {}
         self._salts: Dict[str, str] = {}    # of requests whose rows may be shared
         self._said: Dict[str, Prefix] = {}  # of requests that have ended since the last plan
-        # For each admitted request whose prompt is not stored yet: the rows that it will have, and
-        # the rows that are stored.
-        self._promised: Dict[str, Tuple[int, int]] = {}
+        self._promised: Dict[str, _Promise] = {}
         self._turns: Dict[str, int] = {}
         self._turn = secrets.randbits(RUN_BITS) << 20
         self._number = secrets.randbits(RUN_BITS) << 20
         self._free = (-1.0, 0)  # when it was asked, and rows
-        self.counts = {"asked": 0, "found": 0, "waits": 0}
+        self.counts = {"asked": 0, "found": 0, "waits": 0, "follows": 0}
 
     def admit(self, request: str, tokens: Seq[int], salt: str = "", shareable: bool = True,
               finds: bool = True) -> Optional[int]:
@@ -114,9 +136,9 @@ class Admission:
                 self._turn += 1
                 self._turns[request] = self._turn
             if request in self._promised:
-                need, _ = self._promised.pop(request)
-                if computed + 1 < need:
-                    self._promised[request] = need, computed
+                self._promised[request].have = computed
+                if computed + 1 >= self._promised[request].need:
+                    del self._promised[request]
             scheduled.append(Scheduled(request, computed, new, sequence, self._turns[request]))
         said, self._said = self._said, {}
         self._number += 1
@@ -154,11 +176,15 @@ class Admission:
         prefix, shares = None, self._shares and shareable
         if shares and finds and len(tokens) > 1:
             prefix = Prefix(list(tokens), salt=self._salt + salt, max_rows=len(tokens) - 1)
+            if self._follows and any(promise.shared(tokens, salt, model.spec.page_size)
+                                     > promise.have for promise in self._promised.values()):
+                self.counts["follows"] += 1
+                return None
         if prefix is None and need > self._room(model):
             self._wait(request)
             return None
         if not self._opens:
-            self._promised[request] = need, 0
+            self._promised[request] = _Promise(need, 0)
             return 0
         state, _ = model.service._open(model.spec.model_id, secrets.token_hex(16), 0, prefix)
         self._free = -1.0, 0  # rows that were found are not free any more
@@ -169,9 +195,10 @@ class Admission:
         self.counts["asked"] += len(tokens) - 1 if prefix is not None else 0
         self.counts["found"] += state.length
         self._waiting[request] = _Waiting(state)
-        self._promised[request] = need, state.length
+        self._promised[request] = _Promise(need, state.length)
         if shares:
             self._salts[request] = self._salt + salt
+            self._promised[request] = _Promise(need, state.length, tuple(tokens), salt)
         return state.length
 
     def _room(self, model: Model) -> int:
@@ -184,8 +211,8 @@ class Admission:
             rows = free * model.spec.page_size
             self._free = self._now(), rows
         page = model.spec.page_size
-        promised = sum(-(-need // page) - -(-have // page)
-                       for need, have in self._promised.values())
+        promised = sum(-(-one.need // page) - -(-one.have // page)
+                       for one in self._promised.values())
         return rows - promised * page
 
     def _wait(self, request: str) -> None:

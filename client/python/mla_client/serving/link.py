@@ -193,6 +193,10 @@ class Link:
         except errors.AlreadyExists:
             self._replace()
             model = self._upload()
+        except errors.NotFound as error:  # another engine has ended, and has released it
+            if error.detail.reason != "model_not_found":
+                raise
+            model = self._upload()
         self.client._prepare_moved(model.spec.model_id, self._send)
         return model
 

@@ -49,7 +49,10 @@ class RemoteMlaBackend(AttentionBackend):
         raise errors.Unimplemented("CUDA graphs: turn them off")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1  # of batches to warm up with
+        return 1  # of requests that pad a batch
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        return self.get_cuda_graph_seq_len_fill_value()  # it is asked for on a CPU
 
     def prepare_prefill_qkv(self, *, q: torch.Tensor, q_pe: torch.Tensor, kv_a: torch.Tensor,
                             k_pe: torch.Tensor, positions: torch.Tensor, layer: Any,

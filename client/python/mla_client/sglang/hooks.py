@@ -3,10 +3,11 @@ backend. Each gets the original function, then the arguments of that function.""
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import dataclasses
+from typing import Any, Callable, List
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, release_req
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.runtime_context import attention_backends
@@ -77,46 +78,77 @@ def release(free: Callable, pool: Any, req: Any) -> Any:
 
 
 def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> Any:
-    """Handles requests whose rows the server has lost, which makes their results invalid. Decoding
-    requests begin again, like requests that SGLang puts back for lack of memory; others fail. The
-    overlap scheduler has launched one more pass of them already: they are put back after that."""
+    """Handles requests whose rows the server has lost, which makes their results invalid. They
+    begin again, like requests that SGLang puts back for lack of memory, or fail. The overlap
+    scheduler has launched one more pass of them already: they are put back after that."""
     requests, processor = runtime.requests, scheduler.batch_result_processor
     if requests is None:
         return process(scheduler, batch, result)
-    put_out, runtime.put_out = runtime.put_out, []
+    ready, runtime.put_out = runtime.put_out, []
     lost, again = set(requests.take_lost([req.rid for req in batch.reqs])), []
-    for req in batch.reqs:
-        if req.rid not in lost or req in put_out:
+    pending = any(getattr(req, "mla_lost", False) for req in batch.reqs)
+    patient = (bool(lost) or pending) and requests.patient
+    for index, req in enumerate(batch.reqs):
+        if req in ready or not (req.rid in lost or getattr(req, "mla_lost", False)):
             continue
-        if (batch.forward_mode.is_decode() and req in scheduler.running_batch.reqs
-                and requests.patient):
+        # SGLang has planned a prompt's next pass: it begins again after its last one.
+        req.mla_lost = patient and req.inflight_middle_chunks > 0 and not _asks(result, index)
+        if req.mla_lost:
+            continue
+        if patient and _can_repeat(scheduler, result, index, req):
             again.append(req)
             req.is_retracted = True
         else:
             req.discard_output_reason = req.to_finish = FINISH_ABORT(
                 f"mla-server: {requests.reason}", UNAVAILABLE, "ServiceUnavailable")
-    overlaps = processor.enable_overlap
-    # With it the processor skips new tokens of requests that were put back, which it needs not do
-    # for SGLang itself where passes do not overlap.
-    processor.enable_overlap = overlaps or bool(again)
+    if again:  # a processor cannot be changed
+        scheduler.batch_result_processor = dataclasses.replace(processor, enable_overlap=True)
+    # With overlap it skips new tokens of requests that were put back, which it needs not do for
+    # SGLang itself where passes do not overlap.
     try:
         processed = process(scheduler, batch, result)
     finally:
-        processor.enable_overlap = overlaps
-    ready = again
-    if scheduler.enable_overlap:
-        ready, runtime.put_out = put_out, again
+        scheduler.batch_result_processor = processor
+    if scheduler.enable_overlap and scheduler.result_queue:
+        runtime.put_out = again
+    else:
+        ready = ready + again
     for req in ready:
-        _put_back(scheduler, batch, req)
-    if again:  # the same object as `batch` where passes do not overlap
-        scheduler.running_batch.filter_batch(reqs_to_exclude=again)
-        scheduler.running_batch.batch_is_full = False
+        _put_back(scheduler, req)
+    if again:
+        _leave_out(scheduler, batch, again)
     return processed
 
 
-def _put_back(scheduler: Any, batch: Any, req: Any) -> None:
-    """Queues a request of a batch whose pass is over."""
+def _asks(result: Any, index: int) -> bool:
+    """True if results of a request of a pass include its prompt's own tokens. They cannot be left
+    out, because those of others lie after them."""
+    ends, begins = (getattr(result, name, None) for name in (
+        "extend_input_len_per_req", "extend_logprob_start_len_per_req"))
+    return bool(ends and begins and ends[index] > begins[index])
+
+
+def _can_repeat(scheduler: Any, result: Any, index: int, req: Any) -> bool:
+    """True if a request of a pass may begin again: its results can be left out, and it is in no
+    pass to come. With overlap it is in the running batch then."""
+    return (not _asks(result, index) and req.inflight_middle_chunks <= 0
+            and (not scheduler.enable_overlap or req in scheduler.running_batch.reqs))
+
+
+def _leave_out(scheduler: Any, batch: Any, again: List[Any]) -> None:
+    """Takes requests out of the batches of which SGLang makes the next pass. With overlap `batch`
+    is a copy, and else it may be the running one."""
+    running = scheduler.running_batch
+    for one in (running,) if scheduler.enable_overlap or batch is running else (running, batch):
+        one.filter_batch(reqs_to_exclude=again)
+    running.batch_is_full = False
+
+
+def _put_back(scheduler: Any, req: Any) -> None:
+    """Queues a request whose passes are over."""
     if req.finished() or not req.kv.holds_kv:
         return
-    batch.release_req(batch.reqs.index(req), len(batch.reqs), offload_kv=False)
+    release_req(req=req, remaing_req_count=1, req_to_token_pool=scheduler.req_to_token_pool,
+                token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+                tree_cache=scheduler.tree_cache, hisparse_coordinator=None, offload_kv=False)
     scheduler._add_request_to_queue(req, is_retracted=True)

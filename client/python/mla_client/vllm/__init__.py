@@ -7,7 +7,6 @@
     plugin     the entry point: names the two, and looks at vLLM's version
     backend    the attention backend
     connector  the KV connector
-    batches    which rows of a batch are whose: neither vLLM nor torch
     checks     what of a configuration is refused, and what rows depend on
     runtime    what the backend and the connector of a worker process share
     refusal    what takes the place of the two in another release of vLLM

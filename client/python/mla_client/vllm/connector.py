@@ -81,7 +81,8 @@ class MlaServerConnector(KVConnectorBase_V1):
         admission = Admission(Link(options), checks.salt(config, __version__),
                               # The keys of an indexer are not with the rows that are found.
                               options.prefix_cache and not checks.top_k_of(config),
-                              opens=config.parallel_config.pipeline_parallel_size == 1)
+                              opens=config.parallel_config.pipeline_parallel_size == 1,
+                              follows=True)
         self._planner = Planner(
             admission, config.cache_config.block_size,
             2 * (1 + speculative.num_speculative_tokens) if ahead else 0)

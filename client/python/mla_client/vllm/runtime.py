@@ -71,6 +71,7 @@ class Runtime:
         self.top_k = 0  # positions that an indexer chooses for each row; 0: there is none
         self._config: Any = None
         self._orders = Orders()
+        self._finished = False  # the pass under way
 
     def prepare(self, config: Any) -> None:
         """Before the first layer is built: refuses what cannot be, and looks at the server."""
@@ -127,14 +128,19 @@ class Runtime:
         """The pass is over: commits it, unless a later one is to say what of it was right."""
         if self.worker is None or self.worker.passes is None or self.plan is None:
             return
+        self._finished = True
         if self.worker.made is None:  # without tokens
             self.worker.begin(self.plan.plan, ())
         # With asynchronous scheduling another thread hands out what a pass has found.
         self.worker.end(ahead=not self._config.scheduler_config.async_scheduling)
 
     def bind(self, plan: Optional[BatchPlan]) -> None:
-        """The pass that comes; None: it is over."""
-        self.plan = plan
+        """The pass that comes; None: it is over. Before 0.32 vLLM finishes no pass without tokens,
+        which releases requests that have ended: others may wait for their room."""
+        if plan is None and self.plan is not None and not (
+                self._finished or self.plan.plan.scheduled):
+            self.finish()
+        self.plan, self._finished = plan, False
         if self.worker is not None:
             self.worker.made = None
 

@@ -188,6 +188,22 @@ class Linked(unittest.TestCase):
             link.close()
             self.assertEqual(len(self.server.models), left)
 
+    def test_a_model_that_another_engine_releases_in_the_meantime_is_registered_again(self):
+        self.link.start(SPEC, lambda layer: WEIGHTS)
+        ending = [self.link]
+
+        class Late(type(self.link.client)):
+            def _upload(self, *args):
+                if ending:
+                    ending.pop().close()
+                    raise errors.NotFound("not registered",
+                                          errors.ErrorDetail(reason="model_not_found"))
+                return super()._upload(*args)
+        made = options(self.server)
+        object.__setattr__(made, "connect", lambda target: Late(self.server))
+        Link(made).start(SPEC, lambda layer: WEIGHTS)
+        self.assertEqual(list(self.server.models), [SPEC.model_id])
+
     def test_another_checkpoint_under_the_name_gets_in(self):
         self.link.start(SPEC, lambda layer: WEIGHTS)
         refusals = [errors.AlreadyExists("other values")]
@@ -246,7 +262,10 @@ class Linked(unittest.TestCase):
 
 class Admitted(unittest.TestCase):
     def setUp(self):
-        self.server = FakeServer(pages=4)
+        self.start(pages=4)
+
+    def start(self, pages):
+        self.server = FakeServer(pages=pages)
         self.worker = Link(options(self.server), pause=Pause(0.0, 0.0))
         self.worker.start(SPEC, None)
         self.clock = Clock()
@@ -273,6 +292,33 @@ class Admitted(unittest.TestCase):
         self.clock.now += 1
         self.assertEqual(self.admission.admit("c", range(7)), 0)
         self.assertEqual(self.admission.counts["waits"], 2)
+
+    def test_a_request_waits_for_rows_that_it_shares_with_a_prompt_under_way(self):
+        """It would compute them in the same pass, while an engine's own cache finds them."""
+        self.start(pages=32)
+        page, link = SPEC.page_size, Link(options(self.server), pause=Pause(0.0, 0.0))
+        admission = self.admission = Admission(link, "s", follows=True)
+        first = list(range(page)) + [90]
+        self.assertEqual(admission.admit("a", first), 0)
+        same = list(range(page)) + [91, 92]
+        self.assertIsNone(admission.admit("b", same))
+        self.assertEqual(admission.admit("c", same, "of another tenant"), 0)
+        self.assertEqual(admission.admit("d", [80] + same), 0)  # no whole page is shared
+        self.assertEqual(admission.admit("e", same, finds=False), 0)
+        self.run_pass({"a": (0, len(first))}, gone=["c", "d", "e"])
+        self.assertIsNone(admission.admit("b", same))
+        self.run_pass({"a": (len(first), 1)})
+        self.assertIsNotNone(admission.admit("b", same))
+        self.assertEqual((admission.counts["follows"], admission.counts["waits"]), (2, 0))
+
+    def test_a_request_does_not_wait_for_one_that_is_gone(self):
+        link = Link(options(self.server), pause=Pause(0.0, 0.0))
+        self.admission = Admission(link, "s", follows=True)
+        tokens = range(SPEC.page_size + 1)
+        self.assertEqual(self.admission.admit("a", tokens), 0)
+        self.assertIsNone(self.admission.admit("b", tokens))
+        self.run_pass({}, gone=["a"])
+        self.assertEqual(self.admission.admit("b", tokens), 0)
 
     def test_the_newest_goes_without_where_there_is_no_room(self):
         self.run_pass({"a": (0, 8), "b": (0, 7)})
