@@ -81,6 +81,7 @@ METRICS = {
     "choice_us": Metric(Better.LESS, True),
     "key_gbps": Metric(Better.MORE, False),
     "gb_per_s": Metric(Better.MORE, False),
+    "processor_s_a_gb": Metric(Better.LESS, True),
     "client_polling_us": Metric(Better.LESS, False),
     "launch_polling_us": Metric(Better.LESS, False),
 }
