@@ -5,11 +5,11 @@
 //                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]
 //                    [--kv FORMAT] [--attention dense|v32] [--compute bf16|fp8]
 //
-// --image is a library of device code to use instead of the built one. --long draws more cases, as
-// MLA_TEST_LONG does. --kv keeps only cases with rows of this format; --attention keeps only cases
-// without (dense) or with (v32) index lists. --compute fp8 takes only 8-bit rows and multiplies
-// them in e4m3. --cases runs COUNT cases from number FIRST on. --first-failure ends after the first
-// group with a failed case.
+// --image is a library of device code to use instead of the built one. --long has each directed
+// case in each format and draws more cases, as MLA_TEST_LONG does. --kv keeps only cases with rows
+// of this format; --attention keeps only cases without (dense) or with (v32) index lists. --compute
+// fp8 takes only 8-bit rows and multiplies them in e4m3. --cases runs COUNT cases from number FIRST
+// on. --first-failure ends after the first group with a failed case.
 //
 // Exit status 0: every case passed; 1: some failed; 2: no verdict, for example if the oracle itself
 // has no result.

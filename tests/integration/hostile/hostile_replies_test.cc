@@ -135,24 +135,36 @@ v1::ModelSpec Model(uint32_t v_dim) {
   return model;
 }
 
+// Model(v_dim) for the C library.
+mla_model ModelOfC(uint32_t v_dim) {
+  mla_model model{};
+  model.struct_size = sizeof(model);
+  model.model_id = "m";
+  model.layers = model.num_heads = model.kv_lora_rank = model.rope_dim = model.nope_dim = 1;
+  model.v_dim = v_dim;
+  return model;
+}
+
+// The server registers and lists this model.
+void AnswerModel(HostileServer& server, uint32_t v_dim) {
+  v1::RegisterReply registered;
+  registered.set_boot_id(1);
+  *registered.mutable_model() = Model(v_dim);
+  server.Answer("/mla.v1.Models/Register", Of({registered.SerializeAsString()}));
+  v1::ListModelsReply listed;
+  listed.set_boot_id(1);
+  *listed.add_models()->mutable_model() = Model(v_dim);
+  server.Answer("/mla.v1.Models/List", Of({listed.SerializeAsString()}));
+}
+
 // With a larger shape, calls would read and write beyond the caller's memory.
 TEST_F(HostileRepliesTest, AModelHasTheShapeThatWasRegistered) {
-  const auto answer = [this](uint32_t v_dim) {
-    v1::RegisterReply registered;
-    registered.set_boot_id(1);
-    *registered.mutable_model() = Model(v_dim);
-    server_.Answer("/mla.v1.Models/Register", Of({registered.SerializeAsString()}));
-    v1::ListModelsReply listed;
-    listed.set_boot_id(1);
-    *listed.add_models()->mutable_model() = Model(v_dim);
-    server_.Answer("/mla.v1.Models/List", Of({listed.SerializeAsString()}));
-  };
-  answer(1 << 20);
+  AnswerModel(server_, 1 << 20);
   EXPECT_EQ(client_->RegisterModel(Model(4)).status().code(), absl::StatusCode::kDataLoss);
-  answer(4);
+  AnswerModel(server_, 4);
   ASSERT_TRUE(client_->RegisterModel(Model(4)).ok());
   ASSERT_TRUE(client_->ListModels().ok());
-  answer(5);
+  AnswerModel(server_, 5);
   const auto session = *client_->OpenSession();
   EXPECT_EQ(session->Begin("m", {}).status().code(), absl::StatusCode::kDataLoss);
 }
@@ -205,22 +217,12 @@ TEST_F(HostileRepliesTest, TheCLibraryReportsUploadsWithoutReply) {
   const uint16_t weights[4] = {};
   const mla_weights head = {0, 0, 1, weights, weights};
   // Sizes come from the shape that the caller registered, never from the server.
-  v1::ListModelsReply models;
-  models.set_boot_id(1);
-  *models.add_models()->mutable_model() = Model(1 << 20);
-  server_.Answer("/mla.v1.Models/List", Of({models.SerializeAsString()}));
+  AnswerModel(server_, 1 << 20);
   EXPECT_EQ(mla_upload_weights(client, "m", &head, 1, nullptr, &error), MLA_FAILED_PRECONDITION);
   EXPECT_THAT(mla_error_message(error), ::testing::HasSubstr("model_id: this client has not"));
   mla_error_free(error);
-  v1::RegisterReply registered;
-  registered.set_boot_id(1);
-  *registered.mutable_model() = Model(4);
-  server_.Answer("/mla.v1.Models/Register", Of({registered.SerializeAsString()}));
-  mla_model model{};
-  model.struct_size = sizeof(model);
-  model.model_id = "m";
-  model.layers = model.num_heads = model.kv_lora_rank = model.rope_dim = model.nope_dim = 1;
-  model.v_dim = 4;
+  AnswerModel(server_, 4);
+  const mla_model model = ModelOfC(4);
   ASSERT_EQ(mla_register_model(client, &model, nullptr, &error), MLA_OK)
       << mla_error_message(error);
   for (const HostileAnswer& answer : NoReplies()) {
@@ -237,24 +239,10 @@ TEST_F(HostileRepliesTest, TheCLibraryTakesNoOtherShapeAndNoOtherLengths) {
   options.request_timeout_ms = 2000;  // of the abort at the end, which gets no answer
   mla_client* client = nullptr;
   ASSERT_EQ(mla_connect(server_.target().c_str(), &options, &client, nullptr), MLA_OK);
-  const auto answer = [this](uint32_t v_dim) {
-    v1::RegisterReply registered;
-    registered.set_boot_id(1);
-    *registered.mutable_model() = Model(v_dim);
-    server_.Answer("/mla.v1.Models/Register", Of({registered.SerializeAsString()}));
-    v1::ListModelsReply listed;
-    listed.set_boot_id(1);
-    *listed.add_models()->mutable_model() = Model(v_dim);
-    server_.Answer("/mla.v1.Models/List", Of({listed.SerializeAsString()}));
-  };
-  mla_model model{};
-  model.struct_size = sizeof(model);
-  model.model_id = "m";
-  model.layers = model.num_heads = model.kv_lora_rank = model.rope_dim = model.nope_dim = 1;
-  model.v_dim = 4;
-  answer(1 << 20);
+  const mla_model model = ModelOfC(4);
+  AnswerModel(server_, 1 << 20);
   EXPECT_EQ(mla_register_model(client, &model, nullptr, nullptr), MLA_DATA_LOSS);
-  answer(4);
+  AnswerModel(server_, 4);
   EXPECT_EQ(mla_register_model(client, &model, nullptr, nullptr), MLA_OK);
 
   v1::OpenReply opened;

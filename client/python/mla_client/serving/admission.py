@@ -46,9 +46,9 @@ class _Promise:
 
     def shared(self, tokens: Seq[int], salt: str, page: int) -> int:
         """Rows of whole pages that a request of these tokens could take of it."""
-        most = min(len(self.tokens), len(tokens) - 1) // page
         if salt != self.salt:
             return 0
+        most = min(len(self.tokens), len(tokens) - 1) // page
         for number in range(most):
             begin, end = number * page, (number + 1) * page
             if list(self.tokens[begin:end]) != list(tokens[begin:end]):
@@ -195,10 +195,10 @@ class Admission:
         self.counts["asked"] += len(tokens) - 1 if prefix is not None else 0
         self.counts["found"] += state.length
         self._waiting[request] = _Waiting(state)
-        self._promised[request] = _Promise(need, state.length)
+        self._promised[request] = _Promise(need, state.length, tuple(tokens) if shares else (),
+                                           salt)
         if shares:
             self._salts[request] = self._salt + salt
-            self._promised[request] = _Promise(need, state.length, tuple(tokens), salt)
         return state.length
 
     def _room(self, model: Model) -> int:

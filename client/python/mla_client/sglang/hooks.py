@@ -101,10 +101,10 @@ def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> A
         else:
             req.discard_output_reason = req.to_finish = FINISH_ABORT(
                 f"mla-server: {requests.reason}", UNAVAILABLE, "ServiceUnavailable")
-    if again:  # a processor cannot be changed
+    if again:
+        # With overlap a processor skips new tokens of requests that were put back, which it needs
+        # not do for SGLang itself where passes do not overlap. Its fields cannot be changed.
         scheduler.batch_result_processor = dataclasses.replace(processor, enable_overlap=True)
-    # With overlap it skips new tokens of requests that were put back, which it needs not do for
-    # SGLang itself where passes do not overlap.
     try:
         processed = process(scheduler, batch, result)
     finally:

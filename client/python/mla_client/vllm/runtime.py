@@ -135,8 +135,8 @@ class Runtime:
         self.worker.end(ahead=not self._config.scheduler_config.async_scheduling)
 
     def bind(self, plan: Optional[BatchPlan]) -> None:
-        """The pass that comes; None: it is over. Before 0.32 vLLM finishes no pass without tokens,
-        which releases requests that have ended: others may wait for their room."""
+        """The pass that comes; None: it is over. vLLM 0.29 finishes no pass without tokens, which
+        releases requests that have ended: others may wait for their room."""
         if plan is None and self.plan is not None and not (
                 self._finished or self.plan.plan.scheduled):
             self.finish()
