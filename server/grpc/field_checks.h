@@ -11,11 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 
-#define MLA_RETURN_IF_ERROR(expression)                                     \
-  do {                                                                      \
-    if (absl::Status status_ = (expression); !status_.ok()) return status_; \
-  } while (false)
-
 namespace mla::server {
 
 inline std::string Range(int64_t low, int64_t high) { return absl::StrCat(low, "..", high); }

@@ -15,8 +15,8 @@ namespace {
 // which then waits for the device. Drivers before 12.4 lack the call; with them the self-test,
 // which launches all kernels, has the same effect. HIP loads all code with its module.
 absl::Status Load(GpuRuntime& runtime, Function function) {
-  using LoadFunction = int (*)(Function);
-  const auto load = reinterpret_cast<LoadFunction>(runtime.EntryPoint("cuFuncLoad"));
+  int (*load)(Function) = nullptr;
+  runtime.Symbols().Want("cuFuncLoad", &load);
   return load == nullptr ? absl::OkStatus() : runtime.Check(load(function), "function load");
 }
 

@@ -1,10 +1,10 @@
 #include "kernels/hip/runtime/gpu_runtime.h"
 
-#include <dlfcn.h>
-
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/shared_library.h"
+#include "base/status_macros.h"
 #include "kernels/hip/runtime/call_watch.h"
 #include "kernels/hip/runtime/runtime_table.h"
 
@@ -38,13 +38,13 @@ absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
   const std::vector<std::string> names = libraries.empty()
                                              ? RuntimeLibraries(vendor, "")
                                              : std::vector(libraries.begin(), libraries.end());
-  absl::StatusOr<OpenedLibrary> opened = OpenRuntimeLibrary(names);
-  if (!opened.ok()) return opened.status();
+  MLA_ASSIGN_OR_RETURN(const SharedLibrary opened,
+                       OpenSharedLibrary(names, LoadedCopy::kIgnore, "no GPU runtime"));
   auto table = std::make_unique<RuntimeTable>();
-  if (absl::Status s = FindEntryPoints(vendor, opened->handle, table.get()); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(FindEntryPoints(vendor, opened.handle, table.get()));
   std::unique_ptr<GpuRuntime> runtime(
-      new GpuRuntime(vendor, opened->name, opened->handle, std::move(table)));
-  if (absl::Status s = runtime->OpenDevice(device); !s.ok()) return s;
+      new GpuRuntime(vendor, opened.name, opened.handle, std::move(table)));
+  MLA_RETURN_IF_ERROR(runtime->OpenDevice(device));
   return runtime;
 }
 
@@ -53,8 +53,6 @@ GpuRuntime::GpuRuntime(Vendor vendor, std::string name, void* library,
     : vendor_(vendor), library_(std::move(name)), opened_(library), api_(std::move(table)) {}
 
 GpuRuntime::~GpuRuntime() = default;
-
-void* GpuRuntime::EntryPoint(const char* name) const { return dlsym(opened_, name); }
 
 absl::Status GpuRuntime::Check(int code, const char* call) const {
   if (code == kSuccess) return absl::OkStatus();
