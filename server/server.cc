@@ -1,13 +1,12 @@
 #include "server/server.h"
 
-#include <sys/random.h>
-
 #include <optional>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/random_bytes.h"
 #include "base/version/version.h"
 #include "proto/wire/thread_team.h"
 #include "scheduler/clock.h"
@@ -51,13 +50,6 @@ constexpr auto kProbePeriod = std::chrono::milliseconds(200);
 // After a drain, calls that are under way have this long before they are cancelled.
 constexpr auto kCloseGrace = std::chrono::milliseconds(200);
 
-uint64_t RandomBootId() {
-  uint64_t id = 0;
-  while (getrandom(&id, sizeof(id), 0) != static_cast<ssize_t>(sizeof(id)) || id == 0) {
-  }
-  return id;
-}
-
 // Warns if wire.quota_bytes is too small. Queries read in place lie in gRPC's memory until they are
 // computed, and staging memory bounds how many there are.
 void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& backend) {
@@ -77,7 +69,7 @@ TlsStats TlsFiguresOf(const TlsFiles::Status& status) {
 // In the order of construction; destroyed in the opposite order.
 struct Server::Parts {
   ServerOptions options;
-  uint64_t boot_id = RandomBootId();
+  uint64_t boot_id = RandomNumber();
   scheduler::RealClock clock;
   ServerState state;
   LiveSettings live;

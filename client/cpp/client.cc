@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "base/random_bytes.h"
 #include "client/cpp/client_impl.h"
 #include "client/cpp/session.h"
 #include "client/cpp/shared_memory/socket_owner.h"
@@ -71,7 +72,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   impl->options = options;
   impl->target = target;
   if (impl->options.client_id.empty()) {
-    impl->options.client_id = absl::StrFormat("cpp-%016x", Random64());
+    impl->options.client_id = absl::StrFormat("cpp-%016x", RandomNumber());
   }
   impl->make_channel = *std::move(maker);
   impl->channel = impl->make_channel();
@@ -341,7 +342,7 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
   v1::OpenRequest request;
   *request.mutable_prefix() = prefix;
   request.set_model_id(model_id);
-  request.set_request_id(request_id.empty() ? absl::StrFormat("open-%016x", Random64())
+  request.set_request_id(request_id.empty() ? absl::StrFormat("open-%016x", RandomNumber())
                                             : request_id);
   request.set_client_id(client_id());
   request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
@@ -415,7 +416,7 @@ absl::StatusOr<v1::ForkReply> Client::ForkSequence(uint64_t id, uint64_t epoch,
   request.set_sequence_id(id);
   request.set_expected_epoch(epoch);
   if (length) request.set_length(*length);
-  request.set_request_id(absl::StrFormat("fork-%016x", Random64()));
+  request.set_request_id(absl::StrFormat("fork-%016x", RandomNumber()));
   request.set_client_id(client_id());
   request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
   return impl_->Unary<v1::ForkReply>(

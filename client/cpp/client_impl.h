@@ -4,7 +4,6 @@
 
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <atomic>
@@ -20,6 +19,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
+#include "base/random_bytes.h"
 #include "base/usable_cpus.h"
 #include "client/cpp/channel.h"
 #include "client/cpp/client.h"
@@ -44,13 +44,6 @@ using Millis = std::chrono::milliseconds;
 inline constexpr uint64_t kSharedBytes = uint64_t{64} << 20;
 inline constexpr uint64_t kMiB = 1 << 20;
 inline constexpr uint64_t kLeastSharedBytes = uint64_t{4} << 20;
-
-inline uint64_t Random64() {
-  uint64_t value = 0;
-  while (getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value)) || value == 0) {
-  }
-  return value;
-}
 
 // Pause between a failed renewal of the leases and the next one.
 inline constexpr Millis kLeastRenewalPause(20);
@@ -90,7 +83,7 @@ struct Client::Impl {
   std::unique_ptr<v1::Sequences::Stub> sequences;
   std::unique_ptr<v1::Cache::Stub> cache;
   v1::GetServerInfoReply info;
-  std::atomic<uint64_t> next_step{Random64() >> 1};  // far from other clients' ids
+  std::atomic<uint64_t> next_step{RandomNumber() >> 1};  // far from other clients' ids
 
   Mutex mutex;
   CondVar stopped;

@@ -1,4 +1,5 @@
 #include "scheduler/engine.h"
+#include "base/random_bytes.h"
 
 #include <algorithm>
 #include <cstring>
@@ -52,7 +53,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
   impl->info_ = backend->Info();
   absl::StatusOr<std::unique_ptr<EngineCore>> core =
       EngineCore::Create(options, std::move(backend), clock,
-                         options.ids != nullptr ? options.ids : std::function(kvcache::RandomId));
+                         options.ids != nullptr ? options.ids : std::function(RandomNumber));
   if (!core.ok()) return core.status();
   (*core)->CollectAnswers();
   Impl* raw = impl.get();

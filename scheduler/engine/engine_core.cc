@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/random_bytes.h"
 #include "scheduler/engine/cache_stats.h"
-#include "scheduler/kvcache/prefix/random_ids.h"
 #include "scheduler/launching/launch_sizes.h"
 
 namespace mla::scheduler {
@@ -47,7 +47,7 @@ EngineCore::EngineCore(const EngineOptions& options,
       limits_(options_.limits),
       clock_(clock),
       backend_(std::move(backend)),
-      events_(std::make_shared<kvcache::EventLog>(kvcache::RandomId())),
+      events_(std::make_shared<kvcache::EventLog>(RandomNumber())),
       tenant_table_(std::make_shared<TenantTable>(TenantOptionsOf(options))),
       tenants_(*tenant_table_),
       policy_(options.limits, GatherBytes(options.limits, *backend_),

@@ -18,7 +18,6 @@
 #include "scheduler/engine/engine_core.h"
 #include "scheduler/engine/inbox.h"
 #include "scheduler/engine/model_directory.h"
-#include "scheduler/kvcache/prefix/random_ids.h"
 #include "scheduler/tables/prefix_plan.h"
 
 namespace mla::scheduler {

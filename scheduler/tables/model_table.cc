@@ -1,5 +1,7 @@
 #include "scheduler/tables/model_table.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -26,9 +28,7 @@ bool HasExpanded(const ModelSpec& spec) {
 // A digest that tells a repeated upload from a changed one. It need not be cryptographic, because a
 // tenant can only confuse its own model, and a SHA-256 protects the upload as a whole.
 uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
-  uint64_t digest = seed ^ 0xcbf29ce484222325u;
-  for (int64_t i = 0; i < count; ++i) digest = (digest ^ values[i]) * 0x100000001b3u;
-  return digest ^ (digest >> 29);
+  return XXH3_64bits_withSeed(values, static_cast<size_t>(count) * sizeof(Bf16), seed);
 }
 
 int64_t HeadWeightElements(const kernels::Geometry& g) {

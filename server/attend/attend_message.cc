@@ -1,16 +1,9 @@
 #include "server/attend/attend_message.h"
 
-#include <chrono>
 #include <limits>
 #include <utility>
 
 namespace mla::server {
-
-int64_t SteadyNanos() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 void AttendMessage::Done(const absl::Status& status) {
   answer = status;

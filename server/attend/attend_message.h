@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "base/clock.h"
 #include "base/mutex.h"
 #include "scheduler/request.h"
 #include "scheduler/tenant_table.h"
@@ -106,8 +107,6 @@ class AttendMessagePool final : public std::enable_shared_from_this<AttendMessag
   std::vector<std::unique_ptr<AttendMessage>> all_ ABSL_GUARDED_BY(mutex_);
   AttendMessage* free_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
-
-int64_t SteadyNanos();
 
 }  // namespace mla::server
 

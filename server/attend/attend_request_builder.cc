@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "proto/wire/fp8/fp8_tensor.h"
 #include "proto/wire/ring_layout.h"

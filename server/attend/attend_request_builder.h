@@ -26,6 +26,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "base/clock.h"
 #include "base/mutex.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/wire/thread_team.h"

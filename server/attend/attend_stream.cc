@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "proto/wire/attend_codec.h"
 #include "server/attend/attend_reply.h"

@@ -1,12 +1,12 @@
 #include "server/hand_over/hand_over.h"
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/random_bytes.h"
 #include "server/logging/logging.h"
 #include "server/pages/page_transfer.h"
 
@@ -31,14 +31,6 @@ absl::Status RefusePeer(absl::StatusCode code, const std::string& address, const
 absl::Status Stopped() {
   return MakeError(absl::StatusCode::kCancelled, "the drain has ended before its turn",
                    {.reason = "stopped"});
-}
-
-// Attempts must have different numbers, even if different servers make them.
-uint64_t NewAttempt() {
-  std::random_device random;
-  uint64_t attempt = 0;
-  while (attempt == 0) attempt = uint64_t{random()} << 32 | random();
-  return attempt;
 }
 
 // The counter of sequences that stay for this reason, which is one of this server's own.
@@ -264,7 +256,7 @@ absl::Status HandOver::Import(const TenantSequence& sequence, const scheduler::M
   target.set_lease_ms(static_cast<uint32_t>(sequence.info.lease_ms));
   target.set_tenant(sequence.tenant);
   target.set_new_sequence_id(sequence.info.id);
-  target.set_attempt(NewAttempt());
+  target.set_attempt(RandomNumber());
   uint64_t bytes = 0;
   const PeerImport import = peer_->Import(target, [&](const PartSink& sink) {
     return SendPages(engine_, sequence.tenant, pages, [&](const v1::PagesPart& part) {

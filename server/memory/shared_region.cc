@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "base/random_bytes.h"
 #include "server/process/process_usage.h"
 
 namespace mla::server {
@@ -232,8 +232,7 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
     if (!made.ok()) return made.status();
     region->device_ = *std::move(made);
   }
-  if (getrandom(region->handle_.data(), region->handle_.size(), 0) !=
-      static_cast<ssize_t>(region->handle_.size())) {
+  if (!FillRandom(&region->handle_)) {
     return absl::InternalError("shared memory: no random bytes");
   }
   const MutexLock lock(mutex_);

@@ -3,13 +3,11 @@
 #include <fcntl.h>
 #include <openssl/sha.h>
 #include <sys/file.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <optional>
@@ -23,7 +21,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
+#include "base/clock.h"
 #include "base/error.h"
+#include "base/random_bytes.h"
 #include "server/logging/logging.h"
 #include "server/pages/page_stream.h"
 #include "server/pages/page_transfer.h"
@@ -64,12 +64,6 @@ absl::StatusOr<bool> MakeFolder(const std::string& path) {
   // Independent of the umask, which services may set for their sockets only.
   if (chmod(path.c_str(), 0700) != 0) return SystemError(path, "chmod", errno);
   return true;
-}
-
-int64_t UnixMillis() {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(
-             std::chrono::system_clock::now().time_since_epoch())
-      .count();
 }
 
 v1::CheckpointHeader HeaderOf(const std::string& tenant, const scheduler::SequenceState& state,
@@ -158,9 +152,7 @@ absl::Status CheckpointStore::ReadKey() {
   const std::string path = absl::StrCat(options_.path, "/", kKeyFile);
   int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0 && errno == ENOENT) {
-    if (getrandom(key_.data(), key_.size(), 0) != static_cast<ssize_t>(key_.size())) {
-      return SystemError(path, "getrandom", errno);
-    }
+    if (!FillRandom(&key_)) return SystemError(path, "getrandom", errno);
     const std::string aside = absl::StrCat(path, kAside);
     unlink(aside.c_str());
     file = open(aside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "proto/wire/futex.h"
 #include "server/grpc/grpc_status.h"

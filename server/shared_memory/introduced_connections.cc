@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "server/logging/logging.h"
 #include "server/process/process_usage.h"
 #include "server/shared_memory/shared_memory_listener.h"

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "server/grpc/identity.h"
 #include "server/logging/logging.h"
 #include "server/process/process_usage.h"

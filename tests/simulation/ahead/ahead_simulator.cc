@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/splitmix.h"
 #include "kernels/reference/reference_backend.h"
 
 namespace mla::simulation {
@@ -23,13 +24,6 @@ constexpr double kTolerance = 2e-5;
 constexpr float kNoOutput = 12345.0f;
 constexpr kernels::Bf16 kNoRow = 0x7f00;  // a bf16 number that no row has
 
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 void Spoil(std::vector<kernels::Bf16>* values) {
   std::fill(values->begin(), values->end(), kNoRow);
 }
@@ -48,7 +42,7 @@ void AheadCounts::Add(const AheadCounts& other) {
   ends += other.ends;
 }
 
-uint64_t AheadSimulator::Pick(uint64_t below) { return (random_ = Mix(random_)) % below; }
+uint64_t AheadSimulator::Pick(uint64_t below) { return (random_ = SplitMix(random_)) % below; }
 
 scheduler::testing::HarnessOptions AheadSimulator::Options(
     std::unique_ptr<kernels::AttentionBackend> backend) {
@@ -61,7 +55,7 @@ scheduler::testing::HarnessOptions AheadSimulator::Options(
   return options;
 }
 
-AheadSimulator::AheadSimulator(uint64_t seed) : random_(Mix(seed)) {
+AheadSimulator::AheadSimulator(uint64_t seed) : random_(SplitMix(seed)) {
   auto device = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
   device->SetWaitsForWords();
   device->SetComputesAtEnd();

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/splitmix.h"
 #include "scheduler/limits.h"
 #include "scheduler/testing/engine_harness.h"
 #include "server/logging/logging.h"
@@ -17,13 +18,6 @@ namespace {
 constexpr size_t kMostTexts = 8;
 constexpr uint64_t kMostRows = 12;
 const std::array<std::string, 2> kTenants = {"red", "blue"};
-
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 absl::Status Unreachable() {
   return MakeError(absl::StatusCode::kUnavailable, "the connection is cut",
@@ -179,10 +173,10 @@ absl::StatusOr<uint32_t> HandOverSimulator::Peer::Recall(const v1::EvictSequence
   return evicted;
 }
 
-uint64_t HandOverSimulator::Pick(uint64_t below) { return (random_ = Mix(random_)) % below; }
+uint64_t HandOverSimulator::Pick(uint64_t below) { return (random_ = SplitMix(random_)) % below; }
 
 HandOverSimulator::HandOverSimulator(uint64_t seed)
-    : random_(Mix(seed ^ 0x68616e646f766572u)), clock_(1'000'000) {
+    : random_(SplitMix(seed ^ 0x68616e646f766572u)), clock_(1'000'000) {
   // Every outcome of a drain is logged, which is not needed here.
   static const bool quiet = [] {
     server::ConfigureLogging("text", "error");

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/splitmix.h"
 
 namespace mla::simulation {
 namespace {
@@ -21,13 +22,6 @@ constexpr size_t kMostExports = 2;
 constexpr size_t kTailBytes = 40;
 constexpr double kTolerance = 2e-3;
 
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 }  // namespace
 
 void WindowCounts::Add(const WindowCounts& other) {
@@ -40,10 +34,10 @@ void WindowCounts::Add(const WindowCounts& other) {
   moves += other.moves;
 }
 
-uint64_t WindowSimulator::Pick(uint64_t below) { return (random_ = Mix(random_)) % below; }
+uint64_t WindowSimulator::Pick(uint64_t below) { return (random_ = SplitMix(random_)) % below; }
 
 HarnessOptions WindowSimulator::Options(uint64_t seed) {
-  const uint64_t drawn = Mix(seed ^ 0x77696e646f77u);
+  const uint64_t drawn = SplitMix(seed ^ 0x77696e646f77u);
   HarnessOptions options{scheduler::testing::TinyLimits(), scheduler::testing::TinyModel(), nullptr,
                          nullptr};
   scheduler::ModelSpec& model = options.model;
@@ -59,7 +53,7 @@ HarnessOptions WindowSimulator::Options(uint64_t seed) {
 }
 
 WindowSimulator::WindowSimulator(uint64_t seed)
-    : random_(Mix(seed)), harness_(std::make_unique<EngineHarness>(Options(seed))) {
+    : random_(SplitMix(seed)), harness_(std::make_unique<EngineHarness>(Options(seed))) {
   stream_ = harness_->core().OpenStream(harness_->tenant());
   for (int i = 0; i < model().layers * model().geometry.num_heads; ++i) {
     sinks_.push_back(static_cast<float>(Pick(9)) - 4.0f);
