@@ -71,13 +71,11 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   attend_.set_want_lists((entry.flags & wire::kEntryWantLists) != 0);
   absl::Status status = builder_.PrepareAttend(attend_, kTensorsElsewhere,
                                                std::numeric_limits<int64_t>::max(), message);
-  if (!status.ok() || !AttendRequestBuilder::IsSized(*message)) return status;
+  if (!status.ok() || !message->IsSized()) return status;
   if ((entry.flags & wire::kEntryOnDevice) == 0) {
-    status =
-        AttendRequestBuilder::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
+    status = message->PointInto(TensorMemory::Of(*region_), entry.in_offset, entry.out_offset, "");
   } else if (region_->device() != nullptr) {
-    status = AttendRequestBuilder::PointIntoDevice(*region_->device(), entry.in_offset,
-                                                   entry.out_offset, message);
+    status = message->PointIntoDevice(*region_->device(), entry.in_offset, entry.out_offset);
   } else {
     status = RefuseField("flags", absl::StrCat(int{entry.flags}),
                          "without 64 on a ring without device memory");
@@ -96,10 +94,9 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   }
   if (!status.ok()) return status;
   WireCounters& counters = options_.metrics->wire();
-  counters.shared_received_bytes.fetch_add(AttendRequestBuilder::SharedInBytes(message->sizes),
-                                           std::memory_order_relaxed);
-  counters.shared_sent_bytes.fetch_add(AttendRequestBuilder::SharedOutBytes(message->sizes),
-                                       std::memory_order_relaxed);
+  const wire::AttendLayout layout = message->SentLayout();
+  counters.shared_received_bytes.fetch_add(layout.inputs.bytes(), std::memory_order_relaxed);
+  counters.shared_sent_bytes.fetch_add(layout.outputs.bytes(), std::memory_order_relaxed);
   return absl::OkStatus();
 }
 
