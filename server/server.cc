@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "base/version/version.h"
 #include "proto/wire/thread_team.h"
 #include "scheduler/clock.h"
@@ -144,9 +145,8 @@ absl::Status Server::Parts::MakeTracer() {
     exporters.push_back(MakeOtlpExporter(config.otlp_target, resource));
   }
   if (!config.file.empty()) {
-    auto file = MakeJsonExporter(config.file, config.file_bytes, resource);
-    if (!file.ok()) return file.status();
-    exporters.push_back(*std::move(file));
+    MLA_ASSIGN_OR_RETURN(auto file, MakeJsonExporter(config.file, config.file_bytes, resource));
+    exporters.push_back(std::move(file));
   }
   tracer = std::make_unique<Tracer>(TracerOptions{config.sample_every, config.traces_per_s,
                                                   config.tenant_traces_per_s, config.queue_spans},
@@ -158,10 +158,9 @@ absl::Status Server::Parts::MakeEngine() {
   Config& config = options.config;
   std::unique_ptr<kernels::AttentionBackend> chosen = std::move(options.backend);
   if (chosen == nullptr) {
-    auto choice = ChooseBackend(config, options.registry);
-    if (!choice.ok()) return choice.status();
-    candidates = std::move(choice->candidates);
-    chosen = std::move(choice->backend);
+    MLA_ASSIGN_OR_RETURN(auto choice, ChooseBackend(config, options.registry));
+    candidates = std::move(choice.candidates);
+    chosen = std::move(choice.backend);
   }
   LogSelection(candidates);
   const kernels::AttentionBackend& backend = *chosen;
@@ -173,27 +172,25 @@ absl::Status Server::Parts::MakeEngine() {
        {"weights_bytes", config.limits.weights_bytes},
        {"host_bytes", bytes.host},
        {"device_bytes", bytes.device}});
-  absl::Status fits = CheckHostMemory(config, backend);
-  if (!fits.ok()) return fits;
+  MLA_RETURN_IF_ERROR(CheckHostMemory(config, backend));
   scheduler::EngineOptions engine_options;
   engine_options.limits = config.limits;
   engine_options.tenants = TenantOptionsOf(config);
   engine_options.observer = &metrics;
-  if (absl::Status opened = OpenCheckpoints(); !opened.ok()) return opened;
+  MLA_RETURN_IF_ERROR(OpenCheckpoints());
   engine_options.tier_path = config.tiers.file_path;
   engine_options.tier_threads = config.tiers.threads;
   if (checkpoints != nullptr) engine_options.prefix_secret = checkpoints->prefix_secret();
-  auto made = scheduler::Engine::Create(engine_options, std::move(chosen), &clock);
-  if (!made.ok()) return made.status();
-  engine = *std::move(made);
+  MLA_ASSIGN_OR_RETURN(engine,
+                       scheduler::Engine::Create(engine_options, std::move(chosen), &clock));
   metrics.SetTenants(engine->tenants(), config.tenants.metrics);
   metrics.SetBackend(engine->backend_info(), config.limits.kv_cache_bytes, counted_bytes);
   metrics.SetCandidates(candidates);
   WarnOfSmallQuota(config.wire, engine->backend_info());
   LogBackend(engine->backend_info());
-  auto staging = engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes));
-  if (!staging.ok()) return staging.status();
-  pool = std::make_shared<AttendMessagePool>(*std::move(staging), engine->tenants());
+  MLA_ASSIGN_OR_RETURN(auto staging,
+                       engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes)));
+  pool = std::make_shared<AttendMessagePool>(std::move(staging), engine->tenants());
   return absl::OkStatus();
 }
 
@@ -377,9 +374,7 @@ absl::Status Server::Parts::StartOps() {
     if (query == "json") return HttpReply{200, "application/json", StatusJson(status->Page())};
     return HttpReply{200, "text/html; charset=utf-8", StatusHtml(status->Page())};
   };
-  auto started = OpsHttp::Start(config.address, config.connections, std::move(paths));
-  if (!started.ok()) return started.status();
-  ops = *std::move(started);
+  MLA_ASSIGN_OR_RETURN(ops, OpsHttp::Start(config.address, config.connections, std::move(paths)));
   return absl::OkStatus();
 }
 
@@ -421,9 +416,7 @@ absl::Status Server::Parts::OpenListener() {
   listener_options.unix_tenant = options.config.listen.unix_tenant;
   listener_options.open_folder = options.config.listen.open_folder;
   listener_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
-  auto opened = SharedMemoryListener::Open(std::move(listener_options));
-  if (!opened.ok()) return opened.status();
-  listener = *std::move(opened);
+  MLA_ASSIGN_OR_RETURN(listener, SharedMemoryListener::Open(std::move(listener_options)));
   transports->Offer(listener.get());
   if (options.config.listen.socket_group.empty()) return absl::OkStatus();
   return GiveToGroup(shm_path, options.config.listen.socket_group);
@@ -457,12 +450,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   parts->live.Set(config);
   parts->shm_path = ShmSocketPath(config.shm, ServedUnixPath(config));
   if (!config.tls.cert.empty()) {
-    auto files = TlsFiles::Open(config.tls);
-    if (!files.ok()) return files.status();
-    parts->tls = *std::move(files);
+    MLA_ASSIGN_OR_RETURN(parts->tls, TlsFiles::Open(config.tls));
   }
-  if (absl::Status status = parts->MakeTracer(); !status.ok()) return status;
-  if (absl::Status status = parts->MakeEngine(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(parts->MakeTracer());
+  MLA_RETURN_IF_ERROR(parts->MakeEngine());
   parts->MakeRegions();
   parts->MakeServices();
   scheduler::Engine* const engine = parts->engine.get();
@@ -472,16 +463,16 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
       },
       &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod,
       StuckCalls{[engine] { return engine->StuckCall(); }, EndStuck});
-  if (absl::Status status = parts->StartOps(); !status.ok()) return status;
-  auto listeners =
-      Listen(config, PollingOf(config.wire, engine->backend_info()), parts->ServicesToServe());
-  if (!listeners.ok()) return listeners.status();
-  parts->listeners = *std::move(listeners);
+  MLA_RETURN_IF_ERROR(parts->StartOps());
+  MLA_ASSIGN_OR_RETURN(
+      auto listeners,
+      Listen(config, PollingOf(config.wire, engine->backend_info()), parts->ServicesToServe()));
+  parts->listeners = std::move(listeners);
   // If something fails from here on, the server must be shut down in order, because clients may
   // already have streams.
   std::unique_ptr<Server> server(new Server(std::move(parts)));
   Parts& started = *server->parts_;
-  if (absl::Status status = started.OpenListener(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(started.OpenListener());
   Log(LogLevel::kInfo, "listening",
       {{"tcp_port", started.listeners.tcp_port},
        {"unix_path", started.listeners.unix_path},
@@ -490,7 +481,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
        {"tls", config.tls.cert.empty() ? "no" : "mutual"},
        {"reflection", started.listeners.introspection ? "on" : "off"}});
   server->parts_->state.Move(Phase::kWarming, 0, "known-answer test");
-  if (absl::Status status = WarmUp(engine); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(WarmUp(engine));
   server->parts_->state.Move(Phase::kServing, 100, "");
   return server;
 }

@@ -2,6 +2,7 @@
 // about cached rows.
 #include <utility>
 
+#include "base/status_macros.h"
 #include "client/cpp/client.h"
 #include "client/cpp/client_impl.h"
 #include "proto/wire/calls/stream_call.h"
@@ -17,7 +18,7 @@ constexpr char kWatchEvents[] = "/mla.v1.Cache/WatchEvents";
 
 absl::Status Client::ExportPages(const v1::ExportRequest& request,
                                  const std::function<absl::Status(const v1::PagesPart&)>& take) {
-  if (absl::Status status = impl_->Lost(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(impl_->Lost());
   grpc::ClientContext context;
   impl_->Prepare(&context, Millis(impl_->options.request_timeout_ms * 10));
   wire::StreamCall call(impl_->channel, &context, kExport);
@@ -61,7 +62,7 @@ absl::StatusOr<Sequence> Client::ImportPages(
 absl::Status Client::WatchEvents(std::optional<uint64_t> after,
                                  const std::function<bool(const v1::WatchEventsReply&)>& take,
                                  bool all_tenants) {
-  if (absl::Status status = impl_->Lost(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(impl_->Lost());
   grpc::ClientContext context;
   // A watch has no natural end, so it has no deadline either.
   if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);

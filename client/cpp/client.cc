@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_format.h"
 #include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "client/cpp/client_impl.h"
 #include "client/cpp/session.h"
 #include "client/cpp/shared_memory/socket_owner.h"
@@ -43,9 +44,7 @@ absl::StatusOr<ClientOptions> WithTimeouts(ClientOptions options) {
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
                                                         const ClientOptions& given) {
-  const absl::StatusOr<ClientOptions> checked = WithTimeouts(given);
-  if (!checked.ok()) return checked.status();
-  const ClientOptions& options = *checked;
+  MLA_ASSIGN_OR_RETURN(const ClientOptions options, WithTimeouts(given));
   // The wire carries 32 bits: a larger lease would be cut to a short one, which would not be
   // renewed in time.
   constexpr int64_t kMostLeaseMs = std::numeric_limits<uint32_t>::max();
@@ -54,8 +53,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
         "sequence_lease_ms: got ", options.sequence_lease_ms, ", limit 0..", kMostLeaseMs));
   }
   if (const std::string path = UnixPathOf(target); !path.empty()) {
-    const absl::Status owned = CheckSocketFile(path, TrustedUsersWith(options.server_uid));
-    if (!owned.ok()) return owned;
+    MLA_RETURN_IF_ERROR(CheckSocketFile(path, TrustedUsersWith(options.server_uid)));
   }
   if (GrpcIsBroken()) {
     v1::ErrorDetail detail;
@@ -65,8 +63,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
                       "survive that: connect after the fork only, or start a program",
                       detail);
   }
-  auto maker = ChannelMakerOf(target, options);
-  if (!maker.ok()) return maker.status();
+  MLA_ASSIGN_OR_RETURN(auto maker, ChannelMakerOf(target, options));
   UseGrpc();
   auto impl = std::make_unique<Impl>();
   impl->options = options;
@@ -74,7 +71,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   if (impl->options.client_id.empty()) {
     impl->options.client_id = absl::StrFormat("cpp-%016x", RandomNumber());
   }
-  impl->make_channel = *std::move(maker);
+  impl->make_channel = std::move(maker);
   impl->channel = impl->make_channel();
   impl->admin = v1::Admin::NewStub(impl->channel);
   impl->models = v1::Models::NewStub(impl->channel);
@@ -144,7 +141,7 @@ absl::StatusOr<bool> Client::IsServing(const std::string& service) {
 
 absl::Status Client::WatchStatus(uint32_t interval_ms,
                                  const std::function<bool(const v1::StatusUpdate&)>& update) {
-  if (absl::Status status = impl_->Lost(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(impl_->Lost());
   grpc::ClientContext context;
   // A watch lasts as long as the caller wants, so it has no deadline.
   if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
@@ -237,7 +234,7 @@ absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& mod
   }
   v1::ModelSpec known = registered->model();
   known.set_model_id(model.model_id());
-  if (absl::Status same = impl_->CheckModel(known); !same.ok()) return same;
+  MLA_RETURN_IF_ERROR(impl_->CheckModel(known));
   return registered;
 }
 
@@ -317,7 +314,7 @@ absl::StatusOr<v1::ListModelsReply> Client::ListModels() {
       [&](auto* context, auto* reply) { return impl_->models->List(context, {}, reply); });
   if (!listed.ok()) return listed;
   for (const v1::ModelInfo& info : listed->models()) {
-    if (absl::Status same = impl_->CheckModel(info.model()); !same.ok()) return same;
+    MLA_RETURN_IF_ERROR(impl_->CheckModel(info.model()));
   }
   return listed;
 }
@@ -395,7 +392,7 @@ absl::StatusOr<v1::RenewLeaseReply> Client::RenewLeases() {
 }
 
 absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession() {
-  if (absl::Status status = impl_->Lost(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(impl_->Lost());
   std::unique_ptr<Session> session(new Session());
   session->client_ = this;
   using Transport = ClientOptions::Transport;

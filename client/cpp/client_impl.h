@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
 #include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "base/usable_cpus.h"
 #include "client/cpp/channel.h"
 #include "client/cpp/client.h"
@@ -125,15 +126,13 @@ struct Client::Impl {
   // performs it.
   template <typename Reply, typename Call>
   absl::StatusOr<Reply> Unary(Call call, Millis extra = Millis(0)) {
-    if (absl::Status status = Lost(); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(Lost());
     grpc::ClientContext context;
     Prepare(&context, extra);
     Reply reply;
-    if (absl::Status status = FromGrpc(call(&context, &reply), context); !status.ok()) {
-      return status;
-    }
+    MLA_RETURN_IF_ERROR(FromGrpc(call(&context, &reply), context));
     if constexpr (requires { reply.boot_id(); }) {
-      if (absl::Status status = CheckBoot(reply.boot_id()); !status.ok()) return status;
+      MLA_RETURN_IF_ERROR(CheckBoot(reply.boot_id()));
     }
     return reply;
   }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/cpp/streams/step_stream.h"
 #include "proto/wire/fp8/fp8_tensor.h"
 
@@ -358,10 +359,9 @@ absl::StatusOr<v1::ModelSpec> Session::FindModel(const std::string& id) {
     if (const auto known = models_.find(id); known != models_.end()) return known->second;
   }
   // Called without the lock, so that steps of known models need not wait for it.
-  const auto list = client_->ListModels();
-  if (!list.ok()) return list.status();
+  MLA_ASSIGN_OR_RETURN(const auto list, client_->ListModels());
   const MutexLock lock(models_mutex_);
-  for (const v1::ModelInfo& info : list->models()) {
+  for (const v1::ModelInfo& info : list.models()) {
     models_.insert_or_assign(info.model().model_id(), info.model());
   }
   const auto model = models_.find(id);
@@ -372,11 +372,10 @@ absl::StatusOr<v1::ModelSpec> Session::FindModel(const std::string& id) {
 absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id,
                                                      const std::vector<StepRows>& rows,
                                                      const BeginOptions& options) {
-  absl::StatusOr<v1::ModelSpec> model = FindModel(model_id);
-  if (!model.ok()) return model.status();
+  MLA_ASSIGN_OR_RETURN(v1::ModelSpec model, FindModel(model_id));
   std::unique_ptr<Step> step(new Step());
   step->stream_ = stream_;
-  step->model_ = *std::move(model);
+  step->model_ = std::move(model);
   step->rows_ = rows;
   step->id_ = options.step_id != 0 ? options.step_id : client_->NewStepId();
   v1::AttendStreamRequest request;
@@ -395,7 +394,7 @@ absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id
     sequence->set_rows(one.rows);
   }
   PendingReply result;
-  if (absl::Status status = stream_->Call(&request, &result); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(stream_->Call(&request, &result));
   step->open_ = true;
   uint64_t total = 0;
   for (const StepRows& one : rows) total += one.rows;

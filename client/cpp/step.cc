@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/cpp/session.h"
 #include "client/cpp/streams/errors.h"
 #include "client/cpp/streams/step_stream.h"
@@ -45,7 +46,7 @@ absl::StatusOr<std::vector<uint64_t>> Step::EndWith(const std::vector<uint32_t>*
     result->kv.insert(result->kv.end(), tail.bytes.begin(), tail.bytes.end());
   }
   stream_->Send(&request, {.kv = result->kv, .q = {}, .lists = {}}, result);
-  if (absl::Status status = stream_->Wait(result.get()); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(stream_->Wait(result.get()));
   open_ = false;
   const auto& lengths = result->reply.end_step().lengths();
   if (static_cast<size_t>(lengths.size()) != rows_.size()) {

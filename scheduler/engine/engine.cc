@@ -1,5 +1,6 @@
 #include "scheduler/engine.h"
 #include "base/random_bytes.h"
+#include "base/status_macros.h"
 
 #include <algorithm>
 #include <cstring>
@@ -51,18 +52,18 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
     Clock* clock) {
   auto impl = std::make_unique<Impl>(options, clock);
   impl->info_ = backend->Info();
-  absl::StatusOr<std::unique_ptr<EngineCore>> core =
+  MLA_ASSIGN_OR_RETURN(
+      std::unique_ptr<EngineCore> core,
       EngineCore::Create(options, std::move(backend), clock,
-                         options.ids != nullptr ? options.ids : std::function(RandomNumber));
-  if (!core.ok()) return core.status();
-  (*core)->CollectAnswers();
+                         options.ids != nullptr ? options.ids : std::function(RandomNumber)));
+  core->CollectAnswers();
   Impl* raw = impl.get();
-  if (TierMoves* const tiers = (*core)->tiers()) {
+  if (TierMoves* const tiers = core->tiers()) {
     tiers->set_wake([raw] { raw->inbox_.Wake(); });
   }
-  (*core)->models().set_on_gone(
+  core->models().set_on_gone(
       [raw](const Model& model) { raw->directory_.Erase(model.account->name(), model.spec->id); });
-  impl->core_ = *std::move(core);
+  impl->core_ = std::move(core);
   if (options.dedicated_thread) {
     impl->answers_.Start([raw] {
       if (!raw->inbox_.empty()) raw->inbox_.Wake();
@@ -99,8 +100,7 @@ absl::Status Engine::Submit(StreamRequest* request) {
     return MakeError(absl::StatusCode::kUnavailable, "the server stops",
                      {.reason = "stopped", .retry_after_ms = 1000});
   }
-  const absl::Status admitted = impl_->AnyThread().Admit(request);
-  if (!admitted.ok()) return admitted;
+  MLA_RETURN_IF_ERROR(impl_->AnyThread().Admit(request));
   request->engine.arrival_ns = impl_->clock_->Now();
   if (request->handed_back == HandedBack::kNo) {
     request->engine.first_arrival_ns = request->engine.arrival_ns;
@@ -117,29 +117,23 @@ absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const
                                                 int64_t lease_ms, std::span<const float> kv_scales,
                                                 std::span<const float> sinks) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<ModelInfo> {
-    const absl::StatusOr<TenantRef> row = core.tenants().Enter(tenant);
-    if (!row.ok()) return row.status();
+    MLA_ASSIGN_OR_RETURN(const TenantRef row, core.tenants().Enter(tenant));
     if (!kv_scales.empty()) {
-      absl::Status good = CheckKvScales(spec, kv_scales, "kv_scales");
-      if (!good.ok()) return good;
+      MLA_RETURN_IF_ERROR(CheckKvScales(spec, kv_scales, "kv_scales"));
     }
     if (!sinks.empty()) {
       SinkSlice all;
-      absl::Status good = CheckSinks(spec, sinks, "sinks", &all);
-      if (!good.ok()) return good;
+      MLA_RETURN_IF_ERROR(CheckSinks(spec, sinks, "sinks", &all));
     }
-    absl::StatusOr<Model*> model = core.models().Register((*row)->key(), spec, lease_ms);
-    if (!model.ok()) return model.status();
-    impl_->directory_.Put(tenant, (*model)->spec);
+    MLA_ASSIGN_OR_RETURN(Model* const model, core.models().Register(row->key(), spec, lease_ms));
+    impl_->directory_.Put(tenant, model->spec);
     if (!kv_scales.empty()) {
-      absl::Status set = core.models().SetScales(**model, kv_scales, "kv_scales");
-      if (!set.ok()) return set;
+      MLA_RETURN_IF_ERROR(core.models().SetScales(*model, kv_scales, "kv_scales"));
     }
     if (!sinks.empty()) {
-      absl::Status set = core.models().SetSinks(**model, {}, sinks, "sinks");
-      if (!set.ok()) return set;
+      MLA_RETURN_IF_ERROR(core.models().SetSinks(*model, {}, sinks, "sinks"));
     }
-    return core.models().Info(**model);
+    return core.models().Info(*model);
   });
 }
 
@@ -170,9 +164,9 @@ std::shared_ptr<const ModelSpec> Engine::FindModel(const std::string& tenant,
 absl::Status Engine::SetScales(const std::string& tenant, const std::string& id,
                                std::span<const float> scales) {
   return impl_->WithRole([&](EngineCore& core) -> absl::Status {
-    absl::StatusOr<Model*> model = core.models().Find(core.FindTenant(tenant), id, "model_id");
-    if (!model.ok()) return model.status();
-    return core.models().SetScales(**model, scales, "scales");
+    MLA_ASSIGN_OR_RETURN(Model* const model,
+                         core.models().Find(core.FindTenant(tenant), id, "model_id"));
+    return core.models().SetScales(*model, scales, "scales");
   });
 }
 
@@ -180,11 +174,10 @@ absl::StatusOr<std::vector<int32_t>> Engine::SetSinks(const std::string& tenant,
                                                       const std::string& id, const SinkSlice& slice,
                                                       std::span<const float> sinks) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
-    absl::StatusOr<Model*> model = core.models().Find(core.FindTenant(tenant), id, "model_id");
-    if (!model.ok()) return model.status();
-    absl::Status set = core.models().SetSinks(**model, slice, sinks, "sinks");
-    if (!set.ok()) return set;
-    return core.models().LayersWithoutSinks(**model);
+    MLA_ASSIGN_OR_RETURN(Model* const model,
+                         core.models().Find(core.FindTenant(tenant), id, "model_id"));
+    MLA_RETURN_IF_ERROR(core.models().SetSinks(*model, slice, sinks, "sinks"));
+    return core.models().LayersWithoutSinks(*model);
   });
 }
 
@@ -223,10 +216,9 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
 absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& tenant,
                                                            const std::string& id, UploadId upload) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
-    absl::StatusOr<Model*> model =
-        core.models().Find(core.FindTenant(tenant), id, "header.model_id");
-    if (!model.ok()) return model.status();
-    return core.models().CommitWeights(**model, upload);
+    MLA_ASSIGN_OR_RETURN(Model* const model,
+                         core.models().Find(core.FindTenant(tenant), id, "header.model_id"));
+    return core.models().CommitWeights(*model, upload);
   });
 }
 
@@ -243,14 +235,12 @@ absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args) {
   if (!args.prefix.empty()) {
     prefix.spec = FindModel(args.tenant, args.model_id);
     if (prefix.spec != nullptr) {
-      absl::Status status = impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix);
-      if (!status.ok()) return status;
+      MLA_RETURN_IF_ERROR(impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix));
     }
   }
-  const absl::Status awaited = impl_->AwaitTiers(prefix, args.most_wait_ms, [&](EngineCore& core) {
+  MLA_RETURN_IF_ERROR(impl_->AwaitTiers(prefix, args.most_wait_ms, [&](EngineCore& core) {
     return core.RestoreForOpen(args, prefix);
-  });
-  if (!awaited.ok()) return awaited;
+  }));
   return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args, prefix); });
 }
 
@@ -274,9 +264,8 @@ absl::StatusOr<ProbeAnswer> Engine::Probe(const std::string& tenant, const std::
   ProbeAnswer answer;
   const std::shared_ptr<const ModelSpec> spec = FindModel(tenant, model_id);
   if (spec != nullptr) {
-    absl::Status status = impl_->prefixes_.CountHeld(tenant, *spec, prefix,
-                                                     core.cache().prefixes().directory(), &answer);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(impl_->prefixes_.CountHeld(tenant, *spec, prefix,
+                                                   core.cache().prefixes().directory(), &answer));
   } else if (!model_id.empty()) {
     return MakeError(absl::StatusCode::kNotFound,
                      absl::StrCat("model ", model_id, " is not registered"),
@@ -300,8 +289,7 @@ absl::StatusOr<HintAnswer> Engine::Hint(const HintArgs& args) {
   if (args.id == 0) {
     prefix.spec = FindModel(args.tenant, args.model_id);
     if (prefix.spec != nullptr) {
-      absl::Status status = impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix);
-      if (!status.ok()) return status;
+      MLA_RETURN_IF_ERROR(impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix));
     }
   }
   return impl_->WithRole([&](EngineCore& core) { return core.Hint(args, prefix); });
@@ -355,8 +343,7 @@ SequenceList Engine::GetSequences(const SequenceSelection& selection) {
 absl::StatusOr<std::shared_ptr<Tail>> Engine::MakeTail(const TenantRef& tenant, int64_t bytes,
                                                        const char* field) {
   TenantTable* const table = tenants().get();
-  absl::Status taken = table->Take(*tenant, Resource::kTailBytes, bytes, field);
-  if (!taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(table->Take(*tenant, Resource::kTailBytes, bytes, field));
   return std::make_shared<Tail>(static_cast<size_t>(bytes),
                                 TenantUse(table, tenant, Resource::kTailBytes, bytes));
 }

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "scheduler/engine/cache_stats.h"
 #include "scheduler/launching/launch_sizes.h"
 
@@ -76,19 +77,16 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
   status = core->backend_->Configure(BackendLimitsOf(options.limits, *core->backend_));
   if (!status.ok()) return status;
 
-  absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> tables = core->backend_->AllocateHost(
-      static_cast<size_t>(PageTableEntries(options.limits)) * sizeof(uint32_t));
-  if (!tables.ok()) return tables.status();
-  core->page_tables_ = *std::move(tables);
+  MLA_ASSIGN_OR_RETURN(
+      core->page_tables_,
+      core->backend_->AllocateHost(static_cast<size_t>(PageTableEntries(options.limits)) *
+                                   sizeof(uint32_t)));
 
   kvcache::KvCacheOptions cache;
   cache.bytes = options.limits.kv_cache_bytes;
   cache.max_sequences = options.limits.max_sequences;
   cache.max_pages_per_sequence = options.limits.max_pages_per_sequence;
-  absl::StatusOr<std::unique_ptr<kvcache::KvCache>> made =
-      kvcache::KvCache::Create(cache, core->page_tables());
-  if (!made.ok()) return made.status();
-  core->cache_ = *std::move(made);
+  MLA_ASSIGN_OR_RETURN(core->cache_, kvcache::KvCache::Create(cache, core->page_tables()));
   core->cache_->set_events(core->events_.get());
 
   core->mover_ = std::make_unique<PageMover>(core->cache_.get());
@@ -113,49 +111,43 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
       core->limits_, core->backend_->Info().fp8,
       RowTransfers::Parts{&core->tenants_, core->models_.get(), core->sequences_.get(),
                           core->opener_.get(), core->cache_.get(), core->mover_.get()});
-  absl::StatusOr<std::unique_ptr<Launcher>> launcher =
-      Launcher::Create(options.limits, core->backend_.get(), core->cache_.get(),
-                       core->page_tables(), core->models_.get(), clock);
-  if (!launcher.ok()) return launcher.status();
-  core->launcher_ = *std::move(launcher);
+  MLA_ASSIGN_OR_RETURN(core->launcher_,
+                       Launcher::Create(options.limits, core->backend_.get(), core->cache_.get(),
+                                        core->page_tables(), core->models_.get(), clock));
   return core;
 }
 
 absl::Status EngineCore::MakeTiers() {
   if (limits_.host_tier_bytes == 0) return absl::OkStatus();
   const auto bytes = static_cast<size_t>(limits_.host_tier_bytes + kvcache::kTierBlock);
-  absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> memory = backend_->AllocateHost(bytes);
-  if (!memory.ok()) return memory.status();
-  tier_memory_ = *std::move(memory);
+  MLA_ASSIGN_OR_RETURN(std::unique_ptr<kernels::HostBuffer> memory, backend_->AllocateHost(bytes));
+  tier_memory_ = std::move(memory);
   kvcache::TierStoreOptions options;
   options.memory = tier_memory_->bytes();
   options.host_bytes = limits_.host_tier_bytes;
   options.file_path = options_.tier_path;
   options.file_bytes = limits_.file_tier_bytes;
   options.threads = options_.tier_threads;
-  absl::StatusOr<std::unique_ptr<kvcache::TierStore>> store = kvcache::TierStore::Open(options);
-  if (!store.ok()) return store.status();
+  MLA_ASSIGN_OR_RETURN(std::unique_ptr<kvcache::TierStore> store,
+                       kvcache::TierStore::Open(options));
   tiers_ =
-      std::make_unique<TierMoves>(limits_, cache_.get(), mover_.get(), clock_, *std::move(store));
+      std::make_unique<TierMoves>(limits_, cache_.get(), mover_.get(), clock_, std::move(store));
   return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<TierWait>> EngineCore::RestoreForOpen(const OpenArgs& args,
                                                                      const PrefixPlan& prefix) {
-  const absl::StatusOr<Model*> model = ModelToOpen(args, prefix);
-  if (!model.ok()) return model.status();
+  MLA_ASSIGN_OR_RETURN(Model* const model, ModelToOpen(args, prefix));
   const TenantKey tenant = tenants_.Find(args.tenant);
-  const absl::StatusOr<Sequence*> repeat = sequences_->CheckOpen(tenant, **model, args, prefix);
-  if (!repeat.ok()) return repeat.status();
-  return *repeat != nullptr ? nullptr : RestorePrefix(args.tenant, prefix, 0);
+  MLA_ASSIGN_OR_RETURN(Sequence* const repeat, sequences_->CheckOpen(tenant, *model, args, prefix));
+  return repeat != nullptr ? nullptr : RestorePrefix(args.tenant, prefix, 0);
 }
 
 absl::StatusOr<std::shared_ptr<TierWait>> EngineCore::RestoreForMatch(const MatchArgs& args,
                                                                       const PrefixPlan& prefix) {
-  absl::StatusOr<Sequence*> found =
-      sequences_->ForMatch(tenants_.Find(args.tenant), args.id, args.expected_epoch);
-  if (!found.ok()) return found.status();
-  if (absl::Status status = sequences_->CheckMatch(**found, prefix); !status.ok()) return status;
+  MLA_ASSIGN_OR_RETURN(Sequence* const found, sequences_->ForMatch(tenants_.Find(args.tenant),
+                                                                   args.id, args.expected_epoch));
+  MLA_RETURN_IF_ERROR(sequences_->CheckMatch(*found, prefix));
   return RestorePrefix(args.tenant, prefix, prefix.committed);
 }
 
@@ -242,19 +234,16 @@ absl::StatusOr<Model*> EngineCore::ModelToOpen(const OpenArgs& args, const Prefi
 
 absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args,
                                                       const PrefixPlan& prefix) {
-  const absl::StatusOr<Model*> model = ModelToOpen(args, prefix);
-  if (!model.ok()) return model.status();
+  MLA_ASSIGN_OR_RETURN(Model* const model, ModelToOpen(args, prefix));
   const TenantKey tenant = tenants_.Find(args.tenant);
-  absl::StatusOr<Sequence*> sequence = sequences_->Open(tenant, *model, args, prefix);
-  if (!sequence.ok()) return sequence.status();
-  return sequences_->Info(**sequence);
+  MLA_ASSIGN_OR_RETURN(Sequence* const sequence, sequences_->Open(tenant, model, args, prefix));
+  return sequences_->Info(*sequence);
 }
 
 absl::StatusOr<PrefixPlan> EngineCore::PlanMatch(const MatchArgs& args, int64_t* committed) {
-  absl::StatusOr<Sequence*> found =
-      sequences_->ForMatch(tenants_.Find(args.tenant), args.id, args.expected_epoch);
-  if (!found.ok()) return found.status();
-  const Sequence& sequence = **found;
+  MLA_ASSIGN_OR_RETURN(Sequence* const found, sequences_->ForMatch(tenants_.Find(args.tenant),
+                                                                   args.id, args.expected_epoch));
+  const Sequence& sequence = *found;
   *committed = cache_->length(sequence.slot);
   PrefixPlan plan;
   plan.spec = sequence.model->spec;
@@ -266,46 +255,42 @@ absl::StatusOr<PrefixPlan> EngineCore::PlanMatch(const MatchArgs& args, int64_t*
 
 absl::StatusOr<SequenceInfo> EngineCore::MatchSequence(const MatchArgs& args,
                                                        const PrefixPlan& prefix) {
-  absl::StatusOr<Sequence*> sequence_or =
-      sequences_->ForMatch(tenants_.Find(args.tenant), args.id, args.expected_epoch);
-  if (!sequence_or.ok()) return sequence_or.status();
-  absl::Status status = sequences_->Match(*sequence_or, prefix);
-  if (!status.ok()) return status;
-  return sequences_->Info(**sequence_or);
+  MLA_ASSIGN_OR_RETURN(
+      Sequence* const sequence,
+      sequences_->ForMatch(tenants_.Find(args.tenant), args.id, args.expected_epoch));
+  MLA_RETURN_IF_ERROR(sequences_->Match(sequence, prefix));
+  return sequences_->Info(*sequence);
 }
 
 absl::StatusOr<HintAnswer> EngineCore::Hint(const HintArgs& args, const PrefixPlan& prefix) {
   const TenantKey tenant = tenants_.Find(args.tenant);
   if (args.id != 0) {
-    absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
-    if (!found.ok()) return found.status();
-    const Sequence& sequence = **found;
+    MLA_ASSIGN_OR_RETURN(Sequence* const found,
+                         sequences_->FindIdle(tenant, args.id, args.expected_epoch));
+    const Sequence& sequence = *found;
     const auto& chain = cache_->chain(sequence.slot);
     if (chain == nullptr) return HintAnswer{.reason = "absent"};
     const int64_t rows = std::min(cache_->declared(sequence.slot), cache_->length(sequence.slot));
     return hints_->Do(args, sequence.model->contents->layout_id, tenant, *chain, rows);
   }
-  absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id");
-  if (!model.ok()) return model.status();
-  if (prefix.spec != (*model)->spec) return ModelChanged(args.model_id);
+  MLA_ASSIGN_OR_RETURN(Model* const model, models_->Find(tenant, args.model_id, "model_id"));
+  if (prefix.spec != model->spec) return ModelChanged(args.model_id);
   int64_t rows = prefix.chain->rows();
   if (prefix.max_rows > 0) rows = std::min(rows, prefix.max_rows);
-  return hints_->Do(args, (*model)->contents->layout_id, tenant, *prefix.chain, rows);
+  return hints_->Do(args, model->contents->layout_id, tenant, *prefix.chain, rows);
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args) {
   if (draining_) return RefuseDraining(tenants_.Find(args.tenant), args.parent, "sequence_id");
-  absl::StatusOr<Sequence*> child = sequences_->Fork(tenants_.Find(args.tenant), args);
-  if (!child.ok()) return child.status();
-  return sequences_->Info(**child);
+  MLA_ASSIGN_OR_RETURN(Sequence* const child, sequences_->Fork(tenants_.Find(args.tenant), args));
+  return sequences_->Info(*child);
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::TruncateSequence(const std::string& tenant, SequenceId id,
                                                           int64_t length, uint64_t expected_epoch) {
-  absl::StatusOr<Sequence*> sequence =
-      sequences_->Truncate(tenants_.Find(tenant), id, length, expected_epoch);
-  if (!sequence.ok()) return sequence.status();
-  return sequences_->Info(**sequence);
+  MLA_ASSIGN_OR_RETURN(Sequence* const sequence,
+                       sequences_->Truncate(tenants_.Find(tenant), id, length, expected_epoch));
+  return sequences_->Info(*sequence);
 }
 
 SequenceList EngineCore::GetSequences(const SequenceSelection& selection) {
@@ -336,18 +321,18 @@ SequenceList EngineCore::GetSequences(const SequenceSelection& selection) {
 
 absl::StatusOr<SequenceTail> EngineCore::ReadTail(const std::string& tenant, SequenceId id,
                                                   uint64_t expected_epoch) {
-  absl::StatusOr<Sequence*> owner = sequences_->FindIdle(tenants_.Find(tenant), id, expected_epoch);
-  if (!owner.ok()) return owner.status();
-  if ((*owner)->tail.tail == nullptr) {
+  MLA_ASSIGN_OR_RETURN(Sequence* const owner,
+                       sequences_->FindIdle(tenants_.Find(tenant), id, expected_epoch));
+  if (owner->tail.tail == nullptr) {
     return MakeError(absl::StatusCode::kNotFound, absl::StrCat("sequence ", id, " has no tail"),
                      {.field = "sequence_id",
                       .got = absl::StrCat(id),
                       .limit = "a sequence that a step has left with a tail",
                       .reason = "no_tail",
-                      .last_good_position = cache_->length((*owner)->slot)});
+                      .last_good_position = cache_->length(owner->slot)});
   }
-  sequences_->Renew(*owner);
-  return (*owner)->tail;
+  sequences_->Renew(owner);
+  return owner->tail;
 }
 
 int32_t EngineCore::ReleaseSequences(const std::string& tenant_name,
@@ -401,12 +386,10 @@ void EngineCore::Preempt(Sequence* sequence) {
 
 absl::StatusOr<int32_t> EngineCore::EvictModel(const std::string& tenant, const std::string& id) {
   const TenantKey key = tenants_.Find(tenant);
-  absl::StatusOr<Model*> model = models_->Find(key, id, "model_id");
-  if (!model.ok()) return model.status();
-  const std::vector<Sequence*> going = sequences_->OfModel(**model);
+  MLA_ASSIGN_OR_RETURN(Model* const model, models_->Find(key, id, "model_id"));
+  const std::vector<Sequence*> going = sequences_->OfModel(*model);
   for (Sequence* sequence : going) Preempt(sequence);
-  absl::Status status = models_->Unregister(key, id);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(models_->Unregister(key, id));
   return static_cast<int32_t>(going.size());
 }
 

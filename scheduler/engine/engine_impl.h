@@ -13,6 +13,7 @@
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
 #include "base/pause_watch.h"
+#include "base/status_macros.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/answer_queue.h"
 #include "scheduler/engine/engine_core.h"
@@ -172,10 +173,9 @@ class Engine::Impl {
   template <typename Restore>
   absl::Status AwaitTiers(const PrefixPlan& prefix, int64_t most_ms, Restore&& restore) {
     if (options_.limits.host_tier_bytes == 0 || prefix.chain == nullptr) return absl::OkStatus();
-    const absl::StatusOr<std::shared_ptr<TierWait>> wait = WithRole(restore);
-    if (!wait.ok()) return wait.status();
-    if (*wait != nullptr && options_.dedicated_thread) {
-      (*wait)->WaitFor(std::min(options_.limits.tier_wait_ms, most_ms));
+    MLA_ASSIGN_OR_RETURN(const std::shared_ptr<TierWait> wait, WithRole(restore));
+    if (wait != nullptr && options_.dedicated_thread) {
+      wait->WaitFor(std::min(options_.limits.tier_wait_ms, most_ms));
     }
     return absl::OkStatus();
   }

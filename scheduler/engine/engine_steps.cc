@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "scheduler/engine/answer_queue.h"
 #include "scheduler/engine/engine_core.h"
 
@@ -119,9 +120,8 @@ absl::Status EngineCore::RefuseDraining(TenantKey tenant, const BeginStepArgs& a
 absl::Status EngineCore::BeginStep(StreamRequest* request) {
   Stream& stream = streams_.at(request->stream);
   if (!stream.row) {
-    absl::StatusOr<TenantRef> row = tenants_.Enter(stream.tenant);
-    if (!row.ok()) return row.status();
-    stream.row = *std::move(row);
+    MLA_ASSIGN_OR_RETURN(TenantRef row, tenants_.Enter(stream.tenant));
+    stream.row = std::move(row);
   }
   const TenantKey tenant = stream.key();
   if (request->begin.participants == 0) request->begin.participants = 1;
@@ -129,9 +129,8 @@ absl::Status EngineCore::BeginStep(StreamRequest* request) {
   if (existing != nullptr) return JoinStep(existing, request);
 
   if (draining_) return RefuseDraining(tenant, request->begin);
-  absl::StatusOr<Step*> step = opener_->Open(tenant, *request);
-  if (!step.ok()) return step.status();
-  return JoinStep(*step, request);
+  MLA_ASSIGN_OR_RETURN(Step* const step, opener_->Open(tenant, *request));
+  return JoinStep(step, request);
 }
 
 absl::Status EngineCore::AcceptAttend(StreamRequest* request) {
@@ -145,8 +144,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request) {
   StepTable::Touch(step, request->engine.arrival_ns);
   AttendArgs& args = request->attend;
   StreamRequest::EngineFields& note = request->engine;
-  absl::Status status = CheckAttend(*step, args, &note.repeat);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckAttend(*step, args, &note.repeat));
   if (args.has_kv && !note.repeat) {
     LayerProgress& layer = step->layers[args.layer];
     layer.accepted += args.row_count;
@@ -293,8 +291,7 @@ void EngineCore::FinishEndIfIdle(Step* step) {
 
 absl::Status EngineCore::AbortStepRequest(StreamRequest* request) {
   Step* step = nullptr;
-  absl::Status status = LeaderOf(request, &step);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(LeaderOf(request, &step));
   AbortStep(step->tenant, step->id, absl::AbortedError("the client aborted it"));
   return absl::OkStatus();
 }

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "scheduler/tables/model_table.h"
 
 namespace mla::scheduler {
@@ -17,8 +18,7 @@ constexpr int64_t kOwnYieldPart = 10;
 }  // namespace
 
 absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
-  const absl::Status status = CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms));
   return (lease_ms == 0 ? default_lease_ms_ : lease_ms) * kNanosPerMilli;
 }
 

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "scheduler/tables/model_checks.h"
 
 namespace mla::scheduler {
@@ -136,16 +137,15 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
                                             int64_t lease_ms) {
   ModelSpec spec = wanted;
   if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
-  if (absl::Status s = SettlePrecision(backend_->Info(), &spec); !s.ok()) return s;
-  if (absl::Status status = CheckModelSpec(spec, limits_); !status.ok()) return status;
-  if (absl::Status s = SettleFp8Compute(*backend_, &spec); !s.ok()) return s;
-  const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms);
-  if (!lease_ns.ok()) return lease_ns.status();
+  MLA_RETURN_IF_ERROR(SettlePrecision(backend_->Info(), &spec));
+  MLA_RETURN_IF_ERROR(CheckModelSpec(spec, limits_));
+  MLA_RETURN_IF_ERROR(SettleFp8Compute(*backend_, &spec));
+  MLA_ASSIGN_OR_RETURN(const int64_t lease_ns, LeaseNanos(lease_ms));
   for (const std::unique_ptr<Model>& one : models_) {
     Model* const model = one.get();
     if (model == nullptr || model->tenant != tenant || model->spec->id != spec.id) continue;
     if (*model->spec == spec) {
-      if (lease_ms > 0) SetLease(model, *lease_ns);
+      if (lease_ms > 0) SetLease(model, lease_ns);
       Touch(model);
       return model;
     }
@@ -153,10 +153,9 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
                        absl::StrCat("equal to the registered model ", spec.id), "model_exists",
                        absl::StatusCode::kAlreadyExists);
   }
-  if (absl::Status status = CheckSupported(spec, *backend_); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckSupported(spec, *backend_));
   const TenantRef account = tenants_->Get(tenant);
-  absl::Status taken = TakeOrYield(*account, Resource::kModels, 1, "model", nullptr);
-  if (!taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(TakeOrYield(*account, Resource::kModels, 1, "model", nullptr));
 
   auto model = std::make_unique<Model>();
   model->tenant = tenant;
@@ -170,7 +169,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
     }
     model->contents = *std::move(contents);
   }
-  SetLease(model.get(), *lease_ns);
+  SetLease(model.get(), lease_ns);
   NoteForms(spec, model.get());
   model->name = std::make_shared<const std::string>(spec.id);
   if (spec.needs_sinks) {
@@ -186,9 +185,8 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
 }
 
 absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
-  absl::StatusOr<Model*> found = Find(tenant, id, "model_id");
-  if (!found.ok()) return found.status();
-  Model& model = **found;
+  MLA_ASSIGN_OR_RETURN(Model* const found, Find(tenant, id, "model_id"));
+  Model& model = *found;
   if (model.sequences > 0) {
     return MakeError(absl::StatusCode::kFailedPrecondition,
                      absl::StrCat("model ", id, " has ", model.sequences, " open sequences"),
@@ -212,7 +210,7 @@ absl::Status ModelTable::RemoveContents(const Model& model) {
     std::fill(first, first + heads, ModelContents::Head());
     contents.weights_complete = false;
   }
-  if (absl::Status s = cache_->RemoveLayout(contents.layout_id); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(cache_->RemoveLayout(contents.layout_id));
   return contents.window_layout_id < 0 ? absl::OkStatus()
                                        : cache_->RemoveLayout(contents.window_layout_id);
 }
@@ -220,7 +218,7 @@ absl::Status ModelTable::RemoveContents(const Model& model) {
 absl::Status ModelTable::Remove(Model& model) {
   const bool last = model.contents.use_count() == 1;
   const int64_t weights_bytes = last ? model.contents->weights_bytes : 0;
-  if (absl::Status s = last ? RemoveContents(model) : absl::OkStatus(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(last ? RemoveContents(model) : absl::OkStatus());
   if (on_gone_) on_gone_(model);
   Tenant& account = *model.account;
   SetLease(&model, 0);
@@ -305,7 +303,7 @@ int32_t ModelTable::size() const {
 
 absl::Status ModelTable::SetSinks(Model& model, SinkSlice at, std::span<const float> sinks,
                                   const std::string& field) {
-  if (absl::Status s = CheckSinks(*model.spec, sinks, field, &at); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckSinks(*model.spec, sinks, field, &at));
   const int64_t heads = model.spec->geometry.num_heads;
   std::vector<float> next = model.sinks;
   if (next.empty()) next.assign(static_cast<size_t>(model.spec->layers * heads), kNoSink);
@@ -348,7 +346,7 @@ std::vector<int32_t> ModelTable::LayersWithoutSinks(const Model& model) const {
 
 absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
                                    const std::string& field) {
-  if (absl::Status s = CheckKvScales(*model.spec, scales, field); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckKvScales(*model.spec, scales, field));
   if (std::equal(scales.begin(), scales.end(), model.contents->kv_scales.begin(),
                  model.contents->kv_scales.end())) {
     return absl::OkStatus();

@@ -96,11 +96,11 @@ absl::Status AttendRequestBuilder::TakeTails(size_t bytes, const ReadTails& read
                        absl::StatusCode::kResourceExhausted);
   size_t offset = 0;
   for (scheduler::TailArgs& args : message->end.tails) {
-    const auto tail = engine_->MakeTail(row_, shape.model->tail_bytes, "end_step.tails");
-    if (!tail.ok()) return tail.status();
-    read(offset, {(*tail)->data.get(), size});
+    MLA_ASSIGN_OR_RETURN(const auto tail,
+                         engine_->MakeTail(row_, shape.model->tail_bytes, "end_step.tails"));
+    read(offset, {tail->data.get(), size});
     offset += size;
-    args.tail = *tail;
+    args.tail = tail;
   }
   return absl::OkStatus();
 }
@@ -131,8 +131,7 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
   message->trace.step = traces_.Begin(message->step_id, begin.traceparent(), now, begin.model_id());
   message->trace.received_ns = now;
   scheduler::StepShape shape;
-  absl::Status status = ParseBeginStep(begin, engine_->limits(), &message->begin, &shape.rows);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(ParseBeginStep(begin, engine_->limits(), &message->begin, &shape.rows));
   shape.model = engine_->FindModel(tenant_, begin.model_id());
   if (shape.model == nullptr) {
     return MakeError(absl::StatusCode::kNotFound, "begin_step.model_id: no such model",

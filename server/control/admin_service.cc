@@ -8,6 +8,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "base/version/version.h"
 #include "server/grpc/request_validator.h"
 #include "server/logging/logging.h"
@@ -213,7 +214,7 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
                                        grpc::ServerWriter<v1::StatusUpdate>* writer) {
   return rpc_.Serve(context, "Admin.WatchStatus", [&](const Identity& who) {
     const Watchers::Place place(options_.watchers, who.tenant);
-    if (absl::Status status = place.Check("WatchStatus"); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(place.Check("WatchStatus"));
     const uint32_t asked = request->interval_ms() == 0 ? 1000 : request->interval_ms();
     const auto interval = std::chrono::milliseconds(std::clamp<uint32_t>(asked, 100, 60000));
     v1::StatusUpdate update;
@@ -252,9 +253,7 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
     std::unique_ptr<HandOver> peer;
     DrainHandOver hand_over;
     if (!request->to().empty()) {
-      auto connected = ConnectPeer(request->to());
-      if (!connected.ok()) return connected.status();
-      peer = *std::move(connected);
+      MLA_ASSIGN_OR_RETURN(peer, ConnectPeer(request->to()));
       Log(LogLevel::kInfo, "hand_over", {{"operator", who.tenant}, {"to", request->to()}});
       hand_over = {request->to(), [&] { peer->Start(); }, [&] { return peer->done(); },
                    [&] { peer->Stop(); }};

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/control/admin_service.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/request_validator.h"
@@ -193,11 +194,10 @@ grpc::Status AdminService::EvictModel(grpc::ServerContext* context,
       status = CheckName(request->model_id(), "model_id", false, rpc_.engine->limits());
     }
     if (!status.ok()) return status;
-    const absl::StatusOr<int32_t> evicted =
-        rpc_.engine->EvictModel(request->tenant(), request->model_id());
-    if (!evicted.ok()) return evicted.status();
+    MLA_ASSIGN_OR_RETURN(const int32_t evicted,
+                         rpc_.engine->EvictModel(request->tenant(), request->model_id()));
     LogOperator("model_evicted", who, request->tenant(), request->model_id());
-    reply->set_evicted_sequences(static_cast<uint32_t>(*evicted));
+    reply->set_evicted_sequences(static_cast<uint32_t>(evicted));
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });

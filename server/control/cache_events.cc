@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/control/cache_service.h"
 #include "server/grpc/request_validator.h"
 
@@ -55,7 +56,7 @@ absl::StatusOr<std::optional<scheduler::TenantKey>> CacheService::TenantToShow(c
                                                                                bool all) const {
   // The call keeps the tenant's row alive, so the key stays valid.
   if (!all) return rpc_.engine->tenants()->Find(who.tenant);
-  if (absl::Status status = rpc_.live->CheckOperator(who); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(rpc_.live->CheckOperator(who));
   return std::nullopt;
 }
 
@@ -64,22 +65,19 @@ grpc::Status CacheService::WatchEvents(grpc::ServerContext* context,
                                        grpc::ServerWriter<v1::WatchEventsReply>* writer) {
   return rpc_.Serve(context, "Cache.WatchEvents", [&](const Identity& who) {
     const Watchers::Place place(watchers_, who.tenant);
-    if (absl::Status status = place.Check("WatchEvents"); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(place.Check("WatchEvents"));
     const bool all_tenants = request->all_tenants();
-    const auto tenant = TenantToShow(who, all_tenants);
-    if (!tenant.ok()) return tenant.status();
+    MLA_ASSIGN_OR_RETURN(const auto tenant, TenantToShow(who, all_tenants));
     if (all_tenants) {
-      if (absl::Status status = CheckRange("after", request->after(), 0, 0); !status.ok()) {
-        return status;
-      }
+      MLA_RETURN_IF_ERROR(CheckRange("after", request->after(), 0, 0));
     }
     const kvcache::EventLog& log = *rpc_.engine->events();
     kvcache::EventLog::Cursor cursor = !request->has_after() ? log.End()
                                        : all_tenants         ? log.Begin()
-                                                     : log.After(**tenant, request->after());
+                                                             : log.After(*tenant, request->after());
     for (bool first = true;; first = false) {
       v1::WatchEventsReply reply;
-      for (const kvcache::Event& event : log.Read(*tenant, kBatch, &cursor)) {
+      for (const kvcache::Event& event : log.Read(tenant, kBatch, &cursor)) {
         Fill(event, all_tenants, reply.add_events());
       }
       reply.set_boot_id(rpc_.boot_id);
@@ -103,13 +101,12 @@ grpc::Status CacheService::Hint(grpc::ServerContext* context, const v1::HintRequ
     absl::Status status = ParseHint(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
     args.prefix.hashed = PrefixTurns::End;
-    const absl::StatusOr<scheduler::HintAnswer> answer = rpc_.engine->Hint(args);
-    if (!answer.ok()) return answer.status();
-    reply->set_outcome(static_cast<v1::HintOutcome>(answer->outcome));
-    reply->set_rows(static_cast<uint64_t>(answer->rows));
-    reply->set_rows_done(static_cast<uint64_t>(answer->rows_done));
-    reply->set_rows_deferred(static_cast<uint64_t>(answer->rows_deferred));
-    reply->set_reason(answer->reason);
+    MLA_ASSIGN_OR_RETURN(const scheduler::HintAnswer answer, rpc_.engine->Hint(args));
+    reply->set_outcome(static_cast<v1::HintOutcome>(answer.outcome));
+    reply->set_rows(static_cast<uint64_t>(answer.rows));
+    reply->set_rows_done(static_cast<uint64_t>(answer.rows_done));
+    reply->set_rows_deferred(static_cast<uint64_t>(answer.rows_deferred));
+    reply->set_reason(answer.reason);
     reply->set_boot_id(rpc_.boot_id);
     return status;
   });
@@ -118,14 +115,10 @@ grpc::Status CacheService::Hint(grpc::ServerContext* context, const v1::HintRequ
 grpc::Status CacheService::Explain(grpc::ServerContext* context, const v1::ExplainRequest* request,
                                    v1::ExplainReply* reply) {
   return rpc_.Serve(context, "Cache.Explain", [&](const Identity& who) {
-    if (absl::Status status = CheckRange("most", request->most(), 0, kvcache::EventLog::kKept);
-        !status.ok()) {
-      return status;
-    }
+    MLA_RETURN_IF_ERROR(CheckRange("most", request->most(), 0, kvcache::EventLog::kKept));
     const size_t most = request->most() == 0 ? kMisses : request->most();
-    const auto tenant = TenantToShow(who, request->all_tenants());
-    if (!tenant.ok()) return tenant.status();
-    for (const kvcache::Miss& miss : rpc_.engine->events()->Misses(*tenant, most)) {
+    MLA_ASSIGN_OR_RETURN(const auto tenant, TenantToShow(who, request->all_tenants()));
+    for (const kvcache::Miss& miss : rpc_.engine->events()->Misses(tenant, most)) {
       Fill(miss, request->all_tenants(), reply->add_misses());
     }
     reply->set_boot_id(rpc_.boot_id);

@@ -5,6 +5,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/control/sequence_service.h"
 #include "server/grpc/request_validator.h"
 #include "server/hand_over/take_over.h"
@@ -48,15 +49,14 @@ template <typename Body>
 absl::Status CacheService::AsUpload(const std::string& tenant, grpc::ServerContext* context,
                                     Body body) {
   scheduler::TenantTable& tenants = *rpc_.engine->tenants();
-  const absl::StatusOr<scheduler::TenantRef> row = tenants.Enter(tenant);
-  if (!row.ok()) return row.status();
-  absl::Status status = tenants.Take(**row, scheduler::Resource::kUploads, 1, "call");
+  MLA_ASSIGN_OR_RETURN(const scheduler::TenantRef row, tenants.Enter(tenant));
+  absl::Status status = tenants.Take(*row, scheduler::Resource::kUploads, 1, "call");
   if (!status.ok()) {
     rpc_.metrics->CountRejected(DetailOf(status).reason);
     return status;
   }
   status = body();
-  tenants.Return(**row, scheduler::Resource::kUploads, 1);
+  tenants.Return(*row, scheduler::Resource::kUploads, 1);
   return idle_->End(context, status);
 }
 
@@ -68,13 +68,12 @@ grpc::Status CacheService::Export(grpc::ServerContext* context, const v1::Export
     absl::Status status = ParseExport(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
     return AsUpload(who.tenant, context, [&] {
-      const absl::StatusOr<MovingPages> pages = rpc_.engine->BeginExport(args);
-      if (!pages.ok()) return pages.status();
+      MLA_ASSIGN_OR_RETURN(const MovingPages pages, rpc_.engine->BeginExport(args));
       const absl::Cleanup release = [&] {
         std::vector<scheduler::SequenceId> absent;
-        rpc_.engine->ReleaseSequences(who.tenant, std::vector{pages->id}, &absent);
+        rpc_.engine->ReleaseSequences(who.tenant, std::vector{pages.id}, &absent);
       };
-      return SendPages(rpc_.engine, who.tenant, *pages, [&](const v1::PagesPart& part) {
+      return SendPages(rpc_.engine, who.tenant, pages, [&](const v1::PagesPart& part) {
         idle_->Waits(context);
         const bool sent = writer->Write(part);
         idle_->Works(context);
@@ -95,9 +94,8 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       if (!status.ok()) return status;
       v1::ImportRequest message;
       const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
-        const absl::StatusOr<bool> read = reader.Read(&message);
-        if (!read.ok()) return read.status();
-        if (!*read) {
+        MLA_ASSIGN_OR_RETURN(const bool read, reader.Read(&message));
+        if (!read) {
           if (context->IsCancelled()) return Broken();
           return nullptr;
         }
@@ -105,17 +103,16 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
         return RefuseField("message", "target", "parts after the header", "order");
       };
       uint64_t bytes = 0;
-      const auto ended =
-          RunImport(rpc_.engine, *rpc_.abandoned, args, attempt, chunk_bytes_, next, &bytes);
-      if (!ended.ok()) return ended.status();
+      MLA_ASSIGN_OR_RETURN(const auto ended, RunImport(rpc_.engine, *rpc_.abandoned, args, attempt,
+                                                       chunk_bytes_, next, &bytes));
       if (args.tenant != who.tenant || args.restored_id != 0) {
         Log(LogLevel::kInfo, "taken_over",
-            {{"operator", who.tenant}, {"tenant", args.tenant}, {"sequence", ended->id}});
+            {{"operator", who.tenant}, {"tenant", args.tenant}, {"sequence", ended.id}});
         HandOverCounters& counters = rpc_.metrics->hand_overs();
         ++counters.taken_over;
         counters.taken_bytes += bytes;
       }
-      Fill(*ended, reply->mutable_sequence());
+      Fill(ended, reply->mutable_sequence());
       reply->set_bytes(bytes);
       reply->set_boot_id(rpc_.boot_id);
       return absl::OkStatus();
@@ -138,7 +135,7 @@ absl::Status CacheService::SetOwner(const Identity& who, const v1::ImportTarget&
     return RefuseField("target.sequence_id", absl::StrCat(target.sequence_id()),
                        "0 together with target.tenant", "conflict");
   }
-  if (absl::Status allowed = rpc_.live->CheckOperator(who); !allowed.ok()) return allowed;
+  MLA_RETURN_IF_ERROR(rpc_.live->CheckOperator(who));
   // Refuses to send rows of a tenant unencrypted to another machine or from an anonymous caller.
   if (!who.authenticated || who.local) {
     return RefuseField("target.tenant", "a caller without TLS", "an operator over TLS",
@@ -211,9 +208,9 @@ grpc::Status CacheService::Checkpoint(grpc::ServerContext* context,
         const scheduler::SequenceList found = rpc_.engine->GetSequences(named);
         // A sequence that does not exist is refused with the same words as Export.
         const uint64_t epoch = found.sequences.empty() ? 0 : found.sequences[0].epoch;
-        const auto saved = checkpoints_->Save(rpc_.engine, who.tenant, id, epoch);
-        if (!saved.ok()) return saved.status();
-        Fill(*saved, reply->add_checkpoints());
+        MLA_ASSIGN_OR_RETURN(const auto saved,
+                             checkpoints_->Save(rpc_.engine, who.tenant, id, epoch));
+        Fill(saved, reply->add_checkpoints());
       }
       reply->set_boot_id(rpc_.boot_id);
       return absl::OkStatus();
@@ -232,10 +229,10 @@ grpc::Status CacheService::Restore(grpc::ServerContext* context, const v1::Resto
     return AsUpload(who.tenant, context, [&]() -> absl::Status {
       for (const uint64_t id : request->sequence_ids()) {
         if (context->IsCancelled()) return Broken();
-        const auto restored = checkpoints_->Restore(rpc_.engine, who.tenant, id,
-                                                    request->client_id(), request->lease_ms());
-        if (!restored.ok()) return restored.status();
-        Fill(*restored, reply->add_sequences());
+        MLA_ASSIGN_OR_RETURN(const auto restored,
+                             checkpoints_->Restore(rpc_.engine, who.tenant, id,
+                                                   request->client_id(), request->lease_ms()));
+        Fill(restored, reply->add_sequences());
       }
       reply->set_boot_id(rpc_.boot_id);
       return absl::OkStatus();
@@ -247,8 +244,7 @@ grpc::Status CacheService::ListCheckpoints(grpc::ServerContext* context,
                                            const v1::ListCheckpointsRequest*,
                                            v1::ListCheckpointsReply* reply) {
   return rpc_.Serve(context, "Cache.ListCheckpoints", [&](const Identity& who) {
-    absl::Status status = CheckCheckpoints(0);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(CheckCheckpoints(0));
     // It reads a header from each file.
     return AsUpload(who.tenant, context, [&]() -> absl::Status {
       for (const CheckpointInfo& info : checkpoints_->List(who.tenant)) {

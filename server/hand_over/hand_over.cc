@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "server/logging/logging.h"
 #include "server/pages/page_transfer.h"
 
@@ -48,8 +49,7 @@ HandOver::~HandOver() { Stop(); }
 absl::StatusOr<std::unique_ptr<HandOver>> HandOver::Connect(HandOverOptions options,
                                                             std::unique_ptr<HandOverPeer> peer) {
   std::unique_ptr<HandOver> hand_over(new HandOver(std::move(options), std::move(peer)));
-  absl::Status fit = hand_over->CheckPeer();
-  if (!fit.ok()) return fit;
+  MLA_RETURN_IF_ERROR(hand_over->CheckPeer());
   return hand_over;
 }
 
@@ -75,7 +75,7 @@ absl::Status HandOver::Ask(v1::GetServerInfoReply* info) {
 
 absl::Status HandOver::CheckPeer() {
   v1::GetServerInfoReply info;
-  if (absl::Status status = Ask(&info); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Ask(&info));
   if (info.boot_id() == options_.boot_id) {
     return RefusePeer(absl::StatusCode::kInvalidArgument, address(), "this server itself",
                       "another server", "out_of_range");

@@ -24,6 +24,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "server/logging/logging.h"
 #include "server/pages/page_stream.h"
 #include "server/pages/page_transfer.h"
@@ -304,9 +305,8 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Save(Engine* engine, const std::
   auto saved = SaveFile(engine, tenant, id, epoch);
   CheckpointCounters& counters = *options_.counters;
   if (saved.ok()) counters.last_unix_ms = saved->saved_unix_ms;
-  absl::Status status = Ended("checkpoint_save_failed", tenant, id, saved.status(), &counters.saves,
-                              &counters.save_failures);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Ended("checkpoint_save_failed", tenant, id, saved.status(), &counters.saves,
+                            &counters.save_failures));
   return saved;
 }
 
@@ -361,35 +361,33 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const s
   absl::Status status = TakeRoom(folder, room);
   if (!status.ok()) return status;
   const absl::Cleanup give_back = [&] { ReturnRoom(folder, room); };
-  const absl::StatusOr<bool> made = MakeFolder(parent);
-  if (!made.ok()) return made.status();
-  if (*made) fsync(lock_);
+  MLA_ASSIGN_OR_RETURN(const bool made, MakeFolder(parent));
+  if (made) fsync(lock_);
   const std::string aside = absl::StrCat(path, ".", next_aside_.fetch_add(1), kAside);
-  auto file = CheckpointWriter::Create(path, aside, DeriveKey(key_, kFilePurpose));
-  if (!file.ok()) return file.status();
-  const absl::StatusOr<v1::CheckpointHeader> header = Write(engine, tenant, *pages, file->get());
-  if (!header.ok()) return header.status();
+  MLA_ASSIGN_OR_RETURN(auto file,
+                       CheckpointWriter::Create(path, aside, DeriveKey(key_, kFilePurpose)));
+  MLA_ASSIGN_OR_RETURN(const v1::CheckpointHeader header,
+                       Write(engine, tenant, *pages, file.get()));
   // Makes the entry of the tenant's folder durable, whichever call has made the folder.
   if (fsync(lock_) != 0) return SystemError(parent, "fsync", errno);
   const MutexLock lock(names_);
   const Room before = RoomOf(path);
-  status = (*file)->Publish();
+  status = file->Publish();
   // Counted even if Publish failed, because the file may have got its name.
   const Room after = RoomOf(path);
   room.bytes -= after.bytes - before.bytes;
   room.files -= after.files - before.files;
   if (!status.ok()) return status;
-  return InfoOf(*header, (*file)->bytes());
+  return InfoOf(header, file->bytes());
 }
 
 absl::StatusOr<v1::CheckpointHeader> CheckpointStore::ReadHeader(CheckpointReader* file,
                                                                  const std::string& tenant,
                                                                  SequenceId id) const {
   std::string frame;
-  const absl::StatusOr<bool> read = file->Next(&frame);
-  if (!read.ok()) return read.status();
+  MLA_ASSIGN_OR_RETURN(const bool read, file->Next(&frame));
   v1::CheckpointHeader header;
-  const bool whole = *read && header.ParseFromString(frame);
+  const bool whole = read && header.ParseFromString(frame);
   if (whole && header.tenant() == tenant && header.sequence_id() == id) return header;
   return MakeError(
       absl::StatusCode::kDataLoss,
@@ -404,9 +402,8 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::Restore(Engine* engine,
                                                                  int64_t lease_ms) {
   auto restored = RestoreFile(engine, tenant, id, client_id, lease_ms);
   CheckpointCounters& counters = *options_.counters;
-  absl::Status status = Ended("checkpoint_restore_failed", tenant, id, restored.status(),
-                              &counters.restores, &counters.restore_failures);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Ended("checkpoint_restore_failed", tenant, id, restored.status(),
+                            &counters.restores, &counters.restore_failures));
   return restored;
 }
 
@@ -415,42 +412,38 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::RestoreFile(Engine* eng
                                                                      SequenceId id,
                                                                      const std::string& client_id,
                                                                      int64_t lease_ms) {
-  auto file = OpenFile(FileOf(tenant, id));
-  if (!file.ok()) return file.status();
-  const absl::StatusOr<v1::CheckpointHeader> header = ReadHeader(file->get(), tenant, id);
-  if (!header.ok()) return header.status();
+  MLA_ASSIGN_OR_RETURN(auto file, OpenFile(FileOf(tenant, id)));
+  MLA_ASSIGN_OR_RETURN(const v1::CheckpointHeader header, ReadHeader(file.get(), tenant, id));
   scheduler::ImportArgs args;
   args.tenant = tenant;
-  args.model_id = header->pages().model().model_id();
-  args.client_id = client_id.empty() ? header->client_id() : client_id;
+  args.model_id = header.pages().model().model_id();
+  args.client_id = client_id.empty() ? header.client_id() : client_id;
   args.lease_ms = lease_ms;
   args.restored_id = id;
-  absl::Status status = ParseHeader(header->pages(), engine->limits(), &args.tags);
+  absl::Status status = ParseHeader(header.pages(), engine->limits(), &args.tags);
   if (!status.ok()) return status;
-  const absl::StatusOr<scheduler::MovingPages> pages = engine->BeginImport(args);
-  if (!pages.ok()) return pages.status();
+  MLA_ASSIGN_OR_RETURN(const scheduler::MovingPages pages, engine->BeginImport(args));
   scheduler::SequenceState state;
-  if (header->has_not_finite_from()) {
-    state.not_finite_from = static_cast<int64_t>(header->not_finite_from());
+  if (header.has_not_finite_from()) {
+    state.not_finite_from = static_cast<int64_t>(header.not_finite_from());
   }
-  state.chain = ChainOf(header->prefix(), args.tags.page_size);
-  state.declared = static_cast<int32_t>(header->prefix().declared());
-  state.contents = header->prefix().contents();
+  state.chain = ChainOf(header.prefix(), args.tags.page_size);
+  state.declared = static_cast<int32_t>(header.prefix().declared());
+  state.contents = header.prefix().contents();
   std::string frame;
   v1::PagesPart part;
   const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
-    const absl::StatusOr<bool> read = (*file)->Next(&frame);
-    if (!read.ok()) return read.status();
-    if (!*read && part.has_trailer()) return nullptr;
-    if (*read && part.ParseFromString(frame)) return &part;
+    MLA_ASSIGN_OR_RETURN(const bool read, file->Next(&frame));
+    if (!read && part.has_trailer()) return nullptr;
+    if (read && part.ParseFromString(frame)) return &part;
     return MakeError(
         absl::StatusCode::kDataLoss,
-        *read ? "a checkpoint's frame is not a part" : "a checkpoint that ends without a trailer",
+        read ? "a checkpoint's frame is not a part" : "a checkpoint that ends without a trailer",
         {.reason = "checkpoint_damaged"});
   };
   uint64_t bytes = 0;
   const int64_t chunk = std::max(options_.chunk_bytes, kSentChunkBytes);
-  return TakePages(engine, tenant, *pages, chunk, next, &state, &bytes);
+  return TakePages(engine, tenant, pages, chunk, next, &state, &bytes);
 }
 
 std::vector<CheckpointInfo> CheckpointStore::List(const std::string& tenant) {

@@ -17,6 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
+#include "base/status_macros.h"
 #include "server/grpc/identity.h"
 #include "server/logging/logging.h"
 #include "server/process/process_usage.h"
@@ -96,7 +97,7 @@ SharedMemoryListener::SharedMemoryListener(SharedMemoryListenerOptions options)
 absl::StatusOr<std::unique_ptr<SharedMemoryListener>> SharedMemoryListener::Open(
     SharedMemoryListenerOptions options) {
   std::unique_ptr<SharedMemoryListener> listener(new SharedMemoryListener(std::move(options)));
-  if (absl::Status status = listener->Bind(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(listener->Bind());
   listener->thread_ = std::thread([raw = listener.get()] { raw->Run(); });
   return listener;
 }
@@ -112,10 +113,7 @@ absl::Status SharedMemoryListener::Bind() {
                                                options_.path.size(), " bytes, at most ",
                                                sizeof(address.sun_path) - 1, " are possible"));
   }
-  if (absl::Status status = PrepareSocketFolder("shm.path", options_.path, options_.open_folder);
-      !status.ok()) {
-    return status;
-  }
+  MLA_RETURN_IF_ERROR(PrepareSocketFolder("shm.path", options_.path, options_.open_folder));
   if (IsServed(options_.path, SOCK_SEQPACKET)) {
     return absl::UnavailableError(
         absl::StrCat("shm.path ", options_.path, ": another server is there"));
@@ -360,8 +358,7 @@ absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_req
   if (!IsTenantName(connection->tenant, options_.max_name_bytes)) {
     return absl::InvalidArgumentError("tenant: must be printable ASCII characters");
   }
-  absl::Status status = MakeRegion(connect_request, connection, may_wait, connect_reply);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(MakeRegion(connect_request, connection, may_wait, connect_reply));
   options_.metrics->wire().shared_regions.fetch_add(1);
   const SharedRegion& region = *connection->region;
   std::copy(region.handle().begin(), region.handle().end(), connect_reply->handle);

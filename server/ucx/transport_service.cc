@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "server/grpc/grpc_status.h"
 #include "server/logging/logging.h"
 
@@ -94,7 +95,7 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
                                      const v1::OpenUcxRequest& request,
                                      grpc::ServerWriter<v1::OpenUcxReply>* writer) {
   const Watchers::Place place(&sessions_, who.tenant);
-  if (absl::Status status = place.Check("OpenUcx"); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(place.Check("OpenUcx"));
   relay::RelaySetup setup = SetupOf(request);
   if (!FillRandom(&setup.token)) return absl::InternalError("UCX: no random bytes");
   auto relay = StartRelay(who, setup);

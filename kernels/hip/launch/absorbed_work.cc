@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "base/status_macros.h"
 #include "kernels/hip/launch/combine.h"
 
 namespace mla::kernels::hip {
@@ -122,17 +123,16 @@ absl::Status AbsorbedWork::AddSplit(LaunchSlot& slot, const AttentionParams& par
 
 absl::Status AbsorbedWork::Add(LaunchSlot& slot, const AttentionParams& params,
                                const DevicePlan& plan) const {
-  auto segments = PutSegments(slot, device_, params);
-  if (!segments.ok()) return segments.status();
+  MLA_ASSIGN_OR_RETURN(auto segments, PutSegments(slot, device_, params));
   const int64_t layer = params.segments[0].layer_offset;
-  Rows rows{.segments = *segments,
+  Rows rows{.segments = segments,
             .format = params.desc.kv_format,
             .products = params.desc.products,
             .page_tables = device_.table_mirror.As<uint32_t>(),
             .pool = device_.pool.As<uint8_t>() + layer};
   const int32_t packed_rows = MostPackedRows(params.plan);
   if (Widens(params, rows, packed_rows)) {
-    if (absl::Status s = AddWiden(slot, params, &rows); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(AddWiden(slot, params, &rows));
   }
   const BusyUnits units = UnitsOf(params.plan);
   const int32_t device_units = device_.runtime->units();
@@ -165,8 +165,7 @@ absl::Status AbsorbedWork::Add(LaunchSlot& slot, const AttentionParams& params,
                           .threads = static_cast<uint32_t>(variant.threads),
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
                           .overlap_predecessor = true};
-  absl::Status s = slot.AddKernel(device_.kernels.attend[chosen], shape, args);
-  if (!s.ok()) return s;
+  MLA_RETURN_IF_ERROR(slot.AddKernel(device_.kernels.attend[chosen], shape, args));
   const Attended run{.segments = rows.segments,
                      .windows = args.windows,
                      .exchanged = variant.exchanged_partials,

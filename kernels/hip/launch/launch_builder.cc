@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/hip/device_state/capabilities.h"
 #include "kernels/read_rows.h"
 
@@ -61,13 +62,10 @@ absl::StatusOr<std::unique_ptr<LaunchBuilder>> LaunchBuilder::Create(const Devic
                                                                      const BackendLimits& limits,
                                                                      Stream stream) {
   std::unique_ptr<LaunchBuilder> builder(new LaunchBuilder(device, limits));
-  if (absl::Status s = builder->index_.Allocate(limits, stream); !s.ok()) return s;
-  auto streams = StreamWork::Create(device, limits, stream);
-  if (!streams.ok()) return streams.status();
-  builder->streams_ = *std::move(streams);
-  auto plans = PlanStore::Create(device.runtime, PlanCopies(limits), PlanBytes(device, limits));
-  if (!plans.ok()) return plans.status();
-  builder->plans_ = *std::move(plans);
+  MLA_RETURN_IF_ERROR(builder->index_.Allocate(limits, stream));
+  MLA_ASSIGN_OR_RETURN(builder->streams_, StreamWork::Create(device, limits, stream));
+  MLA_ASSIGN_OR_RETURN(builder->plans_, PlanStore::Create(device.runtime, PlanCopies(limits),
+                                                          PlanBytes(device, limits)));
   return builder;
 }
 
@@ -117,22 +115,21 @@ absl::Status LaunchBuilder::CheckAttention(const AttentionParams& params) const 
 absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
                                          const AttentionParams& params) {
   if (params.segments.empty()) return absl::OkStatus();
-  if (absl::Status s = CheckAttention(params); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckAttention(params));
   if (params.plan.work_info.empty()) return absl::OkStatus();
   const bool expanded = params.desc.form == AttentionForm::kExpanded;
   if (expanded) {
-    if (absl::Status s = expanded_.Check(params); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(expanded_.Check(params));
   }
   const bool whole = !expanded && !streams_->Has(index);
   if (const auto split = whole ? absorbed_.SplitOf(params) : std::nullopt) {
     return absorbed_.AddSplit(slot, params, *split);
   }
   const int64_t uploads = plans_->uploads();
-  absl::StatusOr<DevicePlan> plan = plans_->Get(params.plan, index, slot.input_stream());
-  if (!plan.ok()) return plan.status();
+  MLA_ASSIGN_OR_RETURN(DevicePlan plan, plans_->Get(params.plan, index, slot.input_stream()));
   if (plans_->uploads() != uploads) slot.NoteInput();
-  if (!expanded && streams_->Has(index)) return streams_->Add(slot, index, *plan);
-  return expanded ? expanded_.Add(slot, params, *plan) : absorbed_.Add(slot, params, *plan);
+  if (!expanded && streams_->Has(index)) return streams_->Add(slot, index, plan);
+  return expanded ? expanded_.Add(slot, params, plan) : absorbed_.Add(slot, params, plan);
 }
 
 absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch& launch) {

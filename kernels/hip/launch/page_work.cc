@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -43,13 +44,11 @@ int64_t PageWork::MetadataBytes(const BackendLimits& l) {
 
 absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends) {
   StagedRegion& metadata = launch.metadata();
-  auto ranges = metadata.Put(std::span<const MoveRange>(moves_));
-  if (!ranges.ok()) return ranges.status();
+  MLA_ASSIGN_OR_RETURN(auto ranges, metadata.Put(std::span<const MoveRange>(moves_)));
   const size_t counts = moves_.size() + ends.size();
-  absl::StatusOr<int64_t> at = metadata.Take(static_cast<int64_t>(counts * sizeof(int32_t)));
-  if (!at.ok()) return at.status();
-  const auto* on_device = reinterpret_cast<const int32_t*>(metadata.device(*at));
-  int64_t offset = *at;
+  MLA_ASSIGN_OR_RETURN(int64_t at, metadata.Take(static_cast<int64_t>(counts * sizeof(int32_t))));
+  const auto* on_device = reinterpret_cast<const int32_t*>(metadata.device(at));
+  int64_t offset = at;
   const auto put = [&metadata, &offset](int64_t first_chunk) {
     const auto value = static_cast<int32_t>(first_chunk);
     metadata.Write(offset, &value, sizeof(value));
@@ -69,7 +68,7 @@ absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends
     }
     put(chunks);
     MoveArgs args = {};
-    args.ranges = *ranges + begin;
+    args.ranges = ranges + begin;
     args.first_chunk = on_device;
     args.count = static_cast<int32_t>(end - begin);
     args.blocks = static_cast<int32_t>(std::min(chunks, kMaxMoveBlocks));
@@ -77,13 +76,13 @@ absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends
     begin = end;
     if (chunks == 0) continue;
     const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks), .threads = kBlockThreads};
-    if (absl::Status s = launch.AddKernel(device_.kernels.move, shape, args); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(launch.AddKernel(device_.kernels.move, shape, args));
   }
   return absl::OkStatus();
 }
 
 absl::Status PageWork::AddPages(LaunchSlot& slot, std::span<const PageRange> ranges) {
-  if (absl::Status s = CheckPageRanges(ranges, limits_); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckPageRanges(ranges, limits_));
   if (ranges.empty()) return absl::OkStatus();
   moves_.clear();
   run_ends_.clear();
@@ -137,12 +136,10 @@ absl::StatusOr<LaunchSlot::Digests> PageWork::DigestsOf(LaunchSlot& slot,
 }
 
 absl::Status PageWork::AddDigests(LaunchSlot& slot, const Launch& launch) {
-  auto writes = DigestsOf(slot, launch.page_writes);
-  if (!writes.ok()) return writes.status();
-  slot.SetWriteDigests(*writes);
-  auto reads = DigestsOf(slot, launch.page_reads);
-  if (!reads.ok()) return reads.status();
-  slot.SetReadDigests(*reads);
+  MLA_ASSIGN_OR_RETURN(auto writes, DigestsOf(slot, launch.page_writes));
+  slot.SetWriteDigests(writes);
+  MLA_ASSIGN_OR_RETURN(auto reads, DigestsOf(slot, launch.page_reads));
+  slot.SetReadDigests(reads);
   return absl::OkStatus();
 }
 
@@ -185,10 +182,9 @@ absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
   int64_t entries = 0;
   for (const TableRange& r : table_ranges_) entries += r.count;
   StagedRegion& metadata = slot.metadata();
-  absl::StatusOr<int64_t> at = metadata.Take(entries * static_cast<int64_t>(sizeof(uint32_t)));
-  if (!at.ok()) return at.status();
+  MLA_ASSIGN_OR_RETURN(int64_t at, metadata.Take(entries * static_cast<int64_t>(sizeof(uint32_t))));
   moves_.clear();
-  int64_t offset = *at;
+  int64_t offset = at;
   // The entries are copied now, because the host may change them while the launch runs.
   for (const TableRange& r : table_ranges_) {
     const int64_t bytes = r.count * static_cast<int64_t>(sizeof(uint32_t));

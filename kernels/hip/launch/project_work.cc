@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -84,12 +85,10 @@ absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionReco
     complete.only_row = rows_[0];
     complete.only_weights = absorbs ? device_.weights.UkOf(layer) : device_.weights.UvOf(layer);
   } else {
-    auto rows = launch.metadata().Put(std::span<const ProjectRow>(rows_));
-    if (!rows.ok()) return rows.status();
-    auto tiles = launch.metadata().Put(std::span<const ProjectTile>(tiles_));
-    if (!tiles.ok()) return tiles.status();
-    complete.rows = *rows;
-    complete.tiles = *tiles;
+    MLA_ASSIGN_OR_RETURN(auto rows, launch.metadata().Put(std::span<const ProjectRow>(rows_)));
+    MLA_ASSIGN_OR_RETURN(auto tiles, launch.metadata().Put(std::span<const ProjectTile>(tiles_)));
+    complete.rows = rows;
+    complete.tiles = tiles;
     complete.weights = (absorbs ? device_.weights.w_uk() : device_.weights.w_uv()) + layer;
   }
   LaunchShape shape{.grid_x = static_cast<uint32_t>(tiles_.size()),
@@ -110,8 +109,7 @@ absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionReco
 
 absl::Status ProjectWork::AddChecked(LaunchSlot& slot, bool absorbs, const Projection& projection,
                                      ProjectArgs args) {
-  absl::Status s = Check(absorbs ? "absorb" : "project", projection.records);
-  if (!s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Check(absorbs ? "absorb" : "project", projection.records));
   args.weight_panels = device_.weights.InPanels(projection.geometry);
   args.in_is_f32 = projection.in == DType::kF32;
   args.out_is_f32 = projection.out == DType::kF32;

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/status_macros.h"
 #include "kernels/hip/launch/combine.h"
 
 namespace mla::kernels::hip {
@@ -89,16 +90,13 @@ absl::StatusOr<StreamWork> StreamWork::Create(const DeviceState& device,
        {std::tuple(&work.arrived_, "arrivals of queries", ArrivedBytes(limits)),
         std::tuple(&work.finished_, "finished outputs of a stream", FinishedBytes(limits)),
         std::tuple(&work.meetings_, "meetings of a stream's blocks", MeetingBytes(limits))}) {
-    absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(device.runtime, what, bytes);
-    if (!made.ok()) return made.status();
-    *buffer = *std::move(made);
-    if (absl::Status s = device.runtime->Fill(buffer->at(), 0, bytes, stream); !s.ok()) return s;
+    MLA_ASSIGN_OR_RETURN(*buffer, DeviceBuffer::Create(device.runtime, what, bytes));
+    MLA_RETURN_IF_ERROR(device.runtime->Fill(buffer->at(), 0, bytes, stream));
   }
   // Waits, because words are stored from other streams.
-  if (absl::Status s = device.runtime->Synchronize(stream); !s.ok()) return s;
-  auto reports = PinnedBuffer::Create(device.runtime, "reports of streams", ReportBytes(limits));
-  if (!reports.ok()) return reports.status();
-  work.reports_ = *std::move(reports);
+  MLA_RETURN_IF_ERROR(device.runtime->Synchronize(stream));
+  MLA_ASSIGN_OR_RETURN(work.reports_, PinnedBuffer::Create(device.runtime, "reports of streams",
+                                                           ReportBytes(limits)));
   std::memset(work.reports_.data(), 0, static_cast<size_t>(ReportBytes(limits)));
   work.meetings_count_ = MeetingsFor(limits.partial_rows);
   work.page_tables_.reserve(static_cast<size_t>(limits.launch_requests));
@@ -350,13 +348,12 @@ absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& 
   const Taken& taken = taken_[static_cast<size_t>(index)];
   const AttentionParams& params = taken.launch.absorbed;
   const SplitVariant& variant = device_->arch->stream.front();
-  auto segments = PutSegments(slot, *device_, params, taken.host_queries);
-  if (!segments.ok()) return segments.status();
+  MLA_ASSIGN_OR_RETURN(auto segments, PutSegments(slot, *device_, params, taken.host_queries));
   auto tensors = slot.metadata().PutEach(std::span<const StreamedTensors>(taken.tensors),
                                          [](const StreamedTensors& t) { return t; });
   if (!tensors.ok()) return tensors.status();
   StreamArgs args = {};
-  args.segments = *segments;
+  args.segments = segments;
   args.page_tables = device_->table_mirror.As<uint32_t>();
   args.pool = device_->pool.As<uint8_t>() + params.segments[0].layer_offset;
   args.work_indptr = plan.work_indptr;

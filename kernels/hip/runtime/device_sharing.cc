@@ -155,9 +155,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   // A handle opens the whole allocation unit, so the memory takes whole units.
   absl::Status TakeAllocation(size_t bytes) {
     size_ = (bytes + kAllocationUnit - 1) / kAllocationUnit * kAllocationUnit;
-    absl::StatusOr<DevicePtr> at = sharing_->runtime_->Malloc(static_cast<int64_t>(size_));
-    if (!at.ok()) return at.status();
-    at_ = *at;
+    MLA_ASSIGN_OR_RETURN(at_, sharing_->runtime_->Malloc(static_cast<int64_t>(size_)));
     allocated_ = true;
     return Check(sharing_->api_->memory_handle(&exported_.memory, at_), "memory handle");
   }
@@ -202,11 +200,10 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   // The memory may hold another process's data, so it is zeroed.
   absl::Status Clear() {
     GpuRuntime& runtime = *sharing_->runtime_;
-    absl::StatusOr<Stream> stream = runtime.CreateStream();
-    if (!stream.ok()) return stream.status();
-    absl::Status s = runtime.Fill(at_, 0, static_cast<int64_t>(size_), *stream);
-    if (s.ok()) s = runtime.Synchronize(*stream);
-    runtime.Destroy(*stream);
+    MLA_ASSIGN_OR_RETURN(Stream stream, runtime.CreateStream());
+    absl::Status s = runtime.Fill(at_, 0, static_cast<int64_t>(size_), stream);
+    if (s.ok()) s = runtime.Synchronize(stream);
+    runtime.Destroy(stream);
     return s;
   }
 
@@ -271,7 +268,7 @@ absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> DeviceSharing::Allocate(
     int64_t bytes, int32_t events, std::shared_ptr<PinnedRanges> ranges,
     std::chrono::milliseconds most) {
   auto made = std::make_unique<SharedMemoryOfDevice>(this, std::move(ranges), most);
-  if (absl::Status s = made->Make(bytes, events); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(made->Make(bytes, events));
   return std::unique_ptr<SharedDeviceMemory>(std::move(made));
 }
 

@@ -90,14 +90,11 @@ absl::Status GpuRuntime::OpenDevice(int device) {
 
 absl::Status GpuRuntime::Identify() {
   if (vendor_ == Vendor::kNvidia) {
-    absl::Status s = Check(api_->nvidia_retain_context(&context_, device_), "context");
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api_->nvidia_retain_context(&context_, device_), "context"));
   }
-  if (absl::Status s = Bind(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Bind());
   char name[256] = {};
-  if (absl::Status s = Check(api_->device_name(name, sizeof(name) - 1, device_), "name"); !s.ok()) {
-    return s;
-  }
+  MLA_RETURN_IF_ERROR(Check(api_->device_name(name, sizeof(name) - 1, device_), "name"));
   name_ = name;
   return vendor_ == Vendor::kAmd ? IdentifyAmd() : IdentifyNvidia();
 }
@@ -127,8 +124,7 @@ absl::Status GpuRuntime::IdentifyNvidia() {
   for (const auto& [what, into] :
        {std::pair(kNvidiaMultiprocessorCount, &units_), std::pair(kNvidiaCapabilityMajor, &major),
         std::pair(kNvidiaCapabilityMinor, &minor)}) {
-    absl::Status s = Check(api_->device_attribute(into, what, device_), "attribute");
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api_->device_attribute(into, what, device_), "attribute"));
   }
   arch_ = absl::StrCat("sm_", major, minor);
   // Drivers that do not know the attribute lack the capability.
@@ -143,11 +139,11 @@ absl::Status GpuRuntime::Bind() {
                                  : Check(api_->nvidia_set_context(context_), "set context");
 }
 
-#define MLA_GPU_CALL(call, name)                               \
-  do {                                                         \
-    CallWatch::NoteDriverCall(name);                           \
-    if (absl::Status s = Bind(); !s.ok()) return s;            \
-    if (absl::Status s = Check(call, name); !s.ok()) return s; \
+#define MLA_GPU_CALL(call, name)            \
+  do {                                      \
+    CallWatch::NoteDriverCall(name);        \
+    MLA_RETURN_IF_ERROR(Bind());            \
+    MLA_RETURN_IF_ERROR(Check(call, name)); \
   } while (false)
 
 absl::StatusOr<int64_t> GpuRuntime::FreeMemory() {
@@ -157,7 +153,7 @@ absl::StatusOr<int64_t> GpuRuntime::FreeMemory() {
 }
 absl::StatusOr<DevicePtr> GpuRuntime::Malloc(int64_t bytes) {
   DevicePtr address = 0;
-  if (absl::Status s = Bind(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Bind());
   absl::Status s = Check(api_->allocate(&address, static_cast<size_t>(bytes)), "malloc");
   if (!s.ok()) return absl::Status(s.code(), absl::StrCat(s.message(), " for ", bytes, " bytes"));
   return address;
@@ -215,10 +211,10 @@ absl::Status GpuRuntime::WaitFor(Stream stream, Event event) {
   return absl::OkStatus();
 }
 absl::StatusOr<bool> GpuRuntime::Done(Event event) {
-  if (absl::Status s = Bind(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Bind());
   const int code = api_->event_query(event);
   if (code == kNotReady) return false;
-  if (absl::Status s = Check(code, "event query"); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Check(code, "event query"));
   return true;
 }
 absl::StatusOr<int64_t> GpuRuntime::ElapsedNs(Event from, Event to) {
@@ -304,7 +300,7 @@ void GpuRuntime::Unload(Module module) {
 }
 absl::StatusOr<Function> GpuRuntime::Find(Module module, const char* name) {
   Function function = nullptr;
-  if (absl::Status s = Bind(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Bind());
   absl::Status s = Check(api_->module_function(&function, module, name), "module function");
   if (!s.ok()) return absl::InternalError(absl::StrCat(s.message(), ": ", name));
   return function;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/hip/args/kernel_args.h"
 
 namespace mla::kernels::hip {
@@ -29,17 +30,14 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
                                                                const Streams& streams,
                                                                std::shared_ptr<PinnedRanges> pinned,
                                                                const SlotSizes& sizes) {
-  auto metadata = StagedRegion::Create(runtime, "launch metadata", sizes.metadata);
-  if (!metadata.ok()) return metadata.status();
-  auto tensors =
-      TensorCopies::Create(runtime, std::move(pinned), sizes.input, sizes.output, kMaxTransfers);
-  if (!tensors.ok()) return tensors.status();
-  std::unique_ptr<LaunchSlot> slot(new LaunchSlot(runtime, streams, *std::move(tensors)));
-  slot->metadata_ = *std::move(metadata);
-  absl::StatusOr<DeviceBuffer> workspace =
-      DeviceBuffer::Create(runtime, "slot workspace", AlignRegion(sizes.workspace));
-  if (!workspace.ok()) return workspace.status();
-  slot->workspace_ = *std::move(workspace);
+  MLA_ASSIGN_OR_RETURN(auto metadata,
+                       StagedRegion::Create(runtime, "launch metadata", sizes.metadata));
+  MLA_ASSIGN_OR_RETURN(auto tensors, TensorCopies::Create(runtime, std::move(pinned), sizes.input,
+                                                          sizes.output, kMaxTransfers));
+  std::unique_ptr<LaunchSlot> slot(new LaunchSlot(runtime, streams, std::move(tensors)));
+  slot->metadata_ = std::move(metadata);
+  MLA_ASSIGN_OR_RETURN(slot->workspace_, DeviceBuffer::Create(runtime, "slot workspace",
+                                                              AlignRegion(sizes.workspace)));
   auto outcome = DeviceBuffer::Create(runtime, "a gate's outcome", sizeof(GateOutcome));
   auto report = PinnedBuffer::Create(runtime, "a gate's outcome", sizeof(GateOutcome));
   if (!outcome.ok() || !report.ok()) return outcome.ok() ? report.status() : outcome.status();
@@ -56,9 +54,7 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
   slot->digests_back_ = *std::move(digests_back);
   for (Event* event : {&slot->inputs_ready_, &slot->started_, &slot->computed_, &slot->done_,
                        &slot->cleared_, &slot->arrived_}) {
-    absl::StatusOr<Event> made = runtime->CreateEvent();
-    if (!made.ok()) return made.status();
-    *event = *made;
+    MLA_ASSIGN_OR_RETURN(*event, runtime->CreateEvent());
   }
   slot->kernels_.reserve(kMaxKernels + static_cast<size_t>(sizes.page_ranges));
   // Three sequences: kernels before, inside and after the timed range.
@@ -164,9 +160,8 @@ absl::Status LaunchSlot::EnqueueStaged(std::span<const HostInput> inputs) {
 absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   absl::Status s = EnqueueStaged(inputs);
   if (s.ok() && input_moves_.empty()) {
-    const absl::StatusOr<bool> any = tensors_.EnqueueDirect(inputs, input_stream_);
-    if (!any.ok()) return any.status();
-    has_input_ |= *any;
+    MLA_ASSIGN_OR_RETURN(const bool any, tensors_.EnqueueDirect(inputs, input_stream_));
+    has_input_ |= any;
   }
   if (!s.ok() || input_stream_ == streams_.compute || !has_input_) return s;
   s = runtime_->Record(inputs_ready_, input_stream_);
@@ -213,21 +208,19 @@ absl::Status LaunchSlot::EnqueueWrites(std::span<const PageTransfer> writes, Dev
   for (const PageTransfer& t : writes) {
     if (t.bytes == 0) continue;
     (void)Reaches(t.host, t.bytes);  // keeps the range pinned until the launch has ended
-    absl::Status s = runtime_->CopyIn(pool + static_cast<uint64_t>(t.pool_offset), t.host, t.bytes,
-                                      streams_.compute);
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(runtime_->CopyIn(pool + static_cast<uint64_t>(t.pool_offset), t.host,
+                                         t.bytes, streams_.compute));
   }
   return EnqueueDigests(writes_);
 }
 
 absl::Status LaunchSlot::EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool) {
-  if (absl::Status s = EnqueueDigests(reads_); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(EnqueueDigests(reads_));
   for (const PageTransfer& t : reads) {
     if (t.bytes == 0) continue;
     (void)Reaches(t.host, t.bytes);
-    absl::Status s = runtime_->CopyOut(t.host, pool + static_cast<uint64_t>(t.pool_offset), t.bytes,
-                                       streams_.compute);
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(runtime_->CopyOut(t.host, pool + static_cast<uint64_t>(t.pool_offset),
+                                          t.bytes, streams_.compute));
   }
   const int64_t digests = digests_taken() * static_cast<int64_t>(sizeof(PartDigest));
   if (digests == 0 || runtime_->kernels_reach_host()) return absl::OkStatus();
@@ -277,7 +270,7 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
     absl::Status s = EnqueueKernels(timed_end_, kernels_.size());
     return s.ok() ? runtime_->Record(done_, streams_.compute) : s;
   }
-  if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(runtime_->WaitFor(streams_.out, computed_));
   absl::Status s = tensors_.EnqueueStaged(outputs, streams_.out);
   if (s.ok()) s = tensors_.EnqueueDirect(outputs, streams_.out);
   return s.ok() ? runtime_->Record(done_, streams_.out) : s;
