@@ -1,4 +1,4 @@
-// The system's random numbers, which nobody can guess: for keys, tokens and identities that must
+// The system's random numbers, which cannot be guessed: for keys, tokens and identities that must
 // differ between processes. Threading: any thread.
 #ifndef MLA_BASE_RANDOM_BYTES_H_
 #define MLA_BASE_RANDOM_BYTES_H_
