@@ -29,6 +29,7 @@
 #include "server/memory/shared_region.h"
 #include "server/metrics/metrics.h"
 #include "server/operations/ops_http.h"
+#include "server/operations/probes.h"
 #include "server/operations/status_page.h"
 #include "server/operations/status_source.h"
 #include "server/pages/checkpoint_store.h"
@@ -46,7 +47,6 @@
 namespace mla::server {
 namespace {
 
-constexpr int kHttpOk = 200;
 constexpr auto kProbePeriod = std::chrono::milliseconds(200);
 // After a drain, calls that are under way have this long before they are cancelled.
 constexpr auto kCloseGrace = std::chrono::milliseconds(200);
@@ -101,6 +101,7 @@ struct Server::Parts {
   std::unique_ptr<Watchdog> watchdog;
   std::shared_ptr<TlsFiles> tls;  // null: no TLS
   std::unique_ptr<StatusSource> status;
+  std::optional<Probes> probes;
   std::unique_ptr<OpsHttp> ops;
   Listeners listeners;
   std::unique_ptr<SharedMemoryListener> listener;
@@ -115,9 +116,7 @@ struct Server::Parts {
   absl::Status StartOps();
   absl::Status OpenListener();
   Services ServicesToServe();
-  HttpReply Alive() const;
   void Apply(const Config& config);
-  HttpReply Ready(const std::string& query);
   DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
 };
 
@@ -291,20 +290,6 @@ Services Server::Parts::ServicesToServe() {
   return services;
 }
 
-// Alive means that this process can answer, and that it may serve again. A lost device never comes
-// back to the process, and a launch that has hung for this long will most likely not end. The reply
-// then tells the supervisor to restart the server. Readiness, not this reply, says whether it
-// serves now.
-HttpReply Server::Parts::Alive() const {
-  const ServerState::Snapshot now = state.Get();
-  const std::chrono::milliseconds timeout = live.restart_after();
-  const bool hung = timeout.count() > 0 && !now.healthy &&
-                    std::chrono::steady_clock::now() - now.unhealthy_since >= timeout;
-  if (!now.lost && !hung) return {kHttpOk, "text/plain; charset=utf-8", "alive\n"};
-  return {503, "text/plain; charset=utf-8",
-          absl::StrCat("restart this server: ", now.why_unhealthy, "\n")};
-}
-
 void Server::Parts::Apply(const Config& config) {
   Config in_use = options.config;  // the sizes that were chosen at the start, too
   in_use.tenants = config.tenants;
@@ -315,33 +300,8 @@ void Server::Parts::Apply(const Config& config) {
   watchdog->SetTimeout(std::chrono::milliseconds(config.unhealthy_after_ms));
 }
 
-HttpReply Server::Parts::Ready(const std::string& query) {
-  const ServerState::Snapshot now = state.Get();
-  HttpReply reply;
-  // From then on every new connection over TLS fails.
-  const bool expired = tls != nullptr && tls->CertificateExpired();
-  reply.status = now.serving() && !expired ? 200 : 503;
-  reply.body = reply.status == 200 ? "ready\n" : "not ready\n";
-  if (query == "verbose") {
-    if (expired) absl::StrAppend(&reply.body, "tls.cert has expired\n");
-    const std::string why = tls == nullptr ? "" : tls->status().why;
-    if (!why.empty()) absl::StrAppend(&reply.body, "TLS files not in use: ", why, "\n");
-    const std::string refusal = live.refusal();
-    if (!refusal.empty()) absl::StrAppend(&reply.body, "configuration not in use: ", refusal, "\n");
-    absl::StrAppend(&reply.body, "state ", PhaseName(now.phase), " ", now.percent, "%\nengine ",
-                    now.healthy ? "healthy" : "unhealthy", "\n", now.message,
-                    now.message.empty() ? "" : "\n");
-    // During a drain the message names what the drain waits for, so the fault of the device is
-    // reported too.
-    if (now.why_unhealthy != now.message && !now.healthy) {
-      absl::StrAppend(&reply.body, now.why_unhealthy, "\n");
-    }
-    absl::StrAppend(&reply.body, UnusedGpus(candidates));
-  }
-  return reply;
-}
-
 absl::Status Server::Parts::StartOps() {
+  probes.emplace(&state, &live, tls.get(), UnusedGpus(candidates));
   const Config::Ops& config = options.config.ops;
   if (config.address.empty()) return absl::OkStatus();
   StatusSourceOptions source;
@@ -365,10 +325,10 @@ absl::Status Server::Parts::StartOps() {
     return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
                      metrics.Expose(watchdog->Stats())};
   };
-  paths["/livez"] = [this](const std::string&) { return Alive(); };
+  paths["/livez"] = [this](const std::string&) { return probes->Alive(); };
   paths["/readyz"] = [this](const std::string& query) {
     status->Note();
-    return Ready(query);
+    return probes->Ready(query);
   };
   paths["/statusz"] = [this](const std::string& query) {
     if (query == "json") return HttpReply{200, "application/json", StatusJson(status->Page())};
@@ -494,7 +454,7 @@ int Server::tcp_port() const { return parts_->listeners.tcp_port; }
 int Server::ops_port() const { return parts_->ops == nullptr ? 0 : parts_->ops->port(); }
 uint64_t Server::boot_id() const { return parts_->boot_id; }
 
-bool Server::Alive() const { return parts_->Alive().status == kHttpOk; }
+bool Server::Alive() const { return parts_->probes->Alive().status == HttpReply().status; }
 
 void Server::Apply(const Config& config) { parts_->Apply(config); }
 
