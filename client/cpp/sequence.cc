@@ -10,13 +10,6 @@ namespace {
 
 constexpr int kTailTurns = 4;  // attempts to read a tail in parts from its beginning
 
-// DATA_LOSS unless an answer is about the requested object.
-absl::Status CheckSame(const char* what, uint64_t got, uint64_t wanted) {
-  if (got == wanted) return absl::OkStatus();
-  return absl::DataLossError(
-      absl::StrCat("the server's answer has ", what, " ", got, ", must be ", wanted));
-}
-
 }  // namespace
 
 Sequence::Sequence(Client* client, const v1::SequenceInfo& info)
@@ -85,24 +78,6 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
     }
   }
   return absl::AbortedError("steps have left other tails while this one was read");
-}
-
-absl::StatusOr<Sequence> Client::Attach(uint64_t id) {
-  const auto reply = GetSequences({id}, false);
-  if (!reply.ok()) return reply.status();
-  if (reply->sequences_size() == 1) {
-    MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply->sequences(0).sequence_id(), id));
-    return Sequence(this, reply->sequences(0));
-  }
-  v1::ErrorDetail detail;
-  detail.set_field("sequence_id");
-  detail.set_reason(reply->moved_size() > 0 ? "moved" : "sequence_not_found");
-  if (reply->moved_size() > 0) detail.set_peer(reply->moved(0).peer());
-  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kNotFound),
-                    reply->moved_size() > 0
-                        ? "the sequence has moved to the server at " + detail.peer()
-                        : "the sequence is not open here",
-                    detail);
 }
 
 absl::Status Sequence::Refresh() {
