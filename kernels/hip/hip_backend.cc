@@ -434,14 +434,16 @@ absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
   if (!health_.ok()) return health_;
   MLA_RETURN_IF_ERROR(CheckSlot(slot));
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
-  if (owner.running()) return absl::FailedPreconditionError("the launch slot is still running");
+  if (owner.submitted().running())
+    return absl::FailedPreconditionError("the launch slot is still running");
   const bool alone = std::none_of(slots_.begin(), slots_.end(),
-                                  [](const auto& other) { return other->running(); });
-  const Launch& taken = builder_->Take(owner, slot, launch);
-  owner.Begin(taken, alone);
-  absl::Status s = builder_->Build(owner, slot, taken);
+                                  [](const auto& other) { return other->submitted().running(); });
+  LaunchRecording& recording = owner.recording();
+  MLA_ASSIGN_OR_RETURN(const LaunchForm form, builder_->Choose(recording, slot, launch));
+  recording.Begin(launch, form.tensors, alone);
+  absl::Status s = builder_->Build(recording, slot, launch, form);
   if (s.ok()) {
-    s = owner.Submit(taken, device_.pool.at());
+    s = owner.Submit(launch, form.tensors, device_.pool.at());
   } else {
     owner.Abandon();
   }
@@ -458,18 +460,19 @@ absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
 
 bool HipBackend::Done(int32_t slot) {
   const CallWatch::Scope scope(calls_, "a look at a launch");
-  if (!CheckSlot(slot).ok() || !slots_[slot]->running()) return true;
-  absl::StatusOr<bool> done = slots_[slot]->Done();
+  if (!CheckSlot(slot).ok() || !slots_[slot]->submitted().running()) return true;
+  absl::StatusOr<bool> done = slots_[slot]->submitted().Done();
   return !done.ok() || *done;  // Wait reports the error
 }
 
 absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {
   const CallWatch::Scope scope(calls_, "the wait for a launch");
   MLA_RETURN_IF_ERROR(CheckSlot(slot));
-  if (!slots_[slot]->running()) {
+  if (!slots_[slot]->submitted().running()) {
     return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not running"));
   }
-  absl::StatusOr<int64_t> ns = slots_[slot]->Wait(std::chrono::milliseconds(options_.watchdog_ms));
+  absl::StatusOr<int64_t> ns =
+      slots_[slot]->submitted().Wait(std::chrono::milliseconds(options_.watchdog_ms));
   if (!ns.ok()) {
     (void)Fault(ns.status());
     return health_;

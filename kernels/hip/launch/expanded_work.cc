@@ -48,9 +48,9 @@ absl::Status ExpandedWork::Check(const AttentionParams& params) const {
   return absl::OkStatus();
 }
 
-absl::Status ExpandedWork::Add(LaunchSlot& slot, const AttentionParams& params,
+absl::Status ExpandedWork::Add(LaunchRecording& recording, const AttentionParams& params,
                                const DevicePlan& plan) const {
-  MLA_ASSIGN_OR_RETURN(auto segments, PutSegments(slot, device_, params));
+  MLA_ASSIGN_OR_RETURN(auto segments, PutSegments(recording, device_, params));
   const Attended run{.segments = segments};
 
   ExpandArgs expand = {};
@@ -74,9 +74,9 @@ absl::Status ExpandedWork::Add(LaunchSlot& slot, const AttentionParams& params,
   const RoundView& rounds = *params.plan.rounds;
   const RoundKernels kernels = KernelsOf(params.desc, rounds.units);
   for (const Round& round : rounds.rounds) {
-    MLA_RETURN_IF_ERROR(AddRound(slot, round, kernels, expand, attend));
+    MLA_RETURN_IF_ERROR(AddRound(recording, round, kernels, expand, attend));
   }
-  return rounds.merges ? AddCombine(slot, device_, params, plan, run) : absl::OkStatus();
+  return rounds.merges ? AddCombine(recording, device_, params, plan, run) : absl::OkStatus();
 }
 
 ExpandedWork::RoundKernels ExpandedWork::KernelsOf(const AttentionDesc& desc, int32_t units) const {
@@ -92,7 +92,7 @@ ExpandedWork::RoundKernels ExpandedWork::KernelsOf(const AttentionDesc& desc, in
 }
 
 // `expand` and `attend` hold the arguments of the first round.
-absl::Status ExpandedWork::AddRound(LaunchSlot& slot, const Round& round,
+absl::Status ExpandedWork::AddRound(LaunchRecording& recording, const Round& round,
                                     const RoundKernels& kernels, const ExpandArgs& expand,
                                     const ExpandedArgs& attend) const {
   if (round.pairs > 0) {
@@ -108,11 +108,11 @@ absl::Status ExpandedWork::AddRound(LaunchSlot& slot, const Round& round,
     shape.grid_x = static_cast<uint32_t>(args.blocks);
     shape.threads = static_cast<uint32_t>(variant.threads);
     shape.shared_bytes = static_cast<uint32_t>(variant.shared_bytes);
-    MLA_RETURN_IF_ERROR(slot.AddKernel(device_.kernels.expand[kernels.expand], shape, args));
+    MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.expand[kernels.expand], shape, args));
   }
   ExpandedArgs args = attend;
   args.unit_indptr += round.first_indptr;
-  return slot.AddKernel(kernels.attend, kernels.shape, args);
+  return recording.AddKernel(kernels.attend, kernels.shape, args);
 }
 
 }  // namespace mla::kernels::hip

@@ -61,9 +61,10 @@ absl::Status IndexWork::Allocate(const BackendLimits& limits, Stream stream) {
   return device_.runtime->Fill(bins_.at(), 0, bins_.bytes(), stream);
 }
 
-absl::Status IndexWork::AddRound(LaunchSlot& slot, const Indexing& all) {
-  MLA_ASSIGN_OR_RETURN(auto rows, slot.metadata().Put(std::span<const IndexRow>(rows_)));
-  MLA_ASSIGN_OR_RETURN(auto blocks, slot.metadata().Put(std::span<const int32_t>(first_blocks_)));
+absl::Status IndexWork::AddRound(LaunchRecording& recording, const Indexing& all) {
+  MLA_ASSIGN_OR_RETURN(auto rows, recording.metadata().Put(std::span<const IndexRow>(rows_)));
+  MLA_ASSIGN_OR_RETURN(auto blocks,
+                       recording.metadata().Put(std::span<const int32_t>(first_blocks_)));
   IndexArgs args = {};
   args.records = all.records;
   args.rows = rows;
@@ -77,14 +78,14 @@ absl::Status IndexWork::AddRound(LaunchSlot& slot, const Indexing& all) {
   LaunchShape shape{.grid_x = static_cast<uint32_t>(first_blocks_.back()),
                     .threads = static_cast<uint32_t>(device_.arch->index_logits_threads),
                     .shared_bytes = static_cast<uint32_t>(all.logits_shared_bytes)};
-  MLA_RETURN_IF_ERROR(slot.AddKernel(device_.kernels.index_logits, shape, args));
+  MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.index_logits, shape, args));
   shape.grid_x = static_cast<uint32_t>(args.count);
   shape.threads = kIndexSelectThreads;
   shape.shared_bytes = static_cast<uint32_t>(device_.arch->index_select_shared_bytes);
-  return slot.AddKernel(device_.kernels.index_select, shape, args);
+  return recording.AddKernel(device_.kernels.index_select, shape, args);
 }
 
-absl::Status IndexWork::Add(LaunchSlot& slot, std::span<const SelectRecord> records) {
+absl::Status IndexWork::Add(LaunchRecording& recording, std::span<const SelectRecord> records) {
   if (records.empty()) return absl::OkStatus();
   if (ranks_.bytes() == 0) {
     return absl::UnimplementedError(absl::StrCat("an indexer; device: ", device_.info.device));
@@ -101,7 +102,7 @@ absl::Status IndexWork::Add(LaunchSlot& slot, std::span<const SelectRecord> reco
                      ", multiples of 16 bytes, at most ", kRanks, " rows"));
   }
   const int64_t layer = records[0].layer_offset;
-  auto uploaded = slot.metadata().PutEach(records, [layer](SelectRecord record) {
+  auto uploaded = recording.metadata().PutEach(records, [layer](SelectRecord record) {
     record.layer_offset -= layer;
     return record;
   });
@@ -110,7 +111,7 @@ absl::Status IndexWork::Add(LaunchSlot& slot, std::span<const SelectRecord> reco
                      LogitsSharedBytes(*device_.arch, records)};
   int64_t ranks = 0;
   const auto end_round = [&] {
-    absl::Status s = AddRound(slot, all);
+    absl::Status s = AddRound(recording, all);
     ranks = 0;
     rows_.clear();
     first_blocks_.assign(1, 0);

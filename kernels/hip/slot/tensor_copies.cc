@@ -88,12 +88,12 @@ void TensorCopies::End() {
   reached_.clear();
 }
 
-absl::Status TensorCopies::HoldInPlace(const Launch& launch) {
-  for (const HostInput& in : launch.inputs) {
+absl::Status TensorCopies::HoldInPlace(const LaunchTensors& tensors) {
+  for (const HostInput& in : tensors.inputs) {
     if (!in.in_place() && !in.shared) continue;
     if (!Reaches(in.host, in.rows * in.row_bytes)) return NotPinned("input");
   }
-  for (const HostOutput& out : launch.outputs) {
+  for (const HostOutput& out : tensors.outputs) {
     if (!out.in_place() && !out.shared) continue;
     if (!Reaches(out.host, out.rows * out.row_bytes)) return NotPinned("output");
   }
