@@ -56,7 +56,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
       std::unique_ptr<EngineCore> core,
       EngineCore::Create(options, std::move(backend), clock,
                          options.ids != nullptr ? options.ids : std::function(RandomNumber)));
-  core->CollectAnswers();
+  core->answers().Collect();
   Impl* raw = impl.get();
   if (TierMoves* const tiers = core->tiers()) {
     tiers->set_wake([raw] { raw->inbox_.Wake(); });
@@ -76,7 +76,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
 
 Engine::~Engine() {
   impl_->WithRole([](EngineCore& core) {
-    core.AbortAllSteps("the server stops");
+    core.steps().AbortAll("the server stops");
     core.FailMoves("the server stops");
   });
   impl_->stopping_ = true;
@@ -87,11 +87,11 @@ Engine::~Engine() {
 }
 
 StreamId Engine::OpenStream(const std::string& tenant, std::shared_ptr<const StreamSteps>* steps) {
-  return impl_->WithRole([&](EngineCore& core) { return core.OpenStream(tenant, steps); });
+  return impl_->WithRole([&](EngineCore& core) { return core.steps().OpenStream(tenant, steps); });
 }
 
 void Engine::CloseStream(StreamId stream) {
-  impl_->WithRole([&](EngineCore& core) { core.CloseStream(stream); });
+  impl_->WithRole([&](EngineCore& core) { core.steps().CloseStream(stream); });
   impl_->answers_.Flush();
 }
 
@@ -100,7 +100,7 @@ absl::Status Engine::Submit(StreamRequest* request) {
     return MakeError(absl::StatusCode::kUnavailable, "the server stops",
                      {.reason = "stopped", .retry_after_ms = 1000});
   }
-  MLA_RETURN_IF_ERROR(impl_->AnyThread().Admit(request));
+  MLA_RETURN_IF_ERROR(impl_->AnyThread().answers().Admit(request));
   request->engine.arrival_ns = impl_->clock_->Now();
   if (request->handed_back == HandedBack::kNo) {
     request->engine.first_arrival_ns = request->engine.arrival_ns;
@@ -239,23 +239,24 @@ absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args) {
     }
   }
   MLA_RETURN_IF_ERROR(impl_->AwaitTiers(prefix, args.most_wait_ms, [&](EngineCore& core) {
-    return core.RestoreForOpen(args, prefix);
+    return core.sequences().RestoreForOpen(args, prefix);
   }));
-  return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args, prefix); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Open(args, prefix); });
 }
 
 absl::StatusOr<SequenceInfo> Engine::MatchSequence(const MatchArgs& args) {
   int64_t committed = 0;
-  absl::StatusOr<PrefixPlan> plan =
-      impl_->WithRole([&](EngineCore& core) { return core.PlanMatch(args, &committed); });
+  absl::StatusOr<PrefixPlan> plan = impl_->WithRole(
+      [&](EngineCore& core) { return core.sequences().PlanMatch(args, &committed); });
   if (!plan.ok()) return plan.status();
   absl::Status status =
       impl_->prefixes_.Fill(args.tenant, args.prefix, args.first_row, committed, &*plan);
   if (!status.ok()) return status;
-  status = impl_->AwaitTiers(*plan, args.most_wait_ms,
-                             [&](EngineCore& core) { return core.RestoreForMatch(args, *plan); });
+  status = impl_->AwaitTiers(*plan, args.most_wait_ms, [&](EngineCore& core) {
+    return core.sequences().RestoreForMatch(args, *plan);
+  });
   if (!status.ok()) return status;
-  return impl_->WithRole([&](EngineCore& core) { return core.MatchSequence(args, *plan); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Match(args, *plan); });
 }
 
 absl::StatusOr<ProbeAnswer> Engine::Probe(const std::string& tenant, const std::string& model_id,
@@ -277,7 +278,7 @@ absl::StatusOr<ProbeAnswer> Engine::Probe(const std::string& tenant, const std::
   core.load().Fill(&answer);
   const TenantTable& tenants = *core.shared_tenants();
   answer.sequences = static_cast<int32_t>(tenants.server_used(Resource::kSequences));
-  answer.queued_requests = core.owned();
+  answer.queued_requests = core.answers().owned();
   if (answer.queued_requests == 0) answer.wait_ns = 0;
   answer.kv_bytes_free =
       std::min(answer.kv_bytes_free, tenants.Usage(tenant).bound[Resource::kKvBytes]);
@@ -292,11 +293,11 @@ absl::StatusOr<HintAnswer> Engine::Hint(const HintArgs& args) {
       MLA_RETURN_IF_ERROR(impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix));
     }
   }
-  return impl_->WithRole([&](EngineCore& core) { return core.Hint(args, prefix); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Hint(args, prefix); });
 }
 
 absl::StatusOr<SequenceInfo> Engine::ForkSequence(const ForkArgs& args) {
-  return impl_->WithRole([&](EngineCore& core) { return core.ForkSequence(args); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Fork(args); });
 }
 
 absl::StatusOr<MovingPages> Engine::BeginExport(const ExportArgs& args) {
@@ -304,7 +305,7 @@ absl::StatusOr<MovingPages> Engine::BeginExport(const ExportArgs& args) {
 }
 
 absl::StatusOr<MovingPages> Engine::BeginImport(const ImportArgs& args) {
-  return impl_->WithRole([&](EngineCore& core) { return core.BeginImport(args); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().BeginImport(args); });
 }
 
 absl::Status Engine::StartMove(PageMove* move) {
@@ -332,12 +333,13 @@ void Engine::AbortImport(const std::string& tenant, const MovingPages& pages) {
 
 absl::StatusOr<SequenceInfo> Engine::TruncateSequence(const std::string& tenant, SequenceId id,
                                                       int64_t length, uint64_t expected_epoch) {
-  return impl_->WithRole(
-      [&](EngineCore& core) { return core.TruncateSequence(tenant, id, length, expected_epoch); });
+  return impl_->WithRole([&](EngineCore& core) {
+    return core.sequences().Truncate(tenant, id, length, expected_epoch);
+  });
 }
 
 SequenceList Engine::GetSequences(const SequenceSelection& selection) {
-  return impl_->WithRole([&](EngineCore& core) { return core.GetSequences(selection); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Get(selection); });
 }
 
 absl::StatusOr<std::shared_ptr<Tail>> Engine::MakeTail(const TenantRef& tenant, int64_t bytes,
@@ -351,19 +353,19 @@ absl::StatusOr<std::shared_ptr<Tail>> Engine::MakeTail(const TenantRef& tenant, 
 absl::StatusOr<SequenceTail> Engine::ReadTail(const std::string& tenant, SequenceId id,
                                               uint64_t expected_epoch) {
   return impl_->WithRole(
-      [&](EngineCore& core) { return core.ReadTail(tenant, id, expected_epoch); });
+      [&](EngineCore& core) { return core.sequences().ReadTail(tenant, id, expected_epoch); });
 }
 
 int32_t Engine::ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                                  std::vector<SequenceId>* not_found) {
   return impl_->WithRole(
-      [&](EngineCore& core) { return core.ReleaseSequences(tenant, ids, not_found); });
+      [&](EngineCore& core) { return core.sequences().Release(tenant, ids, not_found); });
 }
 
 int32_t Engine::RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
                             std::vector<SequenceId>* not_found) {
   return impl_->WithRole(
-      [&](EngineCore& core) { return core.RenewLeases(selection, lease_ms, not_found); });
+      [&](EngineCore& core) { return core.sequences().Renew(selection, lease_ms, not_found); });
 }
 
 EngineStats Engine::Stats() {
@@ -381,11 +383,11 @@ const std::shared_ptr<kvcache::EventLog>& Engine::events() const {
 int32_t Engine::EvictSequences(const SequenceSelection& selection,
                                std::vector<SequenceId>* not_found) {
   return impl_->WithRole(
-      [&](EngineCore& core) { return core.EvictSequences(selection, not_found); });
+      [&](EngineCore& core) { return core.sequences().Evict(selection, not_found); });
 }
 
 absl::StatusOr<int32_t> Engine::EvictModel(const std::string& tenant, const std::string& id) {
-  return impl_->WithRole([&](EngineCore& core) { return core.EvictModel(tenant, id); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().EvictModel(tenant, id); });
 }
 
 const kernels::BackendInfo& Engine::backend_info() const { return impl_->info_; }
@@ -421,11 +423,11 @@ absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> Engine::AllocateSha
 }
 
 void Engine::StartDrain(const std::string& peer) {
-  impl_->WithRole([&](EngineCore& core) { core.StartDrain(peer); });
+  impl_->WithRole([&](EngineCore& core) { core.draining().Start(peer); });
 }
 
 void Engine::CancelDrain() {
-  impl_->WithRole([](EngineCore& core) { core.CancelDrain(); });
+  impl_->WithRole([](EngineCore& core) { core.draining().Cancel(); });
 }
 
 std::vector<TenantSequence> Engine::AllSequences() {
@@ -434,14 +436,14 @@ std::vector<TenantSequence> Engine::AllSequences() {
 
 absl::Status Engine::EndHandOver(const TenantSequence& sequence, const std::string& peer) {
   return impl_->WithRole([&](EngineCore& core) {
-    return core.draining() ? core.transfers().EndHandOver(sequence, peer)
-                           : absl::AbortedError("the server does not drain");
+    return core.draining().on() ? core.transfers().EndHandOver(sequence, peer)
+                                : absl::AbortedError("the server does not drain");
   });
 }
 
 int32_t Engine::AbortAllSteps() {
   const int32_t aborted = impl_->WithRole(
-      [](EngineCore& core) { return core.AbortAllSteps("the server aborts all open steps"); });
+      [](EngineCore& core) { return core.steps().AbortAll("the server aborts all open steps"); });
   impl_->answers_.Flush();
   return aborted;
 }

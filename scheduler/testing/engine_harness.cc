@@ -154,24 +154,24 @@ SequenceInfo EngineHarness::Open(const std::string& request_id, int64_t lease_ms
   args.model_id = model_.id;
   args.request_id = request_id;
   args.lease_ms = lease_ms;
-  auto info = core_->OpenSequence(args);
+  auto info = core_->sequences().Open(args);
   Require(info.ok(), std::string(info.status().message()));
   return *info;
 }
 
 SequenceInfo EngineHarness::Get(SequenceId id) {
-  const SequenceList list = core_->GetSequences({tenant_, {id}, ""});
+  const SequenceList list = core_->sequences().Get({tenant_, {id}, ""});
   Require(list.sequences.size() == 1, "the sequence is not open");
   return list.sequences[0];
 }
 
 void EngineHarness::Submit(TestRequest* request) {
-  core_->owned().fetch_add(1);
+  core_->answers().owned().fetch_add(1);
   request->engine.arrival_ns = clock_.Now();
   if (request->handed_back == HandedBack::kNo) {
     request->engine.first_arrival_ns = request->engine.arrival_ns;
   }
-  core_->Accept(request);
+  core_->steps().Accept(request);
 }
 
 std::unique_ptr<TestRequest> EngineHarness::Begin(StreamId stream, StepId step,
@@ -298,7 +298,7 @@ std::unique_ptr<TestRequest> EngineHarness::Abort(StreamId stream, StepId step) 
 }
 
 void EngineHarness::Run() {
-  while (core_->StartLaunch() | core_->CompleteLaunch(/*wait=*/true)) {
+  while (core_->steps().StartLaunch() | core_->steps().CompleteLaunch(/*wait=*/true)) {
   }
 }
 

@@ -54,7 +54,7 @@ HarnessOptions WindowSimulator::Options(uint64_t seed) {
 
 WindowSimulator::WindowSimulator(uint64_t seed)
     : random_(SplitMix(seed)), harness_(std::make_unique<EngineHarness>(Options(seed))) {
-  stream_ = harness_->core().OpenStream(harness_->tenant());
+  stream_ = harness_->core().steps().OpenStream(harness_->tenant());
   for (int i = 0; i < model().layers * model().geometry.num_heads; ++i) {
     sinks_.push_back(static_cast<float>(Pick(9)) - 4.0f);
   }
@@ -125,7 +125,7 @@ bool WindowSimulator::Fork() {
   args.expected_epoch = parent->epoch;
   const int length = static_cast<int>(Pick(static_cast<uint64_t>(parent->length()) + 1));
   args.length = length;
-  const auto child_info = harness_->core().ForkSequence(args);
+  const auto child_info = harness_->core().sequences().Fork(args);
   const bool kept = parent->Kept(model(), length);
   if (child_info.ok() != kept) {
     Fail(absl::StrCat("fork at ", length, " of ", parent->length(), ", ", parent->gone,
@@ -147,7 +147,7 @@ bool WindowSimulator::Truncate() {
   if (text == nullptr || text->length() == 0) return false;
   const int length = static_cast<int>(Pick(static_cast<uint64_t>(text->length())));
   const auto cut =
-      harness_->core().TruncateSequence(harness_->tenant(), text->id, length, text->epoch);
+      harness_->core().sequences().Truncate(harness_->tenant(), text->id, length, text->epoch);
   const bool kept = text->Kept(model(), length);
   if (cut.ok() != kept) {
     Fail(absl::StrCat("truncation to ", length, " of ", text->length(), ", ", text->gone,
@@ -166,7 +166,7 @@ bool WindowSimulator::Release() {
   if (text == nullptr) return false;
   const std::vector<scheduler::SequenceId> ids = {text->id};
   std::vector<scheduler::SequenceId> absent;
-  harness_->core().ReleaseSequences(harness_->tenant(), ids, &absent);
+  harness_->core().sequences().Release(harness_->tenant(), ids, &absent);
   texts_.erase(texts_.begin() + (text - texts_.data()));
   return true;
 }
@@ -444,7 +444,8 @@ bool WindowSimulator::Abort() {
 void WindowSimulator::CheckTails() {
   for (const WindowText& text : texts_) {
     if (text.in_step) continue;
-    const auto read = harness_->core().ReadTail(harness_->tenant(), text.id, text.epoch);
+    const auto read =
+        harness_->core().sequences().ReadTail(harness_->tenant(), text.id, text.epoch);
     if (read.ok() != (text.tail > 0))
       return Fail("a sequence has an unexpected tail, or lacks one");
     if (!read.ok()) continue;
