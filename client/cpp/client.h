@@ -192,7 +192,7 @@ class Client final {
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases();
 
-  // --- Rows out of a server and into one (docs/cache/page_groups.md; cache.cc, pages_file.h).
+  // --- Rows out of a server and into one (docs/cache/page_groups.md, pages_file.h).
   // Calls `take` with each part; an error of its own ends the call, which returns it. The deadline
   // bounds the whole upload.
   absl::Status ExportPages(const v1::ExportRequest& request,

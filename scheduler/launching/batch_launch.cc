@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "base/status_macros.h"
+
 namespace mla::scheduler {
 
 void FormRecords::Reserve(int32_t count) {
@@ -55,13 +57,11 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   lse.reserve(count);
   differs.reserve(count);
   signals.reserve(count);
-  auto floats =
-      backend.AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float));
-  if (!floats.ok()) return floats.status();
-  unwanted_lse = *std::move(floats);
-  auto flags = backend.AllocateHost(static_cast<size_t>(limits.launch_rows) * 2 * sizeof(int32_t));
-  if (!flags.ok()) return flags.status();
-  compared = *std::move(flags);
+  MLA_ASSIGN_OR_RETURN(
+      unwanted_lse,
+      backend.AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float)));
+  MLA_ASSIGN_OR_RETURN(compared, backend.AllocateHost(static_cast<size_t>(limits.launch_rows) * 2 *
+                                                      sizeof(int32_t)));
   return absl::OkStatus();
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "base/status_macros.h"
 #include "scheduler/launching/launch_sizes.h"
 
 namespace mla::scheduler {
@@ -85,9 +86,7 @@ absl::StatusOr<std::unique_ptr<Launcher>> Launcher::Create(
   if (options.rounds.units > 0) options.round_plans = kRoundPlansPerSlot * options.launch_slots;
   options.plans = kPlansPerSlot * options.launch_slots + options.round_plans;
   options.plan_segments = limits.launch_requests;
-  absl::StatusOr<std::unique_ptr<PlanCache>> plans = PlanCache::Create(options, *backend);
-  if (!plans.ok()) return plans.status();
-  launcher->plans_ = *std::move(plans);
+  MLA_ASSIGN_OR_RETURN(launcher->plans_, PlanCache::Create(options, *backend));
   return launcher;
 }
 
@@ -230,8 +229,7 @@ absl::Status Launcher::Plan(BatchLaunch* launch) {
     params.desc.streamed =
         form.form == AttentionForm::kAbsorbed && IsStreamed(*launch, backend_->Info().stream_bytes);
     form.params = params;
-    absl::Status s = PlanRecords(form.records, launch, &form.params);
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(PlanRecords(form.records, launch, &form.params));
   }
   launch->report.plan_reused = plans_->stats().misses == misses;
   return absl::OkStatus();

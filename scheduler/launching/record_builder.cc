@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/status_macros.h"
+
 namespace mla::scheduler {
 
 using kernels::DType;
@@ -254,12 +256,10 @@ absl::Status RecordBuilder::TakeLatents(BatchLaunch* launch, size_t index, int64
     if (segment.request != shared->request || segment.rows >= shared->expanded_min_rows) break;
     rows += segment.rows;
   }
-  absl::StatusOr<void*> q = launch->layout.Workspace(rows * shared->latent_q_row_bytes);
-  if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o = launch->layout.Workspace(rows * shared->latent_o_row_bytes);
-  if (!o.ok()) return o.status();
-  shared->latent_q = static_cast<std::byte*>(*q);
-  shared->latent_o = static_cast<std::byte*>(*o);
+  MLA_ASSIGN_OR_RETURN(void* const q, launch->layout.Workspace(rows * shared->latent_q_row_bytes));
+  MLA_ASSIGN_OR_RETURN(void* const o, launch->layout.Workspace(rows * shared->latent_o_row_bytes));
+  shared->latent_q = static_cast<std::byte*>(q);
+  shared->latent_o = static_cast<std::byte*>(o);
   shared->latent_rows = rows;
   return absl::OkStatus();
 }
@@ -354,7 +354,7 @@ absl::Status RecordBuilder::PlaceLatents(BatchLaunch* launch, size_t index, Segm
                                          kernels::ProjectionRecord* absorb,
                                          kernels::ProjectionRecord* project) {
   if (shared->latent_rows == 0) {
-    if (absl::Status s = TakeLatents(launch, index, record->q_rows, shared); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(TakeLatents(launch, index, record->q_rows, shared));
   }
   const int64_t rows = record->q_rows;
   absorb->in = record->q;
@@ -416,9 +416,8 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* launc
     if (request.attend.profile == Profile::kAppendOnly) continue;
     if (segment.slices >= 0) {
       AddFused(launch, segment, staged.slices(static_cast<size_t>(segment.slices)));
-    } else if (absl::Status s = AddCompute(launch, i, page_table, &shared); !s.ok()) {
-      return s;
-    }
+    } else
+      MLA_RETURN_IF_ERROR(AddCompute(launch, i, page_table, &shared));
   }
   launch->origin.Note(launch->batch, cache_->version());
   return absl::OkStatus();
@@ -449,8 +448,7 @@ absl::Status RecordBuilder::Update(const TensorStager& staged, BatchLaunch* laun
     SetTensors(segment, shared, &record);
     if (expands || args.profile == Profile::kAbsorbed) continue;
     absorb->weights_slot = project->weights_slot = record.weights_slot;
-    absl::Status placed = PlaceLatents(launch, i, &shared, &record, &*absorb++, &*project++);
-    if (!placed.ok()) return placed;
+    MLA_RETURN_IF_ERROR(PlaceLatents(launch, i, &shared, &record, &*absorb++, &*project++));
   }
   launch->origin.Note(launch->batch, cache_->version());
   return absl::OkStatus();

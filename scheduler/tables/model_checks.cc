@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "kernels/types/window.h"
 
 namespace mla::scheduler {
@@ -70,8 +71,7 @@ absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits) {
       {"model.index_dim", spec.indexer.dim, indexed ? 1 : 0, indexed ? kernels::kMaxIndexDim : 0},
   };
   for (const auto& r : ranges) {
-    const absl::Status status = CheckRange(r.field, r.got, r.low, r.high);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(CheckRange(r.field, r.got, r.low, r.high));
   }
   if ((g.nope_dim == 0) != (g.v_dim == 0)) {
     return RefuseField("model.geometry.v_dim", absl::StrCat(g.v_dim),

@@ -1,13 +1,17 @@
 #include "scheduler/tables/model_table.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "scheduler/tables/model_checks.h"
 
 namespace mla::scheduler {
@@ -26,14 +30,16 @@ bool HasExpanded(const ModelSpec& spec) {
 // A digest that tells a repeated upload from a changed one. It need not be cryptographic, because a
 // tenant can only confuse its own model, and a SHA-256 protects the upload as a whole.
 uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
-  uint64_t digest = seed ^ 0xcbf29ce484222325u;
-  for (int64_t i = 0; i < count; ++i) digest = (digest ^ values[i]) * 0x100000001b3u;
-  return digest ^ (digest >> 29);
+  return XXH3_64bits_withSeed(values, static_cast<size_t>(count) * sizeof(Bf16), seed);
 }
 
 int64_t HeadWeightElements(const kernels::Geometry& g) {
   return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim);
 }
+
+// A tenant's own unused models make room for its next one after Limits::model_yield_ms divided by
+// this. An engine that restarts under new names leaves such models.
+constexpr int64_t kOwnYieldPart = 10;
 
 }  // namespace
 
@@ -136,16 +142,15 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
                                             int64_t lease_ms) {
   ModelSpec spec = wanted;
   if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
-  if (absl::Status s = SettlePrecision(backend_->Info(), &spec); !s.ok()) return s;
-  if (absl::Status status = CheckModelSpec(spec, limits_); !status.ok()) return status;
-  if (absl::Status s = SettleFp8Compute(*backend_, &spec); !s.ok()) return s;
-  const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms);
-  if (!lease_ns.ok()) return lease_ns.status();
+  MLA_RETURN_IF_ERROR(SettlePrecision(backend_->Info(), &spec));
+  MLA_RETURN_IF_ERROR(CheckModelSpec(spec, limits_));
+  MLA_RETURN_IF_ERROR(SettleFp8Compute(*backend_, &spec));
+  MLA_ASSIGN_OR_RETURN(const int64_t lease_ns, LeaseNanos(lease_ms));
   for (const std::unique_ptr<Model>& one : models_) {
     Model* const model = one.get();
     if (model == nullptr || model->tenant != tenant || model->spec->id != spec.id) continue;
     if (*model->spec == spec) {
-      if (lease_ms > 0) SetLease(model, *lease_ns);
+      if (lease_ms > 0) SetLease(model, lease_ns);
       Touch(model);
       return model;
     }
@@ -153,10 +158,9 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
                        absl::StrCat("equal to the registered model ", spec.id), "model_exists",
                        absl::StatusCode::kAlreadyExists);
   }
-  if (absl::Status status = CheckSupported(spec, *backend_); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckSupported(spec, *backend_));
   const TenantRef account = tenants_->Get(tenant);
-  absl::Status taken = TakeOrYield(*account, Resource::kModels, 1, "model", nullptr);
-  if (!taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(TakeOrYield(*account, Resource::kModels, 1, "model", nullptr));
 
   auto model = std::make_unique<Model>();
   model->tenant = tenant;
@@ -170,7 +174,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
     }
     model->contents = *std::move(contents);
   }
-  SetLease(model.get(), *lease_ns);
+  SetLease(model.get(), lease_ns);
   NoteForms(spec, model.get());
   model->name = std::make_shared<const std::string>(spec.id);
   if (spec.needs_sinks) {
@@ -186,9 +190,8 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
 }
 
 absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
-  absl::StatusOr<Model*> found = Find(tenant, id, "model_id");
-  if (!found.ok()) return found.status();
-  Model& model = **found;
+  MLA_ASSIGN_OR_RETURN(Model* const found, Find(tenant, id, "model_id"));
+  Model& model = *found;
   if (model.sequences > 0) {
     return MakeError(absl::StatusCode::kFailedPrecondition,
                      absl::StrCat("model ", id, " has ", model.sequences, " open sequences"),
@@ -212,7 +215,7 @@ absl::Status ModelTable::RemoveContents(const Model& model) {
     std::fill(first, first + heads, ModelContents::Head());
     contents.weights_complete = false;
   }
-  if (absl::Status s = cache_->RemoveLayout(contents.layout_id); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(cache_->RemoveLayout(contents.layout_id));
   return contents.window_layout_id < 0 ? absl::OkStatus()
                                        : cache_->RemoveLayout(contents.window_layout_id);
 }
@@ -220,7 +223,7 @@ absl::Status ModelTable::RemoveContents(const Model& model) {
 absl::Status ModelTable::Remove(Model& model) {
   const bool last = model.contents.use_count() == 1;
   const int64_t weights_bytes = last ? model.contents->weights_bytes : 0;
-  if (absl::Status s = last ? RemoveContents(model) : absl::OkStatus(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(last ? RemoveContents(model) : absl::OkStatus());
   if (on_gone_) on_gone_(model);
   Tenant& account = *model.account;
   SetLease(&model, 0);
@@ -305,7 +308,7 @@ int32_t ModelTable::size() const {
 
 absl::Status ModelTable::SetSinks(Model& model, SinkSlice at, std::span<const float> sinks,
                                   const std::string& field) {
-  if (absl::Status s = CheckSinks(*model.spec, sinks, field, &at); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckSinks(*model.spec, sinks, field, &at));
   const int64_t heads = model.spec->geometry.num_heads;
   std::vector<float> next = model.sinks;
   if (next.empty()) next.assign(static_cast<size_t>(model.spec->layers * heads), kNoSink);
@@ -348,7 +351,7 @@ std::vector<int32_t> ModelTable::LayersWithoutSinks(const Model& model) const {
 
 absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
                                    const std::string& field) {
-  if (absl::Status s = CheckKvScales(*model.spec, scales, field); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckKvScales(*model.spec, scales, field));
   if (std::equal(scales.begin(), scales.end(), model.contents->kv_scales.begin(),
                  model.contents->kv_scales.end())) {
     return absl::OkStatus();
@@ -451,6 +454,95 @@ std::vector<int32_t> ModelTable::MissingLayers(const Model& model) const {
     if (!complete) missing.push_back(layer);
   }
   return missing;
+}
+
+// ------------------------------------------------------------------------------------------ Leases
+
+absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
+  MLA_RETURN_IF_ERROR(CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms));
+  return (lease_ms == 0 ? default_lease_ms_ : lease_ms) * kNanosPerMilli;
+}
+
+void ModelTable::SetLease(Model* model, int64_t lease_ns) {
+  leased_ += static_cast<int32_t>(lease_ns > 0) - static_cast<int32_t>(model->lease_ns > 0);
+  model->lease_ns = lease_ns;
+}
+
+int32_t ModelTable::ExpireLeases() {
+  int32_t expired = 0;
+  const MonotonicNanos now = clock_->Now();
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    if (now < model->lease_deadline) continue;
+    if (Remove(*model).ok()) {
+      ++expired;
+    } else {
+      Touch(model.get());  // tried again after another lease
+    }
+  }
+  return expired;
+}
+
+void ModelTable::PostponeLeases(int64_t nanos) {
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr) continue;
+    model->used_at += nanos;
+    if (model->lease_ns > 0) model->lease_deadline += nanos;
+  }
+}
+
+MonotonicNanos ModelTable::NextExpiry() const {
+  MonotonicNanos next = std::numeric_limits<MonotonicNanos>::max();
+  if (leased_ == 0) return next;
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    next = std::min(next, model->lease_deadline);
+  }
+  return next;
+}
+
+absl::Status ModelTable::TakeOrYield(Tenant& account, Resource resource, int64_t amount,
+                                     const char* field, const Model* taker) {
+  absl::Status status = tenants_->Take(account, resource, amount, field);
+  while (!status.ok() &&
+         Yield(account.key(), DetailOf(status).bound_of == BoundOwner::kServer, taker)) {
+    status = tenants_->Take(account, resource, amount, field);
+  }
+  return status;
+}
+
+bool ModelTable::Yield(TenantKey tenant, bool any, const Model* taker) {
+  if (limits_.model_yield_ms == 0) return false;
+  const int64_t enough = limits_.model_yield_ms * kNanosPerMilli;
+  const MonotonicNanos now = clock_->Now();
+  Model* longest = nullptr;
+  for (const std::unique_ptr<Model>& one : models_) {
+    Model* const model = one.get();
+    if (model == nullptr || model == taker || model->sequences > 0 || !model->streams.empty()) {
+      continue;
+    }
+    const bool own = model->tenant == tenant;
+    if (now - model->used_at < (own ? enough / kOwnYieldPart : enough) || (!own && !any)) continue;
+    const bool owns = longest != nullptr && longest->tenant == tenant;
+    if (longest == nullptr || (own && !owns) ||
+        (own == owns && model->used_at < longest->used_at)) {
+      longest = model;
+    }
+  }
+  if (longest == nullptr) return false;
+  if (!Remove(*longest).ok()) {
+    Touch(longest);  // tried again later
+    return Yield(tenant, any, taker);
+  }
+  ++yielded_;
+  return true;
+}
+
+void ModelTable::StreamClosed(StreamId stream) {
+  for (const std::unique_ptr<Model>& model : models_) {
+    // Ending a stream is not a call: the model's lease goes on.
+    if (model != nullptr && model->streams.erase(stream) > 0) model->used_at = clock_->Now();
+  }
 }
 
 }  // namespace mla::scheduler

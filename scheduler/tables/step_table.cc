@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 
 namespace mla::scheduler {
 namespace {
@@ -26,8 +27,7 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
                        "of a model that has the sinks of all layers and heads, as needs_sinks asks",
                        "sinks_missing", absl::StatusCode::kFailedPrecondition);
   }
-  absl::Status status = CheckAttendProfile(args.profile, args.has_kv, spec);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckAttendProfile(args.profile, args.has_kv, spec));
   const absl::Status& absorbed_f32 = step.model->absorbed_f32;
   if (args.profile == Profile::kAbsorbed && args.q_dtype == kernels::DType::kF32 &&
       !absorbed_f32.ok()) {
@@ -156,8 +156,7 @@ absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId 
 }
 
 absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id) {
-  absl::Status taken = tenants_->Take(*model->account, Resource::kOpenSteps, 1, "begin_step");
-  if (!taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(tenants_->Take(*model->account, Resource::kOpenSteps, 1, "begin_step"));
   if (free_.empty()) {
     pool_.push_back(std::make_unique<Step>());
     free_.push_back(pool_.back().get());

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/status_macros.h"
 #include "kernels/attention_backend.h"
 
 namespace mla::scheduler::testing {
@@ -128,7 +129,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
     return inner_->LoadWeights(slot, g, begin, end, uk, uv);
   }
   absl::Status FreeWeights(int32_t slot) override {
-    if (absl::Status s = At(FaultPoint::kFreeWeights); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(At(FaultPoint::kFreeWeights));
     return inner_->FreeWeights(slot);
   }
   kernels::SlotMemory Memory(int32_t slot) override {
@@ -191,7 +192,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
       staging.late = staging.late || (ready.word != nullptr && !ready.Reached());
     }
     absl::StatusOr<int64_t> waited = computes_at_end_ ? Compute(slot) : inner_->Wait(slot);
-    if (absl::Status s = At(FaultPoint::kWait); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(At(FaultPoint::kWait));
     if (!two_slots_.waits_for_words) return waited;
     const Staging& staging = staging_[static_cast<size_t>(slot)];
     for (const kernels::WordValue& signal : staging.signals) {

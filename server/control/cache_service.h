@@ -1,5 +1,5 @@
-// The Cache service: moves rows of sequences out of the server and into it. Its calls about cached
-// rows are in cache_events.cc.
+// The Cache service: moves rows of sequences out of the server and into it, and tells about cached
+// rows.
 //
 // Each stream holds one chunk of memory, its thread, and one of its tenant's upload places.
 // Launches of the engine carry the chunks between pool and stream, so steps of other clients go on

@@ -6,6 +6,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/request_validator.h"
 
@@ -54,8 +55,7 @@ absl::Status WeightsUpload::AddChunk(const v1::UploadWeightsRequest::Chunk& chun
                        absl::StrCat("at most ", chunk_bytes_, " bytes"), "payload_size");
   }
   int64_t bytes = 0;
-  absl::Status status = ParseWeightsChunk(chunk, *model_, &bytes);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(ParseWeightsChunk(chunk, *model_, &bytes));
   for (uint32_t i = 0; i < chunk.head_count(); ++i) {
     const uint32_t head = chunk.head_begin() + i;
     if (!seen_.insert({chunk.layer(), head}).second) {

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/grpc/field_checks.h"
 #include "server/grpc/request_validator.h"
 

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/printable.h"
+#include "base/status_macros.h"
 #include "server/grpc/field_checks.h"
 
 namespace mla::server {

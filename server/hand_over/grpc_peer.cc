@@ -13,6 +13,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "proto/wire/calls/stream_call.h"
 #include "proto/wire/grpc_tuning.h"
 #include "server/grpc/grpc_status.h"
@@ -200,7 +201,7 @@ absl::StatusOr<uint32_t> GrpcHandOverPeer::Recall(const v1::EvictSequencesReques
   v1::EvictSequencesReply reply;
   bool refused = false;
   const grpc::Status status = admin_->EvictSequences(&context, request, &reply);
-  if (absl::Status evicted = StatusOf(status, context, &refused); !evicted.ok()) return evicted;
+  MLA_RETURN_IF_ERROR(StatusOf(status, context, &refused));
   return reply.evicted();
 }
 

@@ -1,12 +1,13 @@
 #include "server/hand_over/hand_over.h"
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "server/logging/logging.h"
 #include "server/pages/page_transfer.h"
 
@@ -33,14 +34,6 @@ absl::Status Stopped() {
                    {.reason = "stopped"});
 }
 
-// Attempts must have different numbers, even if different servers make them.
-uint64_t NewAttempt() {
-  std::random_device random;
-  uint64_t attempt = 0;
-  while (attempt == 0) attempt = uint64_t{random()} << 32 | random();
-  return attempt;
-}
-
 // The counter of sequences that stay for this reason, which is one of this server's own.
 std::atomic<uint64_t>& CounterOf(HandOverCounters& counters, const std::string& reason) {
   if (reason == "stopped") return counters.stopped;
@@ -56,8 +49,7 @@ HandOver::~HandOver() { Stop(); }
 absl::StatusOr<std::unique_ptr<HandOver>> HandOver::Connect(HandOverOptions options,
                                                             std::unique_ptr<HandOverPeer> peer) {
   std::unique_ptr<HandOver> hand_over(new HandOver(std::move(options), std::move(peer)));
-  absl::Status fit = hand_over->CheckPeer();
-  if (!fit.ok()) return fit;
+  MLA_RETURN_IF_ERROR(hand_over->CheckPeer());
   return hand_over;
 }
 
@@ -83,7 +75,7 @@ absl::Status HandOver::Ask(v1::GetServerInfoReply* info) {
 
 absl::Status HandOver::CheckPeer() {
   v1::GetServerInfoReply info;
-  if (absl::Status status = Ask(&info); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Ask(&info));
   if (info.boot_id() == options_.boot_id) {
     return RefusePeer(absl::StatusCode::kInvalidArgument, address(), "this server itself",
                       "another server", "out_of_range");
@@ -264,7 +256,7 @@ absl::Status HandOver::Import(const TenantSequence& sequence, const scheduler::M
   target.set_lease_ms(static_cast<uint32_t>(sequence.info.lease_ms));
   target.set_tenant(sequence.tenant);
   target.set_new_sequence_id(sequence.info.id);
-  target.set_attempt(NewAttempt());
+  target.set_attempt(RandomNumber());
   uint64_t bytes = 0;
   const PeerImport import = peer_->Import(target, [&](const PartSink& sink) {
     return SendPages(engine_, sequence.tenant, pages, [&](const v1::PagesPart& part) {

@@ -8,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/grpc/request_validator.h"
 
 namespace mla::server {
@@ -234,7 +235,7 @@ absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, Pa
                        absl::StrCat("at most ", limits.max_layers), "out_of_range");
   }
   tags->kv_scales.assign(header.kv_scales().begin(), header.kv_scales().end());
-  if (absl::Status status = ParseSinks(header, model, tags); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(ParseSinks(header, model, tags));
   const int64_t rows = limits.max_sequence_rows;
   absl::Status status = TakeNumber(header.group_bytes(), 1, scheduler::kMostKvCacheBytes,
                                    "part.header.group_bytes", &tags->group_bytes);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/splitmix.h"
 #include "scheduler/kvcache/tiers/tier_file.h"
 #include "tests/simulation/oracle/patterns.h"
 
@@ -103,7 +104,7 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   options.dedicated_thread = false;
   uint64_t next_id = Mix(seed);
   options.prefix_secret.emplace();
-  options.ids = [next_id]() mutable { return Mix(++next_id); };
+  options.ids = [next_id]() mutable { return SplitMix(++next_id); };
   std::map<int, OracleQuota> quotas;
   for (int tenant = 1; tenant <= tenants_ && has_quotas_; ++tenant) {
     quotas[tenant] = DrawQuota();

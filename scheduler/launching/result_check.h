@@ -10,8 +10,8 @@
 // row on its rows are not finite. Threading: the holder of the engine role. Allocates, and waits
 // for copies of tensors in device memory, only in two cases: a result is not finite, or results
 // cannot show whether new rows are finite (no queries, or index lists).
-#ifndef MLA_SCHEDULER_ENGINE_RESULT_CHECK_H_
-#define MLA_SCHEDULER_ENGINE_RESULT_CHECK_H_
+#ifndef MLA_SCHEDULER_LAUNCHING_RESULT_CHECK_H_
+#define MLA_SCHEDULER_LAUNCHING_RESULT_CHECK_H_
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
@@ -30,4 +30,4 @@ absl::Status ResultOf(const StreamRequest& request);
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_ENGINE_RESULT_CHECK_H_
+#endif  // MLA_SCHEDULER_LAUNCHING_RESULT_CHECK_H_

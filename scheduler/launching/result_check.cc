@@ -1,4 +1,4 @@
-#include "scheduler/engine/result_check.h"
+#include "scheduler/launching/result_check.h"
 
 #include <algorithm>
 #include <cmath>
