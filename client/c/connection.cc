@@ -49,7 +49,12 @@ v1::ModelSpec SpecOf(const mla_model& model) {
   geometry->set_v_dim(model.v_dim);
   spec.set_layers(model.layers);
   spec.set_softmax_scale(model.softmax_scale);
-  spec.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  spec.set_q_lora_rank(model.q_lora_rank);
+  spec.set_hidden_size(model.hidden_size);
+  spec.set_rope_layout(static_cast<v1::RopeLayout>(model.rope_layout));
+  const bool server =
+      model.q_lora_rank > 0 || model.hidden_size > 0 || model.rope_layout != mla_rope_layout{};
+  spec.set_rope_owner(server ? v1::ROPE_OWNER_SERVER : v1::ROPE_OWNER_WORKER);
   spec.set_page_size(model.page_size);
   spec.set_kv_format(static_cast<v1::KvFormat>(model.kv_format));
   if (model.kv_format <= MLA_KV_FORMAT_BF16) spec.set_kv_dtype(v1::DTYPE_BF16);
@@ -57,15 +62,6 @@ v1::ModelSpec SpecOf(const mla_model& model) {
   if (model.sparse_top_k > 0) spec.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
   spec.set_top_k(model.sparse_top_k);
   return spec;
-}
-
-absl::StatusOr<v1::Geometry> GeometryOf(client::Client* client, const std::string& model_id) {
-  const auto list = client->ListModels();
-  if (!list.ok()) return list.status();
-  for (const v1::ModelInfo& info : list->models()) {
-    if (info.model().model_id() == model_id) return info.model().geometry();
-  }
-  return absl::NotFoundError("no such model: " + model_id);
 }
 
 // Cuts weights into chunks of as many heads as a message may hold.
@@ -116,9 +112,10 @@ absl::Status Upload(mla_client* client, const char* model_id, std::span<const ml
       if (!status.ok()) return status;
     }
   }
-  const auto geometry = GeometryOf(client->client.get(), model_id);
-  if (!geometry.ok()) return geometry.status();
-  ChunkSource chunks(*geometry, client->client->info().limits().weight_chunk_bytes(), weights);
+  const auto spec = FindSpec(client->client.get(), model_id);
+  if (!spec.ok()) return spec.status();
+  ChunkSource chunks(spec->geometry(), client->client->info().limits().weight_chunk_bytes(),
+                     weights);
   const auto reply = client->client->UploadWeights(model_id, [&chunks] { return chunks.Next(); });
   if (reply.ok() && complete != nullptr) *complete = reply->complete() ? 1 : 0;
   return reply.status();

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "client/c/mla_client.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
@@ -48,6 +49,9 @@ absl::Status Refuse(std::string_view field, std::string_view limit, std::string_
 
 // OK if the caller's pointer is not null.
 absl::Status CheckNotNull(const void* pointer, std::string_view field);
+
+// The model as the server has it. NOT_FOUND if it has none of that name.
+absl::StatusOr<v1::ModelSpec> FindSpec(client::Client* client, const std::string& model_id);
 
 // Sets *error, unless it is null, and returns the code.
 mla_code Report(const absl::Status& status, mla_error** error) noexcept;

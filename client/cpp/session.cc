@@ -131,6 +131,9 @@ RowBytes RowBytesOf(const AttendCall& call, const v1::ModelSpec& model) {
   if (call.profile == v1::PROFILE_ABSORBED) {
     bytes.q = call.num_heads * row * q_element;
     bytes.o = call.num_heads * (model.window() > 0 ? row : geometry.kv_lora_rank()) * o_element;
+  } else if (call.profile == v1::PROFILE_PROJECTED) {
+    bytes.q = model.q_lora_rank() * q_element;
+    bytes.o = model.hidden_size() * o_element;
   } else if (call.profile == v1::PROFILE_EXPANDED) {
     bytes.q = call.num_heads * (uint64_t{geometry.nope_dim()} + geometry.rope_dim()) * q_element;
     bytes.o = uint64_t{call.num_heads} * geometry.v_dim() * o_element;
@@ -394,17 +397,26 @@ absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id
     sequence->set_start_position(one.sequence->length());
     sequence->set_rows(one.rows);
   }
-  PendingReply result;
-  if (absl::Status status = stream_->Call(&request, &result); !status.ok()) return status;
-  step->open_ = true;
   uint64_t total = 0;
   for (const StepRows& one : rows) total += one.rows;
-  if (result.reply.begin_step().total_rows() != total) {
-    return absl::DataLossError(absl::StrCat("the step has ", total, " rows, and ",
-                                            result.reply.begin_step().total_rows(), " have come"));
+  const uint64_t rotated = total * step->model_.geometry().rope_dim();
+  if (!options.rotations.empty() && options.rotations.size() != rotated) {
+    return absl::InvalidArgumentError(absl::StrCat("rotations: got ", options.rotations.size(),
+                                                   " numbers, must be ", rotated,
+                                                   ", rope_dim for each row"));
   }
-  step->total_rows_ = result.reply.begin_step().total_rows();
-  step->joined_ = result.reply.begin_step().joined();
+  begin->set_rotations(!options.rotations.empty());
+  const auto pending = std::make_shared<PendingReply>();
+  stream_->Send(&request, {.kv = std::as_bytes(options.rotations), .q = {}, .lists = {}}, pending);
+  if (absl::Status status = stream_->Wait(pending.get()); !status.ok()) return status;
+  step->open_ = true;
+  const v1::BeginStepReply& begun = pending->reply.begin_step();
+  if (begun.total_rows() != total) {
+    return absl::DataLossError(
+        absl::StrCat("the step has ", total, " rows, and ", begun.total_rows(), " have come"));
+  }
+  step->total_rows_ = begun.total_rows();
+  step->joined_ = begun.joined();
   return step;
 }
 
