@@ -49,7 +49,12 @@ v1::ModelSpec SpecOf(const mla_model& model) {
   geometry->set_v_dim(model.v_dim);
   spec.set_layers(model.layers);
   spec.set_softmax_scale(model.softmax_scale);
-  spec.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  spec.set_q_lora_rank(model.q_lora_rank);
+  spec.set_hidden_size(model.hidden_size);
+  spec.set_rope_layout(static_cast<v1::RopeLayout>(model.rope_layout));
+  const bool server =
+      model.q_lora_rank > 0 || model.hidden_size > 0 || model.rope_layout != mla_rope_layout{};
+  spec.set_rope_owner(server ? v1::ROPE_OWNER_SERVER : v1::ROPE_OWNER_WORKER);
   spec.set_page_size(model.page_size);
   spec.set_kv_format(static_cast<v1::KvFormat>(model.kv_format));
   if (model.kv_format <= MLA_KV_FORMAT_BF16) spec.set_kv_dtype(v1::DTYPE_BF16);

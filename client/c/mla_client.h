@@ -163,6 +163,12 @@ typedef enum mla_query_precision MLA_INT_ENUM {
   MLA_QUERY_PRECISION_SPLIT = 2
 } mla_query_precision;
 
+// Pairs of the rotated part of a query, for MLA_PROFILE_PROJECTED.
+typedef enum mla_rope_layout MLA_INT_ENUM {
+  MLA_ROPE_LAYOUT_INTERLEAVED = 1,  // elements 2 i and 2 i + 1
+  MLA_ROPE_LAYOUT_HALVES = 2        // elements i and i + rope_dim / 2
+} mla_rope_layout;
+
 typedef struct mla_model {
   size_t struct_size;
   const char* model_id;
@@ -177,6 +183,11 @@ typedef struct mla_model {
   uint32_t sparse_top_k;  // > 0: rows attend to index lists of at most this many entries
   uint32_t kv_scale_count;
   const float* kv_scales;  // for MLA_KV_FORMAT_FP8_TENSOR, one a layer; may come later
+  // For MLA_PROFILE_PROJECTED, which such models have in place of ABSORBED and EXPANDED: elements
+  // of a normed query row and of a row of hidden states, and how the server rotates queries. All
+  // three or none.
+  uint32_t q_lora_rank, hidden_size;
+  mla_rope_layout rope_layout;
 } mla_model;
 
 typedef struct mla_model_info {
@@ -195,6 +206,20 @@ typedef struct mla_weights {
   const void* w_uv;  // [head_count, kv_lora_rank, v_dim]
 } mla_weights;
 
+// Weights of MLA_PROFILE_PROJECTED of some heads of a layer, row-major: bf16, or codes of e4m3 if
+// there are scales. A scale is for a block of 128 x 128 elements of the matrix of all heads, as
+// checkpoints have it; both matrices have scales or neither.
+typedef struct mla_projected_weights {
+  size_t struct_size;
+  uint32_t layer, head_begin, head_count;
+  uint32_t reserved;
+  const void* w_uq;  // [head_count, nope_dim + rope_dim, q_lora_rank]
+  const void* w_o;   // [hidden_size, head_count, v_dim]
+  // [ceil(num_heads * (nope_dim + rope_dim) / 128), ceil(q_lora_rank / 128)], or NULL
+  const float* w_uq_scales;
+  const float* w_o_scales;  // [ceil(hidden_size / 128), ceil(num_heads * v_dim / 128)], or NULL
+} mla_projected_weights;
+
 // Repeating it with equal contents succeeds. `info` may be NULL.
 MLA_API mla_code mla_register_model(mla_client* client, const mla_model* model,
                                     mla_model_info* info, mla_error** error);
@@ -204,6 +229,10 @@ MLA_API mla_code mla_register_model(mla_client* client, const mla_model* model,
 MLA_API mla_code mla_upload_weights(mla_client* client, const char* model_id,
                                     const mla_weights* weights, size_t count, int32_t* complete,
                                     mla_error** error);
+// As above, for W_UQ and W_O, which MLA_PROFILE_PROJECTED needs in addition.
+MLA_API mla_code mla_upload_projected(mla_client* client, const char* model_id,
+                                      const mla_projected_weights* weights, int32_t* complete,
+                                      mla_error** error);
 MLA_API mla_code mla_upload_scales(mla_client* client, const char* model_id, const float* scales,
                                    size_t count, mla_error** error);
 MLA_API mla_code mla_unregister_model(mla_client* client, const char* model_id, mla_error** error);
@@ -262,9 +291,11 @@ MLA_API void mla_sequence_free(mla_sequence* sequence);
 // --- Sessions and steps
 
 typedef enum mla_profile MLA_INT_ENUM {
-  MLA_PROFILE_ABSORBED = 1,    // q of kv_lora_rank + rope_dim, o of kv_lora_rank
-  MLA_PROFILE_EXPANDED = 2,    // q of nope_dim + rope_dim, o of v_dim: the server has W_UK and W_UV
-  MLA_PROFILE_APPEND_ONLY = 3  // rows alone
+  MLA_PROFILE_ABSORBED = 1,  // q of kv_lora_rank + rope_dim, o of kv_lora_rank
+  MLA_PROFILE_EXPANDED = 2,  // q of nope_dim + rope_dim, o of v_dim: the server has W_UK and W_UV
+  MLA_PROFILE_APPEND_ONLY = 3,  // rows alone
+  // q [rows, q_lora_rank], normed; o [rows, hidden_size]; all heads in one call
+  MLA_PROFILE_PROJECTED = 4
 } mla_profile;
 
 typedef enum mla_dtype MLA_INT_ENUM { MLA_DTYPE_BF16 = 1, MLA_DTYPE_F32 = 2 } mla_dtype;
@@ -283,6 +314,10 @@ typedef struct mla_step_options {
   // Header of W3C Trace Context: the span that the step belongs to. A server that records traces
   // then records the step as its child. NULL: none.
   const char* traceparent;
+  // For MLA_PROFILE_PROJECTED: the rotation of each row, [rows of the step, rope_dim], cosines
+  // [rope_dim / 2] and then sines; and how many numbers these are. NULL and 0: none.
+  const float* rotations;
+  size_t rotation_count;
 } mla_step_options;
 
 // One layer of a step, or some of its rows or heads. Tensors are row-major; kv, q and o begin with
@@ -295,9 +330,11 @@ typedef struct mla_attend {
   uint32_t timeout_us;         // 0: the server's
   uint32_t list_width;         // entries of every index list; 0: ragged
   const void* kv;              // [rows, kv_lora_rank + rope_dim]; NULL: another head slice has them
-  const void* q;               // [rows, num_heads, q dim]; not of APPEND_ONLY
-  void* o;                     // [rows, num_heads, o dim]; not of APPEND_ONLY
-  float* lse;                  // [rows, num_heads], base e; NULL: not wanted
+  // [rows, num_heads, q dim] and [rows, num_heads, o dim], or as PROJECTED says; not of
+  // APPEND_ONLY
+  const void* q;
+  void* o;
+  float* lse;  // [rows, num_heads], base e; NULL: not wanted
   // For sparse models: the positions that a row attends to, padded with -1. NULL: all positions
   // that the row sees.
   const int32_t* list_entries;

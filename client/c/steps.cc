@@ -15,8 +15,8 @@ v1::DType DtypeOf(mla_dtype dtype) {
 // The library reads and writes tensors before the server has seen the call, so what would reach
 // past them is refused here.
 absl::Status CheckCall(const mla_attend& call) {
-  if (call.profile < MLA_PROFILE_ABSORBED || call.profile > MLA_PROFILE_APPEND_ONLY) {
-    return Refuse("attend.profile", "1..3", std::to_string(call.profile));
+  if (call.profile < MLA_PROFILE_ABSORBED || call.profile > MLA_PROFILE_PROJECTED) {
+    return Refuse("attend.profile", "1..4", std::to_string(call.profile));
   }
   const struct {
     const char* field;
@@ -91,6 +91,11 @@ absl::Status Begin(mla_session* session, const char* model_id, std::span<const m
   options.step_id = known.step_id;
   options.lease_ms = known.lease_ms;
   if (known.traceparent != nullptr) options.traceparent = known.traceparent;
+  if (known.rotation_count > 0) {
+    absl::Status there = CheckNotNull(known.rotations, "options.rotations");
+    if (!there.ok()) return there;
+    options.rotations = {known.rotations, known.rotation_count};
+  }
   if (known.participants != 0) options.participants = known.participants;
   std::vector<client::StepRows> sequences;
   for (const mla_step_rows& one : rows) {

@@ -248,6 +248,7 @@ absl::Status Client::Impl::CheckModel(const v1::ModelSpec& model) {
     return std::tuple(geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(),
                       geometry.nope_dim(), geometry.v_dim(), spec.layers(), spec.top_k(),
                       spec.index_heads(), spec.index_dim(), spec.window(), spec.tail_bytes(),
+                      spec.q_lora_rank(), spec.hidden_size(), spec.rope_layout(),
                       std::vector<uint32_t>(spec.ratios().begin(), spec.ratios().end()));
   };
   const MutexLock lock(mutex);
@@ -308,6 +309,8 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
           part->set_layer(chunk->layer);
           part->set_head_begin(chunk->head_begin);
           part->set_head_count(chunk->head_count);
+          part->set_part(chunk->part);
+          part->set_dtype(chunk->dtype);
           part->set_payload(std::move(chunk->bytes));
           open = call.Write(message);
         }

@@ -95,6 +95,8 @@ struct WeightsChunk {
   uint32_t head_begin = 0;
   uint32_t head_count = 0;
   std::string bytes;
+  v1::WeightPart part = v1::WEIGHT_PART_UP;
+  v1::DType dtype = v1::DTYPE_BF16;  // DTYPE_F8_E4M3: codes, then the scales of blocks
 };
 
 // The layers and heads of an upload of sinks. A count of 0 means all from the first one on.

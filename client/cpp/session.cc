@@ -51,17 +51,26 @@ absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id
     sequence->set_start_position(one.sequence->length());
     sequence->set_rows(one.rows);
   }
-  PendingReply result;
-  MLA_RETURN_IF_ERROR(stream_->Call(&request, &result));
-  step->open_ = true;
   uint64_t total = 0;
   for (const StepRows& one : rows) total += one.rows;
-  if (result.reply.begin_step().total_rows() != total) {
-    return absl::DataLossError(absl::StrCat("the step has ", total, " rows, and ",
-                                            result.reply.begin_step().total_rows(), " have come"));
+  const uint64_t rotated = total * step->model_.geometry().rope_dim();
+  if (!options.rotations.empty() && options.rotations.size() != rotated) {
+    return absl::InvalidArgumentError(absl::StrCat("rotations: got ", options.rotations.size(),
+                                                   " numbers, must be ", rotated,
+                                                   ", rope_dim for each row"));
   }
-  step->total_rows_ = result.reply.begin_step().total_rows();
-  step->joined_ = result.reply.begin_step().joined();
+  begin->set_rotations(!options.rotations.empty());
+  const auto pending = std::make_shared<PendingReply>();
+  stream_->Send(&request, {.kv = std::as_bytes(options.rotations), .q = {}, .lists = {}}, pending);
+  MLA_RETURN_IF_ERROR(stream_->Wait(pending.get()));
+  step->open_ = true;
+  const v1::BeginStepReply& begun = pending->reply.begin_step();
+  if (begun.total_rows() != total) {
+    return absl::DataLossError(
+        absl::StrCat("the step has ", total, " rows, and ", begun.total_rows(), " have come"));
+  }
+  step->total_rows_ = begun.total_rows();
+  step->joined_ = begun.joined();
   return step;
 }
 

@@ -133,6 +133,9 @@ RowBytes RowBytesOf(const AttendCall& call, const v1::ModelSpec& model) {
   if (call.profile == v1::PROFILE_ABSORBED) {
     bytes.q = call.num_heads * row * q_element;
     bytes.o = call.num_heads * (model.window() > 0 ? row : geometry.kv_lora_rank()) * o_element;
+  } else if (call.profile == v1::PROFILE_PROJECTED) {
+    bytes.q = model.q_lora_rank() * q_element;
+    bytes.o = model.hidden_size() * o_element;
   } else if (call.profile == v1::PROFILE_EXPANDED) {
     bytes.q = call.num_heads * (uint64_t{geometry.nope_dim()} + geometry.rope_dim()) * q_element;
     bytes.o = uint64_t{call.num_heads} * geometry.v_dim() * o_element;

@@ -23,10 +23,21 @@ constexpr int64_t kNanosPerMilli = 1'000'000;
 // never does, the number is larger than the rows of any request.
 int32_t ExpandedMinRows(const StreamRequest& request, int32_t heads) {
   const AttendArgs& args = request.attend;
-  const bool may_expand =
-      args.profile == Profile::kExpanded && heads == args.num_heads && !IsSparse(args);
+  const bool may_expand = IsExpanded(args.profile) && heads == args.num_heads && !IsSparse(args);
   return may_expand ? request.engine.step->model->ExpandedMinRows(args.q_dtype)
                     : std::numeric_limits<int32_t>::max();
+}
+
+// Workspace of a row of PROJECTED: its queries and outputs, and at most as much for both in latent
+// space. Batches of that profile have no other tensors there.
+int64_t ProjectedRowBytes(const StreamRequest& request) {
+  const AttendArgs& args = request.attend;
+  const ModelSpec& spec = *request.engine.step->model->spec;
+  const auto size = [](kernels::DType dtype) { return int64_t(kernels::ElementSize(dtype)); };
+  const int64_t latent = spec.geometry.absorbed_q_dim() + spec.geometry.kv_lora_rank;
+  return args.num_heads *
+         (spec.q_dim(args.profile) * size(args.q_dtype) +
+          spec.o_dim(args.profile) * size(args.o_dtype) + latent * size(kernels::DType::kF32));
 }
 
 LayerProgress& Progress(const StreamRequest& request) {
@@ -144,6 +155,9 @@ BatchPolicy::Demand BatchPolicy::DemandOf(const StreamRequest& request) const {
   if (group == nullptr || group->members == 1) {
     demand.heads = Computes(request) ? request.attend.num_heads : 0;
     if (pieces_.split_rows > 0) demand.row_pieces = demand.heads * PiecesOf(request);
+    if (request.attend.profile == Profile::kProjected) {
+      demand.gather_row_bytes = ProjectedRowBytes(request);
+    }
     return demand;
   }
   demand.members = group->members;

@@ -32,8 +32,10 @@ AbsorbedCost::AbsorbedCost(const Model& model, Profile profile, int64_t heads, i
       min_charged_rows_(model.min_charged_rows) {
   // W_UK and W_UV of a row and head cost as many products as attention to this many KV rows.
   const kernels::Geometry& g = model.spec->geometry;
-  if (profile != Profile::kExpanded) return;
-  projected_rows_ = g.kv_lora_rank * (g.nope_dim + g.v_dim) / (g.kv_row_dim() + g.kv_lora_rank);
+  if (!IsExpanded(profile)) return;
+  projected_rows_ = g.kv_lora_rank * (g.nope_dim + g.v_dim);
+  if (profile == Profile::kProjected) projected_rows_ = model.spec->head_weights();
+  projected_rows_ /= g.kv_row_dim() + g.kv_lora_rank;
 }
 
 int64_t LaunchCost::ExpandedUnits(const Model& model, int64_t rows, int64_t heads, int64_t cached) {

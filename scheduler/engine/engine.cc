@@ -213,6 +213,19 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
   return status;
 }
 
+absl::Status Engine::LoadProjected(const std::string& tenant, const std::string& id,
+                                   UploadId upload, kernels::ProjectedPart part, int32_t layer,
+                                   int32_t head, std::span<const kernels::Bf16> weights) {
+  const absl::Status status = impl_->WithRole([&](EngineCore& core) {
+    absl::StatusOr<Model*> model =
+        core.models().Find(core.FindTenant(tenant), id, "header.model_id");
+    return model.ok() ? core.models().LoadProjected(**model, upload, part, layer, head, weights)
+                      : model.status();
+  });
+  impl_->LetOthersIn();
+  return status;
+}
+
 absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& tenant,
                                                            const std::string& id, UploadId upload) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {

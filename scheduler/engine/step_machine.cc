@@ -568,7 +568,7 @@ bool StepMachine::MayGoAhead(StreamRequest* request) const {
     if (note.step->participants > 1) return false;
     // The expanded form takes longer than going ahead would save.
     const AttendArgs& args = request->attend;
-    if (args.profile == Profile::kExpanded &&
+    if (IsExpanded(args.profile) &&
         args.row_count >= note.step->model->ExpandedMinRows(args.q_dtype)) {
       return false;
     }

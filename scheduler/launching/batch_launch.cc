@@ -42,7 +42,8 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   batch.runs.reserve(count);
   batch.run_segments.reserve(count);
   layout = kernels::LaunchLayout(backend, index);
-  // Inputs of each request: KV rows, entries, queries, sinks and both parts of the index lists.
+  // Inputs of each request: KV rows, entries, queries, rotations or sinks, and both parts of the
+  // index lists.
   // Outputs of each request: the output, log-sum-exps, and lists or a device copy of the
   // log-sum-exps. In addition to these, unwanted log-sum-exps and comparisons.
   layout.Reserve(6 * count, 3 * count + 2);
@@ -54,6 +55,8 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   // For fused slices one for each slice; for other requests one for each record.
   absorbs.Reserve(2 * requests);
   projects.Reserve(2 * requests);
+  queries.reserve(count);
+  hiddens.reserve(count);
   lse.reserve(count);
   differs.reserve(count);
   signals.reserve(count);

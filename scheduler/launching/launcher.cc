@@ -171,7 +171,7 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   desc.entry_format = key.entry_format;
   const kernels::BackendInfo& info = backend_->Info();
   if (form == AttentionForm::kAbsorbed) desc.products = key.products;
-  const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
+  const bool between = IsExpanded(key.profile) && form == AttentionForm::kAbsorbed;
   desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype, key.split_queries) : key.q_dtype;
   desc.o_dtype = between ? info.latent_o_dtype : key.o_dtype;
   return desc;
@@ -280,6 +280,9 @@ void Launcher::Assemble(BatchLaunch* launch) const {
       launch->absorbs.records, launch->absorbs.fragments.Of(launch->absorbs.records.size())};
   backend_launch.project = {
       key.geometry, info.latent_o_dtype, key.o_dtype, launch->projects.records, {}};
+  // Between these and the attention, tensors have the dtypes of the client's.
+  backend_launch.queries = {key.geometry, key.rope, key.q_dtype, key.q_dtype, launch->queries};
+  backend_launch.hiddens = {key.geometry, key.rope, key.o_dtype, key.o_dtype, launch->hiddens};
 }
 
 void Launcher::Report(BatchLaunch* launch) {

@@ -85,7 +85,7 @@ void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& stag
   kernels::SegmentRecord& sent = shared.sent;
   sent = Record(segment);
   sent.q_head_stride = model.spec->q_dim(args.profile);
-  sent.q_row_stride = sent.q_head_stride * args.num_heads;
+  sent.q_row_stride = sent.q_head_stride * args.num_heads;  // PROJECTED: of its workspace
   sent.o_head_stride = model.spec->o_dim(args.profile);
   sent.o_row_stride = sent.o_head_stride * args.num_heads;
   sent.lse_head_stride = 1;
@@ -94,7 +94,8 @@ void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& stag
   shared.o_row_bytes = sent.o_row_stride * int64_t(ElementSize(args.o_dtype));
   if (args.profile == Profile::kAbsorbed) return;
 
-  // The rest is for EXPANDED in the absorbed form, whose attention lies between two projections.
+  // The rest is for EXPANDED and PROJECTED in the absorbed form, whose attention lies between two
+  // projections.
   shared.expanded_min_rows =
       IsSparse(args) ? std::numeric_limits<int32_t>::max() : model.ExpandedMinRows(args.q_dtype);
   kernels::SegmentRecord& latent = shared.latent;
@@ -298,7 +299,7 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* launch, size_t index, int64_
     }
     rows = run.rows;
   }
-  const bool is_expanded = args.profile == Profile::kExpanded;
+  const bool is_expanded = IsExpanded(args.profile);
   const bool expands = is_expanded && rows >= shared->expanded_min_rows;
   const bool projects = is_expanded && !expands;
   FormRecords& form = expands ? launch->expanded : launch->absorbed;
@@ -440,8 +441,7 @@ absl::Status RecordBuilder::Update(const TensorStager& staged, BatchLaunch* laun
       ++append;
     }
     if (args.profile == Profile::kAppendOnly) continue;
-    const bool expands =
-        args.profile == Profile::kExpanded && segment.rows >= shared.expanded_min_rows;
+    const bool expands = IsExpanded(args.profile) && segment.rows >= shared.expanded_min_rows;
     kernels::SegmentRecord& record = expands ? *expanded++ : *absorbed++;
     SetPlane(shared.sent, &record);
     record.weights_slot = shared.sent.weights_slot;

@@ -129,18 +129,18 @@ class HostTensors {
   const AttendArgs& Outputs() {
     if (!args_.on_device || !q_.bytes.empty()) return args_;
     const ModelSpec& spec = *request_.engine.step->model->spec;
-    const auto row_bytes = [this](int64_t dim, DType dtype) {
-      return args_.num_heads * dim * static_cast<int64_t>(ElementSize(dtype));
+    const auto row_bytes = [](int64_t dim, DType dtype) {
+      return dim * static_cast<int64_t>(ElementSize(dtype));
     };
-    const int64_t q_row = row_bytes(spec.q_dim(args_.profile), args_.q_dtype);
-    const int64_t o_row = row_bytes(spec.o_dim(args_.profile), args_.o_dtype);
+    const int64_t q_row = row_bytes(spec.q_row_dim(args_.profile, args_.num_heads), args_.q_dtype);
+    const int64_t o_row = row_bytes(spec.o_row_dim(args_.profile, args_.num_heads), args_.o_dtype);
     Read(args_.q + first_ * q_row, q_row, &q_);
     Read(args_.o + first_ * o_row, o_row, &o_);
     args_.q = q_.bytes.data();
     args_.o = o_.bytes.data();
     if (!args_.want_lse) return args_;
     Read(reinterpret_cast<const std::byte*>(args_.lse + first_ * args_.num_heads),
-         row_bytes(1, DType::kF32), &lse_);
+         row_bytes(args_.num_heads, DType::kF32), &lse_);
     args_.lse = reinterpret_cast<float*>(lse_.bytes.data());
     return args_;
   }
@@ -175,10 +175,22 @@ class HostTensors {
   bool changed_ = false;
 };
 
-// Returns true if the query of one row and head holds a NaN or an infinity; `dim` elements each.
-bool QueryHoldsNotFinite(const AttendArgs& args, int64_t row, int64_t head, int64_t dim) {
+// The elements that belong to one row and head in a tensor of the client's.
+struct OfHead {
+  int64_t begin, count;
+};
+
+// In PROJECTED all heads of a row share its elements; `row_dim` of them are a row.
+OfHead ElementsOf(const AttendArgs& args, int64_t row, int64_t head, int64_t row_dim) {
+  if (args.profile == Profile::kProjected) return {row * row_dim, row_dim};
+  const int64_t dim = row_dim / args.num_heads;
+  return {row * row_dim + head * dim, dim};
+}
+
+// Returns true if the query of one row and head holds a NaN or an infinity.
+bool QueryHoldsNotFinite(const AttendArgs& args, const OfHead& query) {
   const auto size = static_cast<int64_t>(ElementSize(args.q_dtype));
-  const int64_t begin = (row * args.num_heads + head) * dim * size;
+  const int64_t begin = query.begin * size, dim = query.count;
   if (args.q_fragments.empty()) return HoldsNotFinite(args.q + begin, args.q_dtype, dim);
   // An element may lie in two fragments, so the row is assembled first.
   std::vector<std::byte> whole(static_cast<size_t>(dim * size));
@@ -196,12 +208,11 @@ bool QueryHoldsNotFinite(const AttendArgs& args, int64_t row, int64_t head, int6
   return HoldsNotFinite(whole.data(), args.q_dtype, dim);
 }
 
-// Writes NaN to the outputs of one row and head, `dim` elements, and to its log-sum-exp if there is
-// one.
-void MarkNotANumber(const AttendArgs& args, int64_t row, int64_t head, int64_t dim) {
+// Writes NaN to the outputs of one row and head, and to its log-sum-exp if there is one.
+void MarkNotANumber(const AttendArgs& args, int64_t row, int64_t head, const OfHead& outputs) {
   const int64_t pair = row * args.num_heads + head;
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-  for (int64_t i = pair * dim; i < (pair + 1) * dim; ++i) {
+  for (int64_t i = outputs.begin; i < outputs.begin + outputs.count; ++i) {
     if (args.o_dtype == DType::kF32) {
       std::memcpy(args.o + i * int64_t{sizeof(float)}, &kNaN, sizeof(kNaN));
     } else {
@@ -281,9 +292,12 @@ void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t
   const auto step_row = static_cast<int32_t>(args.row_begin + row);
   const StepEntry& entry = *EntryOf(*note.step, step_row);
   const int64_t position = entry.start + step_row - entry.offset;
-  const bool expected = position >= entry.sequence->not_finite_from ||
-                        QueryHoldsNotFinite(tensors->Outputs(), row - tensors->first(), head,
-                                            spec.q_dim(args.profile));
+  const int64_t held = row - tensors->first();  // its number in the tensors
+  const bool expected =
+      position >= entry.sequence->not_finite_from ||
+      QueryHoldsNotFinite(
+          tensors->Outputs(),
+          ElementsOf(args, held, head, spec.q_row_dim(args.profile, args.num_heads)));
   // Outputs that the client may already be using cannot be marked any more.
   const bool late = args.done.word != nullptr && !std::isnan(lse);
   if (!expected || late) {
@@ -293,8 +307,26 @@ void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t
   } else if (!std::isnan(lse)) {
     // The result of an infinite input may look as if the row had seen no key, so NaN is written
     // instead.
-    MarkNotANumber(tensors->Outputs(), row - tensors->first(), head, spec.o_dim(args.profile));
+    MarkNotANumber(tensors->Outputs(), held, head,
+                   ElementsOf(args, held, head, spec.o_row_dim(args.profile, args.num_heads)));
     tensors->NoteChange();
+  }
+}
+
+// Notes the first row of hidden states that is not finite although the log-sum-exps of all its
+// heads are: the sum over the heads exceeds what the outputs can hold.
+void CheckHidden(StreamRequest* request, const BatchLaunch::LseRows& lse) {
+  const AttendArgs& args = request->attend;
+  if (args.profile != Profile::kProjected || lse.at == nullptr || args.on_device) return;
+  const int64_t dim = request->engine.step->model->spec->o_row_dim(args.profile, args.num_heads);
+  const int64_t bytes = dim * static_cast<int64_t>(ElementSize(args.o_dtype));
+  for (int64_t row = 0; row < request->engine.rows_launched; ++row) {
+    const int64_t at = request->engine.rows_done + row;
+    if (!HoldsNotFinite(args.o + at * bytes, args.o_dtype, dim)) continue;
+    if (FirstNotFinite(lse.at + row * lse.row_stride, args.num_heads) < args.num_heads) continue;
+    request->engine.bad_row = static_cast<int32_t>(at);
+    request->engine.bad_head = 0;
+    return;
   }
 }
 
@@ -338,6 +370,9 @@ void CheckResults(BatchLaunch* launch, kernels::AttentionBackend* backend) {
       if (std::isfinite(value)) continue;
       JudgeRow(request, &tensors, request->engine.rows_done + at / heads, at % heads, value);
     }
+  }
+  for (size_t i = 0; i < requests.size(); ++i) {
+    if (requests[i]->engine.bad_row < 0) CheckHidden(requests[i], launch->lse[i]);
   }
 }
 

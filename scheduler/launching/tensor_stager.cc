@@ -56,10 +56,10 @@ int64_t OutputBytes(const Batch& batch) {
     const AttendArgs& args = request->attend;
     if (args.profile == Profile::kAppendOnly) continue;
     if (args.on_device && args.want_lse) return std::numeric_limits<int64_t>::max();
-    const int64_t o_dim =
-        args.on_device ? 0 : request->engine.step->model->spec->o_dim(args.profile);
-    const int64_t head = o_dim * int64_t(ElementSize(args.o_dtype)) + int64_t{sizeof(float)};
-    bytes += int64_t{request->engine.rows_launched} * args.num_heads * head;
+    const ModelSpec& spec = *request->engine.step->model->spec;
+    const int64_t o_row = args.on_device ? 0 : spec.o_row_dim(args.profile, args.num_heads);
+    bytes += request->engine.rows_launched *
+             (o_row * int64_t(ElementSize(args.o_dtype)) + args.num_heads * int64_t{sizeof(float)});
   }
   return bytes;
 }
@@ -147,9 +147,9 @@ absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* launch, const Stream
   const int64_t first = request.engine.rows_done;
   const int64_t rows = request.engine.rows_launched;
   const int64_t q_row =
-      int64_t{args.num_heads} * spec.q_dim(args.profile) * int64_t(ElementSize(args.q_dtype));
+      spec.q_row_dim(args.profile, args.num_heads) * int64_t(ElementSize(args.q_dtype));
   const int64_t o_row =
-      int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
+      spec.o_row_dim(args.profile, args.num_heads) * int64_t(ElementSize(args.o_dtype));
   if (args.on_device) {
     staged->q = static_cast<const std::byte*>(
         launch->layout.SharedInput(args.q + first * q_row, rows * q_row));
@@ -166,6 +166,44 @@ absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* launch, const Stream
   }
   MLA_ASSIGN_OR_RETURN(void* const o, launch->layout.Output(args.o + first * o_row, rows * o_row));
   staged->o = static_cast<std::byte*>(o);
+  return absl::OkStatus();
+}
+
+absl::Status TensorStager::StageProjected(BatchLaunch* launch, const StreamRequest& request,
+                                          StagedTensors* staged) {
+  const AttendArgs& args = request.attend;
+  const Step& step = *request.engine.step;
+  const ModelSpec& spec = *step.model->spec;
+  const int32_t rows = request.engine.rows_launched;
+  const int32_t rope = spec.geometry.rope_dim;
+  kernels::RowProjectionRecord queries{}, hiddens{};
+  queries.rows = hiddens.rows = rows;
+  queries.weights_slot = hiddens.weights_slot = models_->weights_slot(*step.model, args.layer);
+  queries.in = staged->q;
+  queries.in_row_stride = spec.projected.q_lora_rank;
+  queries.out_row_stride = int64_t{args.num_heads} * spec.q_dim(args.profile);
+  hiddens.out = staged->o;
+  hiddens.out_row_stride = spec.projected.hidden_size;
+  hiddens.in_row_stride = int64_t{args.num_heads} * spec.o_dim(args.profile);
+  if (rope > 0) {
+    const int64_t row_bytes = rope * int64_t{sizeof(float)};
+    absl::StatusOr<const void*> rotations = launch->layout.Input(
+        step.rotations->data.get() + FirstRow(request) * row_bytes, rows * row_bytes);
+    if (!rotations.ok()) return rotations.status();
+    queries.rotations = static_cast<const float*>(*rotations);
+  }
+  absl::StatusOr<void*> q =
+      launch->layout.Workspace(rows * queries.out_row_stride * int64_t(ElementSize(args.q_dtype)));
+  if (!q.ok()) return q.status();
+  absl::StatusOr<void*> o =
+      launch->layout.Workspace(rows * hiddens.in_row_stride * int64_t(ElementSize(args.o_dtype)));
+  if (!o.ok()) return o.status();
+  queries.out = *q;
+  hiddens.in = *o;
+  staged->q = static_cast<const std::byte*>(*q);
+  staged->o = static_cast<std::byte*>(*o);
+  launch->queries.push_back(queries);
+  launch->hiddens.push_back(hiddens);
   return absl::OkStatus();
 }
 
@@ -214,6 +252,9 @@ absl::Status TensorStager::StageSelection(BatchLaunch* launch, const StreamReque
 absl::Status TensorStager::StageRequest(BatchLaunch* launch, size_t index, StagedTensors* staged) {
   const StreamRequest& request = *launch->batch.requests[index];
   MLA_RETURN_IF_ERROR(StageQueryAndOutput(launch, request, staged));
+  if (request.attend.profile == Profile::kProjected) {
+    MLA_RETURN_IF_ERROR(StageProjected(launch, request, staged));
+  }
   MLA_RETURN_IF_ERROR(StageLists(launch, request, staged));
   MLA_RETURN_IF_ERROR(StageSinks(launch, request, staged));
   const AttendArgs& args = request.attend;
@@ -435,6 +476,8 @@ absl::Status TensorStager::StageRun(BatchLaunch* launch, const RowRun& run) {
 absl::Status TensorStager::Stage(BatchLaunch* launch) {
   const Batch& batch = launch->batch;
   launch->layout.ExpectOutputs(OutputBytes(batch));
+  launch->queries.clear();
+  launch->hiddens.clear();
   requests_.assign(batch.requests.size(), StagedTensors());
   slices_.assign(batch.slices.size(), StagedTensors());
   in_run_.assign(batch.requests.size(), false);
@@ -454,6 +497,20 @@ absl::Status TensorStager::Stage(BatchLaunch* launch) {
       in_run_[member.request->engine.batch_index] = true;
     }
   }
+  absl::Status staged = StageOthers(launch);
+  // Rows of all clients that need the same weights are computed together.
+  const auto by_weights = [](const kernels::RowProjectionRecord& a,
+                             const kernels::RowProjectionRecord& b) {
+    return a.weights_slot < b.weights_slot;
+  };
+  std::sort(launch->queries.begin(), launch->queries.end(), by_weights);
+  std::sort(launch->hiddens.begin(), launch->hiddens.end(), by_weights);
+  return staged;
+}
+
+// Stages requests that are in neither slices nor runs.
+absl::Status TensorStager::StageOthers(BatchLaunch* launch) {
+  const Batch& batch = launch->batch;
   size_t fused = 0;  // index of the next one in batch.slices, which has the order of the requests
   for (size_t i = 0; i < batch.requests.size(); ++i) {
     if (fused < batch.slices.size() && static_cast<int32_t>(i) == batch.slices[fused].first) {

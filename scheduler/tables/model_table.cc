@@ -41,7 +41,21 @@ int64_t HeadWeightElements(const kernels::Geometry& g) {
 // this. An engine that restarts under new names leaves such models.
 constexpr int64_t kOwnYieldPart = 10;
 
+absl::Status CheckHeads(const ModelSpec& spec, int32_t layer, int32_t head_begin,
+                        int32_t head_count) {
+  const int32_t heads = spec.geometry.num_heads;
+  MLA_RETURN_IF_ERROR(CheckRange("chunk.layer", layer, 0, spec.layers - 1));
+  MLA_RETURN_IF_ERROR(CheckRange("chunk.head_begin", head_begin, 0, heads - 1));
+  return CheckRange("chunk.head_count", head_count, 1, heads - head_begin);
+}
+
 }  // namespace
+
+bool ModelContents::HasLayer(int32_t layer) const {
+  const auto first = heads.begin() + int64_t{layer} * layer_heads;
+  return std::all_of(first, first + layer_heads,
+                     [](const Head& head) { return head.upload == kCommitted; });
+}
 
 ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
                        kvcache::KvCache* cache, TenantTable* tenants, const Clock* clock)
@@ -128,7 +142,9 @@ absl::StatusOr<std::shared_ptr<ModelContents>> ModelTable::MakeContents(const Mo
                       .limit = "layers whose page group fits into kv_cache.bytes",
                       .reason = "page_group_too_large"});
   }
-  contents->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, ModelContents::Head());
+  const int32_t parts = 1 + (spec.projected.present() ? kernels::kProjectedParts : 0);
+  contents->layer_heads = parts * spec.geometry.num_heads;
+  contents->heads.assign(size_t(spec.layers) * contents->layer_heads, ModelContents::Head());
   std::vector<bool> slots(models_.size());
   for (const std::unique_ptr<Model>& model : models_) {
     if (model != nullptr) slots[static_cast<size_t>(model->contents->index)] = true;
@@ -207,7 +223,7 @@ absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
 // Otherwise its sequences would write into groups of whatever layout gets the id next.
 absl::Status ModelTable::RemoveContents(const Model& model) {
   ModelContents& contents = *model.contents;
-  const int32_t heads = model.spec->geometry.num_heads;
+  const int32_t heads = contents.layer_heads;
   for (int32_t layer = 0; contents.weights_bytes > 0 && layer < model.spec->layers; ++layer) {
     const absl::Status freed = backend_->FreeWeights(weights_slot(model, layer));
     if (!freed.ok() && !absl::IsNotFound(freed)) return freed;
@@ -375,11 +391,7 @@ absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t h
     return RefuseField("header.model_id", model.spec->id, "a model with nope_dim and v_dim",
                        "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
   }
-  absl::Status status = CheckRange("chunk.layer", layer, 0, model.spec->layers - 1);
-  if (status.ok()) status = CheckRange("chunk.head_begin", head_begin, 0, g.num_heads - 1);
-  if (status.ok()) {
-    status = CheckRange("chunk.head_count", head_count, 1, g.num_heads - head_begin);
-  }
+  absl::Status status = CheckHeads(*model.spec, layer, head_begin, head_count);
   const int64_t want = int64_t{head_count} * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
   if (status.ok() && static_cast<int64_t>(bytes.size()) != want) {
     status = RefuseField("chunk.payload", absl::StrCat(bytes.size(), " bytes"),
@@ -390,12 +402,49 @@ absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t h
 
 absl::Status ModelTable::ChargeWeights(Model& model) {
   if (model.contents->weights_bytes > 0) return absl::OkStatus();
-  const kernels::Geometry& g = model.spec->geometry;
-  const int64_t total =
-      int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
+  const int64_t total = int64_t{model.spec->layers} * model.spec->geometry.num_heads *
+                        model.spec->head_weights() * int64_t{sizeof(Bf16)};
   absl::Status status =
       TakeOrYield(*model.account, Resource::kWeightBytes, total, "header.model_id", &model);
   if (status.ok()) model.contents->weights_bytes = total;
+  return status;
+}
+
+absl::StatusOr<bool> ModelTable::IsRepeat(const ModelContents::Head& head, uint64_t digest,
+                                          int32_t layer, int32_t number) {
+  if (head.upload != ModelContents::kCommitted) return false;
+  if (head.digest == digest) return true;
+  return RefuseField("chunk.payload",
+                     absl::StrCat("other weights of layer ", layer, " head ", number),
+                     "equal to those in use; Unregister the model to change them", "weights_differ",
+                     absl::StatusCode::kAlreadyExists);
+}
+
+absl::Status ModelTable::CheckProjectedHeads(const Model& model, int32_t layer, int32_t head_begin,
+                                             int32_t head_count) const {
+  if (model.spec->projected.present()) {
+    return CheckHeads(*model.spec, layer, head_begin, head_count);
+  }
+  return RefuseField("chunk.part", "weights of PROFILE_PROJECTED",
+                     "WEIGHT_PART_UP: the model was registered without q_lora_rank",
+                     "no_projected_profile", absl::StatusCode::kFailedPrecondition);
+}
+
+absl::Status ModelTable::LoadProjected(Model& model, UploadId upload, kernels::ProjectedPart part,
+                                       int32_t layer, int32_t head, std::span<const Bf16> weights) {
+  absl::Status status = CheckProjectedHeads(model, layer, head, 1);
+  if (status.ok()) status = ChargeWeights(model);
+  if (!status.ok()) return status;
+  ModelContents& contents = *model.contents;
+  const int32_t heads = model.spec->geometry.num_heads;
+  ModelContents::Head& own =
+      contents.heads[size_t(layer) * contents.layer_heads + (1 + size_t(part)) * heads + head];
+  const uint64_t digest = Digest(weights.data(), static_cast<int64_t>(weights.size()), 0);
+  const absl::StatusOr<bool> repeat = IsRepeat(own, digest, layer, head);
+  if (!repeat.ok() || *repeat) return repeat.status();
+  status = backend_->LoadProjected(weights_slot(model, layer), model.spec->geometry,
+                                   model.spec->projected, part, head, weights.data());
+  if (status.ok()) own = {upload, digest};
   return status;
 }
 
@@ -410,16 +459,13 @@ absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t laye
   const int64_t uv = int64_t{g.kv_lora_rank} * g.v_dim;
   const Bf16* w_uk = reinterpret_cast<const Bf16*>(bytes.data());
   const Bf16* w_uv = w_uk + head_count * uk;
-  ModelContents::Head* heads = &model.contents->heads[size_t(layer) * g.num_heads + head_begin];
+  ModelContents::Head* heads =
+      &model.contents->heads[size_t(layer) * model.contents->layer_heads + head_begin];
   for (int32_t h = 0; h < head_count; ++h) {
     const uint64_t digest = Digest(w_uk + h * uk, uk, Digest(w_uv + h * uv, uv, 0));
-    if (heads[h].upload == ModelContents::kCommitted) {
-      if (heads[h].digest == digest) continue;
-      return RefuseField("chunk.payload",
-                         absl::StrCat("other weights of layer ", layer, " head ", head_begin + h),
-                         "equal to those in use; Unregister the model to change them",
-                         "weights_differ", absl::StatusCode::kAlreadyExists);
-    }
+    const absl::StatusOr<bool> repeat = IsRepeat(heads[h], digest, layer, head_begin + h);
+    if (!repeat.ok()) return repeat.status();
+    if (*repeat) continue;
     status = backend_->LoadWeights(weights_slot(model, layer), g, head_begin + h,
                                    head_begin + h + 1, w_uk + h * uk, w_uv + h * uv);
     if (!status.ok()) return status;
@@ -445,13 +491,8 @@ void ModelTable::DiscardWeights(Model& model, UploadId upload) {
 
 std::vector<int32_t> ModelTable::MissingLayers(const Model& model) const {
   std::vector<int32_t> missing;
-  const int32_t heads = model.spec->geometry.num_heads;
   for (int32_t layer = 0; layer < model.spec->layers; ++layer) {
-    const auto first = model.contents->heads.begin() + int64_t{layer} * heads;
-    const bool complete = std::all_of(first, first + heads, [](const ModelContents::Head& head) {
-      return head.upload == ModelContents::kCommitted;
-    });
-    if (!complete) missing.push_back(layer);
+    if (!model.contents->HasLayer(layer)) missing.push_back(layer);
   }
   return missing;
 }

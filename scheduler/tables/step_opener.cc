@@ -158,6 +158,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
     total += wanted.rows;
     status = CheckStepRows(total, limits_);
   }
+  if (status.ok()) status = CheckRotations(*model->spec, total, args);
   if (status.ok()) status = ReservePages(step->entries, *model, "begin_step.sequences");
   if (!status.ok()) {
     for (const StepEntry& entry : step->entries) entry.sequence->step = nullptr;
@@ -174,6 +175,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
                    entry.window_copied != kvcache::SlabPool::kNoEntry;
   }
   step->total_rows = static_cast<int32_t>(total);
+  step->rotations = args.rotations;
   step->participants = args.participants;
   step->ranks.assign(step->participants, StepRank());
   step->streams.push_back(request.stream);

@@ -128,6 +128,11 @@ class FaultyBackend final : public kernels::AttentionBackend {
     if (on_load_weights_) on_load_weights_(begin);
     return inner_->LoadWeights(slot, g, begin, end, uk, uv);
   }
+  absl::Status LoadProjected(int32_t slot, const kernels::Geometry& g,
+                             const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
+                             int32_t head, const kernels::Bf16* weights) override {
+    return inner_->LoadProjected(slot, g, shape, part, head, weights);
+  }
   absl::Status FreeWeights(int32_t slot) override {
     MLA_RETURN_IF_ERROR(At(FaultPoint::kFreeWeights));
     return inner_->FreeWeights(slot);

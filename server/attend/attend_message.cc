@@ -170,6 +170,7 @@ void AttendMessage::Recycle() {
   step_id = 0;
   begin.sequences.clear();
   begin.positions.reset();
+  begin.rotations.reset();
   attend = {};
   end.committed_rows.clear();
   end.tails.clear();

@@ -50,10 +50,10 @@ absl::Status AttendRequestBuilder::Submit(AttendMessage* message) {
 }
 
 absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header, size_t bytes,
-                                           const ReadTails& read, AttendMessage* message) {
+                                           const ReadPayload& read, AttendMessage* message) {
   switch (header.body_case()) {
     case v1::AttendStreamRequest::kBeginStep:
-      return PrepareBegin(header.begin_step(), message);
+      return PrepareBegin(header.begin_step(), bytes, read, message);
     case v1::AttendStreamRequest::kEndStep:
       return PrepareEnd(header.end_step(), bytes, read, message);
     case v1::AttendStreamRequest::kAbortStep:
@@ -68,7 +68,7 @@ absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header
 }
 
 absl::Status AttendRequestBuilder::PrepareEnd(const v1::EndStep& end, size_t bytes,
-                                              const ReadTails& read, AttendMessage* message) {
+                                              const ReadPayload& read, AttendMessage* message) {
   message->kind = RequestKind::kEndStep;
   message->step_id = end.step_id();
   Trace(message);
@@ -77,7 +77,7 @@ absl::Status AttendRequestBuilder::PrepareEnd(const v1::EndStep& end, size_t byt
   return TakeTails(bytes, read, message);
 }
 
-absl::Status AttendRequestBuilder::TakeTails(size_t bytes, const ReadTails& read,
+absl::Status AttendRequestBuilder::TakeTails(size_t bytes, const ReadPayload& read,
                                              AttendMessage* message) {
   scheduler::StepShape shape;
   if (!FindShape(message->step_id, &shape)) return absl::OkStatus();  // the engine knows why
@@ -105,9 +105,9 @@ absl::Status AttendRequestBuilder::TakeTails(size_t bytes, const ReadTails& read
   return absl::OkStatus();
 }
 
-absl::Status AttendRequestBuilder::PrepareTailsIn(const SharedRegion& region,
-                                                  const v1::AttendStreamRequest& header,
-                                                  AttendMessage* message) {
+absl::Status AttendRequestBuilder::PreparePayloadIn(const SharedRegion& region,
+                                                    const v1::AttendStreamRequest& header,
+                                                    AttendMessage* message) {
   const v1::SharedTensors& where = header.shared();
   const uint64_t begin = where.in_offset(), bytes = where.in_length();
   if (where.out_length() != 0) {
@@ -123,8 +123,34 @@ absl::Status AttendRequestBuilder::PrepareTailsIn(const SharedRegion& region,
       message);
 }
 
-absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
-                                                AttendMessage* message) {
+absl::Status AttendRequestBuilder::TakeRotations(const scheduler::StepShape& shape, size_t bytes,
+                                                 const ReadPayload& read, AttendMessage* message) {
+  if (!shape.model->projected.present()) {
+    return RefuseField("begin_step.rotations", "true",
+                       "false: the worker rotates the queries of the model (rope_owner)",
+                       "no_rotations_here");
+  }
+  const int64_t want =
+      int64_t{shape.rows} * shape.model->geometry.rope_dim * int64_t{sizeof(float)};
+  if (static_cast<int64_t>(bytes) != want) {
+    return RefuseField("begin_step.rotations", absl::StrCat(bytes, " bytes"),
+                       absl::StrCat(want, " bytes: fp32 [rows of the step, rope_dim]"),
+                       "payload_size");
+  }
+  if (want == 0) return absl::OkStatus();
+  if (!row_)
+    return RefuseField("tenant", "one more", "fewer tenants", "tenants_exhausted",
+                       absl::StatusCode::kResourceExhausted);
+  auto rotations = engine_->MakeTail(row_, want, "begin_step.rotations");
+  if (!rotations.ok()) return rotations.status();
+  read(0, {(*rotations)->data.get(), bytes});
+  message->begin.rotations = *rotations;
+  return CheckRotations(
+      {reinterpret_cast<const float*>((*rotations)->data.get()), bytes / sizeof(float)});
+}
+
+absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin, size_t bytes,
+                                                const ReadPayload& read, AttendMessage* message) {
   message->kind = RequestKind::kBeginStep;
   message->step_id = begin.step_id();
   const int64_t now = SteadyNanos();
@@ -144,6 +170,10 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
     shape.positions =
         std::make_shared<const std::vector<scheduler::StepSequenceArgs>>(message->begin.sequences);
     message->begin.positions = shape.positions;
+  }
+  if (begin.rotations()) {
+    status = TakeRotations(shape, bytes, read, message);
+    if (!status.ok()) return status;
   }
   const MutexLock lock(mutex_);
   message->begin_order = ++last_begin_;
@@ -261,7 +291,8 @@ absl::Status AttendRequestBuilder::StageShared(AttendMessagePool* pool, AttendMe
 }
 
 void AttendRequestBuilder::Release(AttendMessage* message) {
-  message->end.tails.clear();  // refused, or replaced by others
+  message->end.tails.clear();        // refused, or replaced by others
+  message->begin.rotations.reset();  // the step has them
   if (message->trace.on()) message->trace.answered_ns = SteadyNanos();
   if (message->begin_order == 0) return;
   const MutexLock lock(mutex_);

@@ -56,15 +56,19 @@ class AttendRequestBuilder final {
   absl::Status Prepare(const v1::AttendStreamRequest& header, AttendMessage* message) {
     return Prepare(header, 0, nullptr, message);
   }
-  // As above, for an end_step with tails, of which `bytes` were sent; `read` copies bytes from
-  // `offset` on. INVALID_ARGUMENT if their number differs from the number that the step's model
-  // asks for.
-  using ReadTails = std::function<void(size_t offset, std::span<std::byte> to)>;
-  absl::Status Prepare(const v1::AttendStreamRequest& header, size_t bytes, const ReadTails& read,
+  // Returns true for a begin_step with rotations and an end_step with tails.
+  static bool HasPayload(const v1::AttendStreamRequest& header) {
+    return header.begin_step().rotations() || header.end_step().tails_size() > 0;
+  }
+  // As above, for those, whose payload has `bytes`; `read` copies bytes from `offset` on.
+  // INVALID_ARGUMENT if their number differs from the number that the step's model asks for, or a
+  // rotation is not finite.
+  using ReadPayload = std::function<void(size_t offset, std::span<std::byte> to)>;
+  absl::Status Prepare(const v1::AttendStreamRequest& header, size_t bytes, const ReadPayload& read,
                        AttendMessage* message);
-  // As above, for tails in `region`, at header.shared's in_offset.
-  absl::Status PrepareTailsIn(const SharedRegion& region, const v1::AttendStreamRequest& header,
-                              AttendMessage* message);
+  // As above, for a payload in `region`, at header.shared's in_offset.
+  absl::Status PreparePayloadIn(const SharedRegion& region, const v1::AttendStreamRequest& header,
+                                AttendMessage* message);
   // Fills arguments and sizes; the tensors' addresses stay null. Sizes as ParseAttend. For a step
   // that is neither open nor about to be, all sizes stay 0 and AttendMessage::IsSized returns
   // false.
@@ -102,10 +106,13 @@ class AttendRequestBuilder final {
     scheduler::StepShape shape;
   };
 
-  absl::Status PrepareEnd(const v1::EndStep& end, size_t bytes, const ReadTails& read,
+  absl::Status PrepareEnd(const v1::EndStep& end, size_t bytes, const ReadPayload& read,
                           AttendMessage* message);
-  absl::Status TakeTails(size_t bytes, const ReadTails& read, AttendMessage* message);
-  absl::Status PrepareBegin(const v1::BeginStep& begin, AttendMessage* message);
+  absl::Status TakeTails(size_t bytes, const ReadPayload& read, AttendMessage* message);
+  absl::Status PrepareBegin(const v1::BeginStep& begin, size_t bytes, const ReadPayload& read,
+                            AttendMessage* message);
+  absl::Status TakeRotations(const scheduler::StepShape& shape, size_t bytes,
+                             const ReadPayload& read, AttendMessage* message);
   bool FindShape(scheduler::StepId id, scheduler::StepShape* shape);
   void Trace(AttendMessage* message) const;
 

@@ -201,21 +201,23 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
         header_.attend(), static_cast<int64_t>(payload_.size), shared_.wire.message_bytes, message);
     return status.ok() && message->IsSized() ? TakeStaging(message, stalled) : status;
   }
-  if (header_.has_end_step() && header_.end_step().tails_size() > 0) return PrepareTails(message);
+  if (AttendRequestBuilder::HasPayload(header_)) return PreparePayload(message);
   if (payload_.size != 0 || header_.has_shared()) {
     const bool payload = payload_.size != 0;
     return RefuseField(payload ? "payload" : "shared",
                        payload ? absl::StrCat(payload_.size, " bytes") : "a place in a region",
-                       "absent unless the body is attend, or end_step with tails", "payload_size");
+                       "absent unless the body is attend, begin_step with rotations, or end_step "
+                       "with tails",
+                       "payload_size");
   }
   return builder_.Prepare(header_, message);
 }
 
-absl::Status AttendStream::PrepareTails(AttendMessage* message) {
+absl::Status AttendStream::PreparePayload(AttendMessage* message) {
   if (header_.has_shared()) {
     absl::Status status =
         builder_.FindRegion(shared_.regions, header_.shared(), payload_.size, message);
-    return status.ok() ? builder_.PrepareTailsIn(*message->region, header_, message) : status;
+    return status.ok() ? builder_.PreparePayloadIn(*message->region, header_, message) : status;
   }
   return builder_.Prepare(
       header_, payload_.size,
@@ -254,6 +256,8 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message, bool* stalled) 
 bool AttendStream::ReadsInPlace(const AttendMessage& message) const {
   const scheduler::AttendArgs& args = message.attend;
   const auto q_bytes = static_cast<size_t>(message.sizes.q_bytes);
+  // Rows of PROJECTED are short, and each is read by the products of many columns.
+  if (args.profile == scheduler::Profile::kProjected) return false;
   return in_place_ && args.num_heads == args.sized_for.num_heads &&
          fragments_.size() <= kSlicesOfAny + q_bytes / kBytesPerSlice;
 }

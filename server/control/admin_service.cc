@@ -169,6 +169,7 @@ void AdminService::FillLimits(v1::Limits* limits) const {
   limits->set_max_row_dim(static_cast<uint32_t>(from.max_row_dim));
   limits->set_max_v_dim(static_cast<uint32_t>(from.max_v_dim));
   limits->set_max_top_k(static_cast<uint32_t>(from.max_top_k));
+  limits->set_max_hidden_size(static_cast<uint32_t>(from.max_hidden_size));
   limits->set_max_tail_bytes(static_cast<uint32_t>(from.max_tail_bytes));
   if (options_.shared_memory) {
     limits->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
@@ -230,6 +231,10 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         if (formats.size() > 1) reply->add_capabilities("fp8");
         if (rpc_.engine->backend_info().sparse) reply->add_capabilities("sparse");
         if (rpc_.engine->backend_info().selects) reply->add_capabilities("indexer");
+        if (rpc_.engine->backend_info().projects) {
+          reply->add_profiles("PROJECTED");
+          reply->add_capabilities("projected");
+        }
         if (options_.ucx) reply->add_capabilities("ucx");
         if (options_.checkpoints) reply->add_capabilities("checkpoints");
         if (rpc_.engine->backend_info().windows) {

@@ -2,6 +2,7 @@
 // documented range are accepted, and all others are refused under the field's own path.
 #include "server/grpc/request_validator.h"
 #include "base/error.h"
+#include "server/grpc/weights_chunk.h"
 
 #include <gtest/gtest.h>
 

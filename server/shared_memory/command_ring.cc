@@ -531,16 +531,16 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
   auto* const request =
       google::protobuf::Arena::CreateMessage<v1::AttendStreamRequest>(&request_arena_);
   const bool parsed = request->ParseFromString(message_bytes_) && request->payload().empty();
-  // Tails lie in the arena, so messages with tails may set `shared`, whose region need not be
-  // named.
-  const bool tails = parsed && request->end_step().tails_size() > 0;
-  if (!parsed || (request->has_shared() && !tails)) {
+  // Tails and rotations lie in the arena, so messages with them may set `shared`, whose region need
+  // not be named.
+  const bool has_payload = parsed && AttendRequestBuilder::HasPayload(*request);
+  if (!parsed || (request->has_shared() && !has_payload)) {
     return RefuseField("message", absl::StrCat(length, " other bytes"),
                        "an AttendStreamRequest without tensors", "malformed");
   }
   message->tag = request->tag();
-  absl::Status status = tails ? builder_.PrepareTailsIn(*region_, *request, message)
-                              : builder_.Prepare(*request, message);
+  absl::Status status = has_payload ? builder_.PreparePayloadIn(*region_, *request, message)
+                                    : builder_.Prepare(*request, message);
   // Only the engine knows how large the step's reply is.
   message->end.lengths_max = LengthsWithin(std::max(wire::kReplySlotBytes, room));
   return status;

@@ -17,8 +17,10 @@ import numpy.typing as npt
 
 from mla_client import bf16, errors, wire
 from mla_client.local.attention import (LocalSequence, LocalStep, ModelState, dense_attention,
-                                        tail_below, visible_keys, whole_entries, window_attention)
+                                        hidden_rows, projected_queries, tail_below, visible_keys,
+                                        whole_entries, window_attention)
 from mla_client.local.sinks import check_sinks, missing_layers, set_sinks
+from mla_client.projected import ProjectedWeights
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Prefix, PrefixMatch,
                               Profile, SequenceState, Timings, WeightsStatus)
@@ -106,6 +108,14 @@ class LocalReference(Service):
                 f"model.ratios: got {spec.ratios}, must divide the page size")
         heads = (spec.layers, geometry.num_heads)
         check_sinks(spec, sinks)
+        projects = spec.rope_layout != ""
+        if spec.rope_layout not in ("", "interleaved", "halves"):
+            raise errors.InvalidArgument(f"model.rope_layout: got {spec.rope_layout!r}")
+        if (geometry.q_lora_rank > 0) != projects or (geometry.hidden_size > 0) != projects or (
+                projects and (not geometry.nope_dim or geometry.rope_dim % 2)):
+            raise errors.InvalidArgument(
+                f"model.q_lora_rank: got {geometry.q_lora_rank}, hidden_size "
+                f"{geometry.hidden_size} with rope_layout {spec.rope_layout!r}")
         if not 0 <= spec.tail_bytes < 1 << 31 or (spec.tail_bytes and not windowed):
             raise errors.InvalidArgument(
                 f"model.tail_bytes: got {spec.tail_bytes} with attention {spec.attention!r}")
@@ -128,7 +138,12 @@ class LocalReference(Service):
                     np.zeros((*heads, geometry.nope_dim, geometry.kv_lora_rank), np.float32),
                     np.zeros((*heads, geometry.kv_lora_rank, geometry.v_dim), np.float32),
                     np.zeros(heads, bool),
-                    np.full(heads, np.nan if spec.needs_sinks else -np.inf))
+                    np.full(heads, np.nan if spec.needs_sinks else -np.inf),
+                    np.zeros((*heads, geometry.nope_dim + geometry.rope_dim,
+                              geometry.q_lora_rank), np.float32),
+                    np.zeros((spec.layers, geometry.hidden_size, geometry.num_heads,
+                              geometry.v_dim), np.float32),
+                    np.full(heads, not spec.rope_layout))
             if len(sinks) > 0:
                 self._upload_sinks(spec, 0, 0, np.reshape(sinks, heads))
         key_bytes = spec.index_dim + 4 if spec.index_dim else 0
@@ -177,8 +192,32 @@ class LocalReference(Service):
             model.w_uk[layer, heads] = w_uk
             model.w_uv[layer, heads] = w_uv
             model.have_weights[layer, heads] = True
-            missing = np.flatnonzero(~model.have_weights.all(axis=1)).tolist()
-            return WeightsStatus(not missing, missing, 2 * (w_uk.size + w_uv.size))
+            return self._status(model, 2 * (w_uk.size + w_uv.size))
+
+    @staticmethod
+    def _status(model: ModelState, size: int) -> WeightsStatus:
+        have = model.have_weights & model.have_projected
+        missing = np.flatnonzero(~have.all(axis=1)).tolist()
+        return WeightsStatus(not missing, missing, size)
+
+    def _upload_projected(self, spec: ModelSpec, layer: int, head_begin: int,
+                          weights: ProjectedWeights) -> WeightsStatus:
+        with self._lock:
+            model = self._model(spec.model_id)
+            heads = slice(head_begin, head_begin + weights.heads)
+            if not spec.rope_layout or not 0 <= layer < spec.layers:
+                raise errors.InvalidArgument(f"chunk: layer {layer}: out of range, or no weights "
+                                             "of PROJECTED")
+            w_uq, w_o = (self._round(one) for one in weights.decoded(head_begin))
+            have = model.have_projected[layer, heads]
+            if not (np.array_equal(model.w_uq[layer, heads][have], w_uq[have])
+                    and np.array_equal(model.w_o[layer, :, heads][:, have], w_o[:, have])):
+                raise errors.AlreadyExists(f"chunk: layer {layer}, heads {heads}: other weights "
+                                           "were uploaded before")
+            model.w_uq[layer, heads], model.w_o[layer, :, heads] = w_uq, w_o
+            model.have_projected[layer, heads] = True
+            return self._status(model, weights.heads * (weights.head_bytes(True)
+                                                        + weights.head_bytes(False)))
 
     # --- Sequences
 
@@ -343,17 +382,31 @@ class LocalReference(Service):
                 missing = np.flatnonzero(~opened.have_kv[args.layer, :end])
                 raise errors.FailedPrecondition(
                     f"attend: no KV rows {missing.tolist()} of layer {args.layer}")
-            if args.profile == Profile.EXPANDED and not model.have_weights.all():
-                missing = np.flatnonzero(~model.have_weights.all(axis=1)).tolist()
-                raise errors.FailedPrecondition(f"attend: no weights of layers {missing}")
+            if (args.profile == Profile.PROJECTED) != bool(model.spec.rope_layout):
+                raise errors.FailedPrecondition(
+                    f"attend.profile: got {args.profile.name} with rope_layout "
+                    f"{model.spec.rope_layout!r}")
+            status = self._status(model, 0)
+            if args.profile != Profile.ABSORBED and not status.complete:
+                raise errors.FailedPrecondition(
+                    f"attend: no weights of layers {status.missing_layers}")
             q = self._round(self._through_e4m3(args.q, args.q_parts), args.dtype)
+            if args.profile == Profile.PROJECTED:
+                if step.rotations is None:
+                    raise errors.FailedPrecondition("attend: the step has no rotations")
+                q = projected_queries(model, args.layer, q[:, 0],
+                                      step.rotations[args.row_begin:end])
+                args = args._replace(num_heads=model.spec.geometry.num_heads)
             if args.selects and args.lists is not None:
                 args = args._replace(lists=self._select(opened, model, args, args.lists))
             o, lse = self._compute(opened, model, args, q)
+            if args.profile == Profile.PROJECTED:
+                o = hidden_rows(model, args.layer, o)
             o = o if self._exact or args.o_dtype == DType.F32 else bf16.round_to_bf16(o)
             if args.out is not None and args.out.o is not None:
-                wire.encode_into(args.out.o, o)
-                o = args.out.o
+                target = args.out.o.reshape(o.shape)
+                wire.encode_into(target, o)
+                o = target
                 if args.want_lse and args.out.lse is not None:
                     args.out.lse[...] = lse
                     lse = args.out.lse
@@ -422,7 +475,9 @@ class LocalReference(Service):
                  q: npt.NDArray) -> Tuple[npt.NDArray, npt.NDArray]:
         """Attention of the asked rows, sequence by sequence."""
         geometry = model.spec.geometry
-        o = np.zeros((args.rows, args.num_heads, geometry.o_dim(args.profile)), np.float32)
+        o_dim = (geometry.v_dim if args.profile == Profile.PROJECTED
+                 else geometry.o_dim(args.profile))
+        o = np.zeros((args.rows, args.num_heads, o_dim), np.float32)
         lse = np.zeros((args.rows, args.num_heads), np.float32)
         first = 0
         for sequence, count in zip(opened.sequences, opened.rows):
