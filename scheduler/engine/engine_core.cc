@@ -52,6 +52,7 @@ EngineCore::EngineCore(const EngineOptions& options,
       tenants_(*tenant_table_),
       policy_(options.limits, GatherBytes(options.limits, *backend_),
               PieceBudgetOf(options.limits, *backend_)) {
+  policy_.ExpectRate(backend_->Info().nanos_per_kv_byte);
   // Staging copies can merge rows at no extra cost.
   if (!backend_->Info().unified_memory) policy_.FormRuns();
 }
