@@ -48,6 +48,9 @@ struct BackendNote {
   std::string text;
 };
 
+// Nanoseconds that a CPU core takes for a byte of KV rows under 128 heads.
+inline constexpr double kCoreNanosPerKvByte = 1.5;
+
 struct BackendInfo {
   std::string name;         // "reference", "cpu", "hip-gfx950", ...
   std::string description;  // one line for people
@@ -73,6 +76,10 @@ struct BackendInfo {
   bool windows = false;        // computes on windows and entries (AttentionKind::kWindow)
   bool projects = false;       // has Launch::queries and Launch::hiddens
   bool unified_memory = true;  // launches work on host memory in place
+  // Nanoseconds that a launch takes for a byte of KV rows which its tiles read, until launches have
+  // been measured. A rate that is far too slow cuts requests of the first launches into parts,
+  // and parts that are merged round otherwise.
+  double nanos_per_kv_byte = kCoreNanosPerKvByte;
   // Launches whose outputs together take at most this many bytes are faster with outputs, and new
   // KV rows of at most this many bytes, used in place in pinned memory (HostInput::in_place,
   // InPlace) than with copies of them. 0: always copy.

@@ -181,6 +181,9 @@ absl::Status HostBackend::CheckBudget(int64_t charged) const {
 absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
                                         const ProjectedShape& shape, ProjectedPart part,
                                         int32_t head, const Bf16* weights) {
+  if (!Info().projects) {
+    return AttentionBackend::LoadProjected(slot, geometry, shape, part, head, weights);
+  }
   if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
   if (head < 0 || head >= geometry.num_heads || !shape.present()) {
     return absl::InvalidArgumentError(absl::StrCat("weights head: got ", head, " of ",

@@ -109,11 +109,10 @@ class HostBackend : public AttentionBackend {
   virtual void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                            const Bf16* w_uv, std::byte* packed) const = 0;
   // As above, for the weights of PROJECTED of all heads, into which PackProjected packs one head.
-  virtual int64_t PackedProjectedBytes(const Geometry& geometry,
-                                       const ProjectedShape& shape) const = 0;
-  virtual void PackProjected(const Geometry& geometry, const ProjectedShape& shape,
-                             ProjectedPart part, int32_t head, const Bf16* weights,
-                             std::byte* packed) const = 0;
+  // Called only if Info().projects.
+  virtual int64_t PackedProjectedBytes(const Geometry&, const ProjectedShape&) const { return 0; }
+  virtual void PackProjected(const Geometry&, const ProjectedShape&, ProjectedPart, int32_t,
+                             const Bf16*, std::byte*) const {}
   // Refuses attention that exceeds the configured limits or lacks weights.
   virtual absl::Status CheckAttention(const AttentionParams& params) const;
   // Called in submission order. The launch stays unchanged until Finish has returned.

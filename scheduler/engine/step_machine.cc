@@ -46,6 +46,7 @@ StepMachine::StepMachine(const Limits& limits, const Parts& parts)
       stats_(parts.stats),
       policy_(limits, GatherBytes(limits, *backend_), PieceBudgetOf(limits, *backend_)) {
   // Staging copies can merge rows at no extra cost.
+  policy_.ExpectRate(backend_->Info().nanos_per_kv_byte);
   if (!backend_->Info().unified_memory) policy_.FormRuns();
 }
 
