@@ -45,8 +45,8 @@ StepMachine::StepMachine(const Limits& limits, const Parts& parts)
       load_(parts.load),
       stats_(parts.stats),
       policy_(limits, GatherBytes(limits, *backend_), PieceBudgetOf(limits, *backend_)) {
-  // Staging copies can merge rows at no extra cost.
   policy_.ExpectRate(backend_->Info().nanos_per_kv_byte);
+  // Staging copies can merge rows at no extra cost.
   if (!backend_->Info().unified_memory) policy_.FormRuns();
 }
 
