@@ -172,8 +172,7 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin, size
     message->begin.positions = shape.positions;
   }
   if (begin.rotations()) {
-    status = TakeRotations(shape, bytes, read, message);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(TakeRotations(shape, bytes, read, message));
   }
   const MutexLock lock(mutex_);
   message->begin_order = ++last_begin_;
