@@ -28,18 +28,6 @@ int32_t ExpandedMinRows(const StreamRequest& request, int32_t heads) {
                     : std::numeric_limits<int32_t>::max();
 }
 
-// Workspace of a row of PROJECTED: its queries and outputs, and at most as much for both in latent
-// space. Batches of that profile have no other tensors there.
-int64_t ProjectedRowBytes(const StreamRequest& request) {
-  const AttendArgs& args = request.attend;
-  const ModelSpec& spec = *request.engine.step->model->spec;
-  const auto size = [](kernels::DType dtype) { return int64_t(kernels::ElementSize(dtype)); };
-  const int64_t latent = spec.geometry.absorbed_q_dim() + spec.geometry.kv_lora_rank;
-  return args.num_heads *
-         (spec.q_dim(args.profile) * size(args.q_dtype) +
-          spec.o_dim(args.profile) * size(args.o_dtype) + latent * size(kernels::DType::kF32));
-}
-
 LayerProgress& Progress(const StreamRequest& request) {
   return request.engine.step->layers[request.attend.layer];
 }
@@ -155,9 +143,7 @@ BatchPolicy::Demand BatchPolicy::DemandOf(const StreamRequest& request) const {
   if (group == nullptr || group->members == 1) {
     demand.heads = Computes(request) ? request.attend.num_heads : 0;
     if (pieces_.split_rows > 0) demand.row_pieces = demand.heads * PiecesOf(request);
-    if (request.attend.profile == Profile::kProjected) {
-      demand.gather_row_bytes = ProjectedRowBytes(request);
-    }
+    demand.gather_row_bytes = ProjectedRowBytes(request);
     return demand;
   }
   demand.members = group->members;

@@ -24,6 +24,17 @@ void Follow(double* rate, double share, double factor) {
 
 }  // namespace
 
+int64_t ProjectedRowBytes(const StreamRequest& request) {
+  const AttendArgs& args = request.attend;
+  if (args.profile != Profile::kProjected) return 0;
+  const ModelSpec& spec = *request.engine.step->model->spec;
+  const auto size = [](kernels::DType dtype) { return int64_t(kernels::ElementSize(dtype)); };
+  const int64_t latent = spec.geometry.absorbed_q_dim() + spec.geometry.kv_lora_rank;
+  return args.num_heads *
+         (spec.q_dim(args.profile) * size(args.q_dtype) +
+          spec.o_dim(args.profile) * size(args.o_dtype) + latent * size(kernels::DType::kF32));
+}
+
 AbsorbedCost::AbsorbedCost(const Model& model, Profile profile, int64_t heads, int64_t most_places)
     : heads_(heads),
       most_places_(most_places),

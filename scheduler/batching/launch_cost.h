@@ -38,6 +38,10 @@ struct LaunchUnits {
   friend LaunchUnits operator+(LaunchUnits a, const LaunchUnits& b) { return a += b; }
 };
 
+// Workspace of a row of PROJECTED: its queries and outputs, and at most as much for both in latent
+// space. Batches of that profile have no other tensors there. 0 for other profiles.
+int64_t ProjectedRowBytes(const StreamRequest& request);
+
 // KV rows that `rows` query rows see on average, if the first of them sees `cached` + 1.
 inline int64_t MeanKvRows(int64_t rows, int64_t cached) { return cached + (rows + 1) / 2; }
 

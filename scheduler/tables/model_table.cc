@@ -51,12 +51,6 @@ absl::Status CheckHeads(const ModelSpec& spec, int32_t layer, int32_t head_begin
 
 }  // namespace
 
-bool ModelContents::HasLayer(int32_t layer) const {
-  const auto first = heads.begin() + int64_t{layer} * layer_heads;
-  return std::all_of(first, first + layer_heads,
-                     [](const Head& head) { return head.upload == kCommitted; });
-}
-
 ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
                        kvcache::KvCache* cache, TenantTable* tenants, const Clock* clock)
     : limits_(limits),

@@ -11,6 +11,7 @@
 #ifndef MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
 #define MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -54,9 +55,14 @@ struct ModelContents {
   static constexpr UploadId kCommitted = ~UploadId{0};
   // [layers, parts, num_heads]: W_UK and W_UV, and for PROJECTED W_UQ and then W_O.
   std::vector<Head> heads;
-  int32_t layer_heads = 0;             // parts x num_heads
-  bool HasLayer(int32_t layer) const;  // all heads of the layer are committed
-  int64_t weights_bytes = 0;           // charged against Limits::weights_bytes; 0: no weights yet
+  int32_t layer_heads = 0;  // parts x num_heads
+  // Returns true if all heads of the layer are committed.
+  bool HasLayer(int32_t layer) const {
+    const auto first = heads.begin() + int64_t{layer} * layer_heads;
+    return std::all_of(first, first + layer_heads,
+                       [](const Head& head) { return head.upload == kCommitted; });
+  }
+  int64_t weights_bytes = 0;  // charged against Limits::weights_bytes; 0: no weights yet
   bool weights_complete = false;
 };
 

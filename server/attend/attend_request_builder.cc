@@ -16,6 +16,16 @@ namespace {
 
 using scheduler::RequestKind;
 
+absl::Status CheckRotations(std::span<const float> rotations) {
+  constexpr float kMost = 1024.0f;  // a rotation has 1, scaled by a model's attention factor
+  for (size_t i = 0; i < rotations.size(); ++i) {
+    if (std::abs(rotations[i]) <= kMost) continue;
+    return RefuseField(absl::StrCat("begin_step.rotations[", i, "]"), absl::StrCat(rotations[i]),
+                       absl::StrCat("finite, of magnitude ", kMost, " at most"), "not_finite");
+  }
+  return absl::OkStatus();
+}
+
 scheduler::TenantRef RowOf(const scheduler::Engine& engine, const std::string& tenant) {
   absl::StatusOr<scheduler::TenantRef> row = engine.tenants()->Enter(tenant);
   return row.ok() ? *std::move(row) : scheduler::TenantRef();
@@ -141,12 +151,11 @@ absl::Status AttendRequestBuilder::TakeRotations(const scheduler::StepShape& sha
   if (!row_)
     return RefuseField("tenant", "one more", "fewer tenants", "tenants_exhausted",
                        absl::StatusCode::kResourceExhausted);
-  auto rotations = engine_->MakeTail(row_, want, "begin_step.rotations");
-  if (!rotations.ok()) return rotations.status();
-  read(0, {(*rotations)->data.get(), bytes});
-  message->begin.rotations = *rotations;
-  return CheckRotations(
-      {reinterpret_cast<const float*>((*rotations)->data.get()), bytes / sizeof(float)});
+  MLA_ASSIGN_OR_RETURN(auto rotations, engine_->MakeTail(row_, want, "begin_step.rotations"));
+  const std::span<std::byte> target(rotations->data.get(), bytes);
+  read(0, target);
+  message->begin.rotations = std::move(rotations);
+  return CheckRotations({reinterpret_cast<const float*>(target.data()), bytes / sizeof(float)});
 }
 
 absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin, size_t bytes,

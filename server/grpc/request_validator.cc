@@ -279,16 +279,6 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const Limits& limits,
   return absl::OkStatus();
 }
 
-absl::Status CheckRotations(std::span<const float> rotations) {
-  constexpr float kMost = 1024.0f;  // a rotation has 1, scaled by a model's attention factor
-  for (size_t i = 0; i < rotations.size(); ++i) {
-    if (std::abs(rotations[i]) <= kMost) continue;
-    return RefuseField(absl::StrCat("begin_step.rotations[", i, "]"), absl::StrCat(rotations[i]),
-                       absl::StrCat("finite, of magnitude ", kMost, " at most"), "not_finite");
-  }
-  return absl::OkStatus();
-}
-
 absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int32_t total_rows,
                          int64_t payload_bytes, int64_t message_bytes, scheduler::AttendArgs* args,
                          AttendSizes* sizes, const scheduler::StepPositions& positions) {

@@ -73,9 +73,6 @@ absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& 
                          scheduler::AttendArgs* args, AttendSizes* sizes,
                          const scheduler::StepPositions& positions = nullptr);
 
-// Checks the rotations of BeginStep, fp32 [rows, rope_dim], where they have been copied to.
-absl::Status CheckRotations(std::span<const float> rotations);
-
 absl::Status ParseEndStep(const v1::EndStep& message, const scheduler::Limits& limits,
                           scheduler::EndStepArgs* args);
 

@@ -398,41 +398,6 @@ TEST(RequestValidatorTest, WeightsChunk) {
   EXPECT_EQ(DetailOf(parse(bad)).field, "chunk.payload");
 }
 
-// The place of rows of heads 1 and 2 of layer 1 that hold NaN or infinity: W_UK [2, 16, 32], then
-// W_UV [2, 32, 16].
-TEST(RequestValidatorTest, WeightsThatAreNoNumbers) {
-  v1::UploadWeightsRequest::Chunk good;
-  good.set_layer(1);
-  good.set_head_begin(1);
-  good.set_head_count(2);
-  good.set_payload(std::string(2 * 32 * (16 + 16) * 2, '<'));
-  const auto set = [&good](size_t index, uint16_t bits) {
-    v1::UploadWeightsRequest::Chunk changed = good;
-    std::memcpy(changed.mutable_payload()->data() + 2 * index, &bits, 2);
-    return changed;
-  };
-  int64_t bytes = 0;
-  for (const uint16_t bits : {0x0000, 0x8000, 0x0001, 0x497f, 0xc97f}) {
-    EXPECT_TRUE(ParseWeightsChunk(set(5, bits), Model(), &bytes).ok()) << bits;
-  }
-  struct Case {
-    size_t index;
-    uint16_t bits;
-    const char* got;
-  };
-  for (const Case& c : {Case{0, 0x7fc0, "nan at layer 1, head 1, W_UK[0, 0]"},
-                        Case{512 + 32 + 7, 0x7f80, "inf at layer 1, head 2, W_UK[1, 7]"},
-                        Case{1023, 0xff80, "-inf at layer 1, head 2, W_UK[15, 31]"},
-                        Case{1024 + 16 + 3, 0x7f81, "nan at layer 1, head 1, W_UV[1, 3]"},
-                        Case{2047, 0x4980, "1.04858e+06 at layer 1, head 2, W_UV[31, 15]"}}) {
-    EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).field,
-              "chunk.payload");
-    EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).reason,
-              "not_finite");
-    EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).got, c.got);
-  }
-}
-
 TEST(RequestValidatorTest, Names) {
   const Limits limits;
   EXPECT_TRUE(CheckName(std::string(128, 'x'), "f", false, limits).ok());

@@ -58,7 +58,9 @@ TEST_P(ProjectedTest, AgreesWithDoublePrecision) {
       ASSERT_EQ(worker.Step({&a}, {4}, dtype, &worst, {2}), absl::OkStatus());
       ASSERT_EQ(worker.Step({&a, &b}, {1, 1}, dtype, &worst), absl::OkStatus());
       EXPECT_LT(worst, dtype == v1::DTYPE_F32 ? kF32Distance : kBf16Distance);
-      if (dtype == v1::DTYPE_BF16) EXPECT_GT(worst, 0);
+      if (dtype == v1::DTYPE_BF16) {
+        EXPECT_GT(worst, 0);
+      }
     }
   }
 }

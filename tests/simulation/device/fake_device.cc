@@ -8,6 +8,7 @@
 #include <new>
 
 #include "absl/strings/str_cat.h"
+#include "base/splitmix.h"
 #include "kernels/host_memory/transfers.h"
 #include "kernels/testing/launch_clashes.h"
 #include "tests/simulation/oracle/patterns.h"
@@ -282,7 +283,7 @@ void FakeDevice::Schedule(Slot& slot) {
   slot.to_run = slot.parts.size();
   slot.fails = false;
   slot.spoils = false;
-  random_ = Mix(random_);
+  random_ = SplitMix(random_);
   if (armed_ != DeviceFault::kNone) {
     ++faults_;
     slot.fails = true;
