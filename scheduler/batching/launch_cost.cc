@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "scheduler/tables/step_table.h"
+
 namespace mla::scheduler {
 namespace {
 
