@@ -23,8 +23,8 @@ from mla_client.messages import state_of
 from mla_client.moves import Following, Moves
 from mla_client.operations import Operations
 from mla_client.pages import Pages
-from mla_client.projected import ProjectedWeights
 from mla_client.service import Model
+from mla_client.service.projected import ProjectedWeights
 from mla_client.shm.shared_memory import DeviceWish
 from mla_client.streams.steps import Steps
 from mla_client.streams.stream import StepStream

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mla_client import errors, wire
 from mla_client.gen import model_pb2, sequence_pb2, tensor_pb2
-from mla_client.projected import ProjectedWeights
+from mla_client.service.projected import ProjectedWeights
 from mla_client.types import (DType, Geometry, ModelSpec, Prefix, PrefixMatch, Probe,
                               SequenceState)
 

@@ -305,7 +305,8 @@ class ClusterClient:
 
         def stream_of(service: Any) -> Any:
             return None if stream is None else stream.of(service)
-        return ClusterStep(owner, rows, participants, lease_ms, step_id, stream_of, partial, rotations)
+        return ClusterStep(owner, rows, participants, lease_ms, step_id, stream_of, partial,
+                           rotations)
 
     def open_stream(self) -> ClusterStream:
         """A stream on every server that steps use."""

@@ -7,7 +7,6 @@ same against a server. Leases, limits and quotas are not.
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import threading
 from typing import Any, Dict, List, Optional, Sequence as Seq, Tuple
@@ -19,9 +18,10 @@ from mla_client import bf16, errors, wire
 from mla_client.local.attention import (LocalSequence, LocalStep, ModelState, dense_attention,
                                         hidden_rows, projected_queries, tail_below, visible_keys,
                                         whole_entries, window_attention)
-from mla_client.local.sinks import check_sinks, missing_layers, set_sinks
-from mla_client.projected import ProjectedWeights
+from mla_client.local.models import checked_model, refuse_scales
+from mla_client.local.sinks import missing_layers, set_sinks
 from mla_client.service import AttendFuture, Service, Step
+from mla_client.service.projected import ProjectedWeights
 from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Prefix, PrefixMatch,
                               Profile, SequenceState, Timings, WeightsStatus)
 
@@ -34,11 +34,6 @@ class _Done(AttendFuture):
 
     def result(self) -> AttendResult:
         return self._result
-
-
-def _refuse_scales(scales: Seq[float]) -> None:
-    if len(scales) > 0:
-        raise errors.FailedPrecondition("kv_scales: got scales for bf16 rows, which have none")
 
 
 class LocalReference(Service):
@@ -81,53 +76,8 @@ class LocalReference(Service):
     def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
                   sinks: Seq[float]) -> Tuple[ModelSpec, int]:
         del lease_ms  # leases protect nothing here
-        geometry = spec.geometry
-        if spec.layers < 1 or not spec.softmax_scale > 0 or geometry.num_heads < 1:
-            raise errors.InvalidArgument("model: layers, softmax_scale and num_heads must be > 0")
-        if spec.kv_format not in ("", "bf16"):
-            raise errors.Unimplemented(
-                f"model.kv_format: got {spec.kv_format!r}, rows are bf16 in this process")
-        if spec.fp8_compute == "on":
-            raise errors.InvalidArgument("model.fp8_compute: got 'on' with rows of bf16")
-        _refuse_scales(kv_scales)
-        sparse, windowed = spec.attention == "sparse_v32", spec.attention == "sparse_v4"
-        if spec.attention not in ("", "dense", "sparse_v32", "sparse_v4") or (
-                not windowed and (spec.top_k > 0) != sparse):
-            raise errors.InvalidArgument(
-                f"model.top_k: got {spec.top_k} with attention {spec.attention!r}")
-        if (spec.index_heads > 0) != (spec.index_dim > 0) or (spec.index_heads > 0 and not sparse):
-            raise errors.InvalidArgument(
-                f"model.index_heads: got {spec.index_heads} of {spec.index_dim} elements with "
-                f"attention {spec.attention!r}")
-        if (spec.window > 0) != windowed or len(spec.ratios) != spec.layers * windowed:
-            raise errors.InvalidArgument(
-                f"model.window: got {spec.window} rows and {len(spec.ratios)} ratios with "
-                f"attention {spec.attention!r}")
-        if any(ratio and (spec.page_size or 64) % ratio for ratio in spec.ratios):
-            raise errors.InvalidArgument(
-                f"model.ratios: got {spec.ratios}, must divide the page size")
-        heads = (spec.layers, geometry.num_heads)
-        check_sinks(spec, sinks)
-        projects = spec.rope_layout != ""
-        if spec.rope_layout not in ("", "interleaved", "halves"):
-            raise errors.InvalidArgument(f"model.rope_layout: got {spec.rope_layout!r}")
-        if (geometry.q_lora_rank > 0) != projects or (geometry.hidden_size > 0) != projects or (
-                projects and (not geometry.nope_dim or geometry.rope_dim % 2)):
-            raise errors.InvalidArgument(
-                f"model.q_lora_rank: got {geometry.q_lora_rank}, hidden_size "
-                f"{geometry.hidden_size} with rope_layout {spec.rope_layout!r}")
-        if not 0 <= spec.tail_bytes < 1 << 31 or (spec.tail_bytes and not windowed):
-            raise errors.InvalidArgument(
-                f"model.tail_bytes: got {spec.tail_bytes} with attention {spec.attention!r}")
-        if spec.entry_format not in ("", "bf16"):
-            raise errors.Unimplemented(
-                f"model.entry_format: got {spec.entry_format!r}, entries are bf16 in this process")
-        geometry = dataclasses.replace(geometry, wide_output=windowed)
-        spec = dataclasses.replace(spec, page_size=spec.page_size or 64, kv_format="bf16",
-                                   fp8_compute="", geometry=geometry,
-                                   entry_format="bf16" if windowed else "",
-                                   attention=spec.attention or "dense",
-                                   query_precision=spec.query_precision or "split")
+        spec = checked_model(spec, kv_scales, sinks)
+        geometry, heads = spec.geometry, (spec.layers, spec.geometry.num_heads)
         with self._lock:
             known = self._models.get(spec.model_id)
             if known is not None and known.spec != spec:
@@ -151,7 +101,7 @@ class LocalReference(Service):
 
     def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
         self._model(model_id)
-        _refuse_scales(scales)
+        refuse_scales(scales)
 
     def _upload_sinks(self, spec: ModelSpec, layer_begin: int, head_begin: int,
                       sinks: npt.NDArray) -> List[int]:

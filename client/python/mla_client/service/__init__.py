@@ -18,7 +18,8 @@ from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVa
 import numpy as np
 import numpy.typing as npt
 
-from mla_client import arrays, errors, projected, wire
+from mla_client import arrays, errors, wire
+from mla_client.service import projected
 from mla_client.service.step import Step
 from mla_client.shm import device as device_memory
 from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Prefix,

@@ -31,8 +31,9 @@ class Exchange:
 
     def attend_projected(self, forward: Forward, layer: int, query: torch.Tensor,
                          rows: torch.Tensor) -> torch.Tensor:
-        """Takes normed queries [batch, new, q_lora_rank] and rows [batch, new, lora + rope]; returns
-        hidden states [batch, new, hidden_size], with zeros at padding."""
+        """Takes normed queries [batch, new, q_lora_rank] and rows [batch, new, lora + rope].
+
+        Returns hidden states [batch, new, hidden_size], with zeros at padding."""
         return self._send(forward, layer, query[:, :, None], rows,
                           self._geometry.hidden_size)[:, :, 0]
 

@@ -92,6 +92,13 @@ def weights_of(geometry: Geometry, w_uq: Any, w_o: Any, w_uq_scales: Any,
         _blocks("w_o_scales", w_o_scales, geometry.hidden_size, geometry.num_heads * v_dim))
 
 
+def check_call(want_lse: bool, head_offset: int, dtype: DType) -> None:
+    """Refuses what an attend of PROJECTED does not have."""
+    if want_lse or head_offset or dtype == DType.F8_E4M3:
+        raise errors.InvalidArgument("attend: PROJECTED takes neither want_lse, head_offset "
+                                     "nor queries in F8_E4M3")
+
+
 def rotations_of(spec: ModelSpec, rotations: Any, rows: int) -> Optional[npt.NDArray[np.float32]]:
     """The rotations of a step of `rows` rows, checked; None without them."""
     if rotations is None:
