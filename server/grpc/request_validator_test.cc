@@ -165,7 +165,7 @@ TEST(RequestValidatorTest, Attend) {
        [](M* m, uint64_t v) { m->set_head_offset(static_cast<uint32_t>(v)); }},
   };
   EXPECT_GT(RunTable<M>(good, rows, parse), 40);
-  for (const int value : {-1, 3, 4, 15, 2147483647, std::numeric_limits<int>::min()}) {
+  for (const int value : {-1, 3, 4, 5, 15, 2147483647, std::numeric_limits<int>::min()}) {
     for (const char* field : {"attend.q_dtype", "attend.o_dtype", "attend.profile"}) {
       M bad = good;
       if (value == 3 && std::string(field) == "attend.q_dtype") continue;  // F8_E4M3
@@ -173,6 +173,7 @@ TEST(RequestValidatorTest, Attend) {
       if (std::string(field) == "attend.o_dtype") bad.set_o_dtype(static_cast<v1::DType>(value));
       if (std::string(field) == "attend.profile") {
         if (value == 3) continue;  // APPEND_ONLY
+        if (value == 4) continue;  // PROJECTED, which the model does not have
         bad.set_profile(static_cast<v1::Profile>(value));
       }
       EXPECT_EQ(parse(bad).code(), absl::StatusCode::kInvalidArgument) << field << value;

@@ -354,7 +354,7 @@ class LocalReference(Service):
                 o = hidden_rows(model, args.layer, o)
             o = o if self._exact or args.o_dtype == DType.F32 else bf16.round_to_bf16(o)
             if args.out is not None and args.out.o is not None:
-                target = args.out.o.reshape(o.shape)
+                target = args.out.o if args.out.o.shape == o.shape else args.out.o[:, 0]
                 wire.encode_into(target, o)
                 o = target
                 if args.want_lse and args.out.lse is not None:
