@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Tuple
+import itertools
+from typing import Any, Iterable, Tuple
 
 import torch
 
@@ -105,9 +106,11 @@ def register(service: Service, model: Any, layers: Layers, model_id: str, kv_for
     weights, so that workers of the same checkpoint share a model."""
     weights = weights_of(layers.in_order(), lambda module: pair_of(module, layers.geometry))
     if not model_id:
-        model_id = id_of(model.config.model_type, map(weights, range(len(layers))))
+        uploaded: Iterable[Pair] = map(weights, range(len(layers)))
         if layers.geometry.q_lora_rank:
-            model_id += "-projected"
+            uploaded = itertools.chain(uploaded, (projections_of(module, layers.geometry)
+                                                  for module in layers.in_order()))
+        model_id = id_of(model.config.model_type, uploaded)
     sparse = {}
     if model.config.model_type in SPARSE_TYPES:
         sparse = {"attention": "sparse_v32", "top_k": model.config.index_topk}
