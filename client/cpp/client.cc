@@ -373,12 +373,13 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
 }
 
 absl::StatusOr<v1::ProbeReply> Client::Probe(const std::string& model_id,
-                                             const v1::Prefix& prefix) {
+                                             const v1::Prefix& prefix, int64_t timeout_ms) {
   v1::ProbeRequest request;
   request.set_model_id(model_id);
   *request.mutable_prefix() = prefix;
   return impl_->Unary<v1::ProbeReply>(
-      [&](auto* context, auto* reply) { return impl_->sequences->Probe(context, request, reply); });
+      [&](auto* context, auto* reply) { return impl_->sequences->Probe(context, request, reply); },
+      Millis(timeout_ms > 0 ? timeout_ms - impl_->options.call_timeout_ms : 0));
 }
 
 absl::StatusOr<v1::MatchReply> Client::MatchSequence(const v1::MatchRequest& request) {

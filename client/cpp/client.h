@@ -182,8 +182,9 @@ class Client final {
                                         v1::PrefixMatch* match = nullptr);
   // Answers what a sequence with this prefix would find now, in whole pages, and how busy the
   // server is. Leaves no trace. Without a model and a prefix the answer is about the server alone.
-  // UNIMPLEMENTED from servers without the capability "probe".
-  absl::StatusOr<v1::ProbeReply> Probe(const std::string& model_id, const v1::Prefix& prefix = {});
+  // UNIMPLEMENTED from servers without the capability "probe". `timeout_ms` 0: call_timeout_ms.
+  absl::StatusOr<v1::ProbeReply> Probe(const std::string& model_id, const v1::Prefix& prefix = {},
+                                       int64_t timeout_ms = 0);
   // A sequence that is open already: opened by another client of the tenant, or handed over to this
   // server. A failure with the reason "moved" names the server that has it
   // (DetailOf(status)->peer()).

@@ -98,6 +98,8 @@ std::string Session::DeviceWarning() const {
 
 absl::Status Session::Close() { return stream_->Close(); }
 
+void Session::Cancel(const absl::Status& why) { stream_->Cancel(why); }
+
 Session::~Session() {
   if (stream_ != nullptr) Close().IgnoreError();
 }

@@ -224,6 +224,9 @@ class Session final {
   std::string DeviceWarning() const;
   // Ends the stream and aborts open steps. Returns the stream's status.
   absl::Status Close();
+  // Ends what waits for the server over gRPC, now and later, with `why`, which is an error. Rings
+  // notice by themselves that their server has ended.
+  void Cancel(const absl::Status& why);
 
  private:
   friend class Client;
