@@ -74,6 +74,8 @@ METRICS = {
     "attention_us": Metric(Better.LESS, True),
     "attend_us": Metric(Better.LESS, False),
     "kernel_us": Metric(Better.LESS, False),
+    "round_trip_us": Metric(Better.LESS, False),
+    "bytes_a_token": Metric(Better.LESS, True),
     "steps": Metric(Better.COUNT, True),
     "copies": Metric(Better.COUNT, True),
     "sleeps": Metric(Better.COUNT, True),

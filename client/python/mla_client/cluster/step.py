@@ -113,8 +113,9 @@ class _Shapes(NamedTuple):
                                          Optional[npt.NDArray]]:
         if self.out is not None:
             o = self.out.o
-            return o if self.o is None or o is None else o.reshape(len(o), *self.o), \
-                self.out.lse, None
+            if o is not None and self.o is not None and o.ndim > 1 + len(self.o):
+                o = o[:, 0]  # buffers of PROJECTED have one head
+            return o, self.out.lse, None
         return (None if self.o is None else np.empty((rows, *self.o), np.float32),
                 None if self.heads is None else np.empty((rows, self.heads), np.float32),
                 np.empty((rows, self.top_k), np.int32) if self.top_k else None)

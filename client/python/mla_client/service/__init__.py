@@ -63,9 +63,9 @@ class Service(abc.ABC):
     def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
                 w_uv: npt.NDArray) -> WeightsStatus: ...
 
-    @abc.abstractmethod
     def _upload_projected(self, spec: ModelSpec, layer: int, head_begin: int,
-                          weights: projected.ProjectedWeights) -> WeightsStatus: ...
+                          weights: projected.ProjectedWeights) -> WeightsStatus:
+        raise errors.Unimplemented("model.rope_layout: this service does not make queries")
 
     @abc.abstractmethod
     def _open(self, model_id: str, request_id: str, lease_ms: int,
