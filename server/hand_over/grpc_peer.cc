@@ -174,8 +174,8 @@ PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendPa
   v1::ImportRequest message;
   *message.mutable_target() = target;
   bool open = call.Write(message);
-  const absl::Status sent = send([&](const v1::PagesPart& part) {
-    *message.mutable_part() = part;
+  const absl::Status sent = send([&](v1::PagesPart& part) {
+    message.mutable_part()->Swap(&part);
     open = open && call.Write(message);
     if (open) return absl::OkStatus();
     return MakeError(absl::StatusCode::kCancelled, "the peer has ended the call",

@@ -20,7 +20,8 @@ namespace mla::server {
 // Size of sent chunks: any client accepts messages of this size.
 inline constexpr int64_t kSentChunkBytes = int64_t{1} << 20;
 
-using PartSink = std::function<absl::Status(const v1::PagesPart&)>;
+// Takes a part. It may change the part or take its contents.
+using PartSink = std::function<absl::Status(v1::PagesPart&)>;
 // Returns the next part, or null after the last one. The caller may change the part.
 using PartSource = std::function<absl::StatusOr<v1::PagesPart*>()>;
 

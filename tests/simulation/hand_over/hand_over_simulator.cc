@@ -389,8 +389,10 @@ bool HandOverSimulator::Drain(int from) {
   Peer* const way = peer.get();
   SimServer& here = *servers_[static_cast<size_t>(from)];
   SimServer& there = *servers_[static_cast<size_t>(target)];
+  std::vector<std::unique_ptr<server::HandOverPeer>> streams;
+  streams.push_back(std::move(peer));
   const auto connected = server::HandOver::Connect(
-      {&here.engine(), &here.counters(), here.boot_id(), there.address()}, std::move(peer));
+      {&here.engine(), &here.counters(), here.boot_id(), there.address()}, std::move(streams));
   if (!connected.ok()) {
     if (DetailOf(connected.status()).reason != "peer_unreachable") {
       Fail(absl::StrCat("Connect: ", connected.status().ToString()));
