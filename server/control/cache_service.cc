@@ -91,7 +91,8 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       scheduler::ImportArgs args;
       UploadReader reader(context, in, idle_);
       uint64_t attempt = 0;
-      absl::Status status = ReadHead(who, &reader, &args, &attempt);
+      DigestKind digests = DigestKind::kSha256;
+      absl::Status status = ReadHead(who, &reader, &args, &attempt, &digests);
       if (!status.ok()) return status;
       v1::ImportRequest message;
       const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
@@ -105,8 +106,8 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
         return RefuseField("message", "target", "parts after the header", "order");
       };
       uint64_t bytes = 0;
-      const auto ended =
-          RunImport(rpc_.engine, *rpc_.abandoned, args, attempt, chunk_bytes_, next, &bytes);
+      const auto ended = RunImport(rpc_.engine, *rpc_.abandoned, args, attempt, chunk_bytes_, next,
+                                   &bytes, digests);
       if (!ended.ok()) return ended.status();
       if (args.tenant != who.tenant || args.restored_id != 0) {
         Log(LogLevel::kInfo, "taken_over",
@@ -165,7 +166,8 @@ absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
 }
 
 absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
-                                    scheduler::ImportArgs* args, uint64_t* attempt) {
+                                    scheduler::ImportArgs* args, uint64_t* attempt,
+                                    DigestKind* digests) {
   v1::ImportRequest message;
   absl::StatusOr<bool> read = in->Read(&message);
   if (!read.ok()) return read.status();
@@ -183,6 +185,7 @@ absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
     return RefuseField("part.header", "nothing", "the first part", "missing");
   }
   status = ParseHeader(message.part().header(), rpc_.engine->limits(), &args->tags);
+  *digests = DigestsOf(message.part().header().version());
   if (!status.ok() || !registers) return status;
   return RegisterFor(*args, message.part().header());
 }

@@ -21,6 +21,8 @@ using std::chrono::milliseconds;
 constexpr auto kLeastPause = milliseconds(10);
 constexpr auto kMostPause = milliseconds(160);
 constexpr char kCapability[] = "hand_over";
+// Of a server that takes digests of XXH3, since the versions after 0.1.0.
+constexpr char kXxh3Capability[] = "pages_xxh3";
 
 absl::Status RefusePeer(absl::StatusCode code, const std::string& address, const std::string& why,
                         const std::string& limit, const std::string& reason) {
@@ -31,6 +33,11 @@ absl::Status RefusePeer(absl::StatusCode code, const std::string& address, const
 absl::Status Stopped() {
   return MakeError(absl::StatusCode::kCancelled, "the drain has ended before its turn",
                    {.reason = "stopped"});
+}
+
+bool Has(const v1::GetServerInfoReply& info, absl::string_view capability) {
+  const auto& tokens = info.capabilities();
+  return std::find(tokens.begin(), tokens.end(), capability) != tokens.end();
 }
 
 // Attempts must have different numbers, even if different servers make them.
@@ -93,12 +100,13 @@ absl::Status HandOver::CheckPeer() {
                       "it does not say which start it is of", "a server with a boot id",
                       "peer_failed");
   }
-  const auto& tokens = info.capabilities();
-  if (std::find(tokens.begin(), tokens.end(), kCapability) == tokens.end()) {
+  if (!Has(info, kCapability)) {
     return RefusePeer(absl::StatusCode::kUnimplemented, address(), "it takes no sequences",
                       "a server with the capability hand_over", "peer_too_old");
   }
   peer_boot_id_ = info.boot_id();
+  // TLS authenticates the bytes, so the digests are only for damage.
+  if (Has(info, kXxh3Capability)) digests_ = DigestKind::kXxh3;
   const absl::Status status = peer_->CheckOperator();
   if (status.ok()) return status;
   return RefusePeer(status.code(), address(), std::string(status.message()),
@@ -267,10 +275,13 @@ absl::Status HandOver::Import(const TenantSequence& sequence, const scheduler::M
   target.set_attempt(NewAttempt());
   uint64_t bytes = 0;
   const PeerImport import = peer_->Import(target, [&](const PartSink& sink) {
-    return SendPages(engine_, sequence.tenant, pages, [&](const v1::PagesPart& part) {
-      bytes += part.chunk().payload().size();
-      return sink(part);
-    });
+    return SendPages(
+        engine_, sequence.tenant, pages,
+        [&](const v1::PagesPart& part) {
+          bytes += part.chunk().payload().size();
+          return sink(part);
+        },
+        digests_);
   });
   *refused = import.refused;
   absl::Status status = import.status;

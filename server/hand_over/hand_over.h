@@ -37,6 +37,7 @@
 #include "scheduler/engine.h"
 #include "server/hand_over/peer.h"
 #include "server/metrics/stats_table.h"
+#include "server/pages/page_digest.h"
 
 namespace mla::server {
 
@@ -100,7 +101,8 @@ class HandOver final {
   const HandOverOptions options_;
   scheduler::Engine* const engine_;
   const std::unique_ptr<HandOverPeer> peer_;
-  std::optional<uint64_t> peer_boot_id_;  // absent: not asked yet
+  std::optional<uint64_t> peer_boot_id_;      // absent: not asked yet
+  DigestKind digests_ = DigestKind::kSha256;  // what the peer takes
   std::atomic<bool> done_{false};
   Mutex mutex_;
   CondVar changed_;
