@@ -131,7 +131,8 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       scheduler::ImportArgs args;
       UploadReader reader(context, in, idle_);
       uint64_t attempt = 0;
-      absl::Status status = ReadHead(who, &reader, &args, &attempt);
+      DigestKind digests = DigestKind::kSha256;
+      absl::Status status = ReadHead(who, &reader, &args, &attempt, &digests);
       if (!status.ok()) return status;
       v1::ImportRequest message;
       const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
@@ -145,7 +146,7 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       };
       uint64_t bytes = 0;
       MLA_ASSIGN_OR_RETURN(const auto ended, RunImport(rpc_.engine, *rpc_.abandoned, args, attempt,
-                                                       chunk_bytes_, next, &bytes));
+                                                       chunk_bytes_, next, &bytes, digests));
       if (args.tenant != who.tenant || args.restored_id != 0) {
         Log(LogLevel::kInfo, "taken_over",
             {{"operator", who.tenant}, {"tenant", args.tenant}, {"sequence", ended.id}});
@@ -203,7 +204,8 @@ absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
 }
 
 absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
-                                    scheduler::ImportArgs* args, uint64_t* attempt) {
+                                    scheduler::ImportArgs* args, uint64_t* attempt,
+                                    DigestKind* digests) {
   v1::ImportRequest message;
   absl::StatusOr<bool> read = in->Read(&message);
   if (!read.ok()) return read.status();
@@ -221,6 +223,7 @@ absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
     return RefuseField("part.header", "nothing", "the first part", "missing");
   }
   status = ParseHeader(message.part().header(), rpc_.engine->limits(), &args->tags);
+  *digests = DigestsOf(message.part().header().version());
   if (!status.ok() || !registers) return status;
   return RegisterFor(*args, message.part().header());
 }

@@ -23,6 +23,8 @@ using std::chrono::milliseconds;
 constexpr auto kLeastPause = milliseconds(10);
 constexpr auto kMostPause = milliseconds(160);
 constexpr char kCapability[] = "hand_over";
+// Of a server that takes digests of XXH3, since the versions after 0.1.0.
+constexpr char kXxh3Capability[] = "pages_xxh3";
 
 absl::Status RefusePeer(absl::StatusCode code, const std::string& address, const std::string& why,
                         const std::string& limit, const std::string& reason) {
@@ -39,6 +41,11 @@ absl::Status Stopped() {
 bool TooManyCalls(const absl::Status& status) {
   const std::string& reason = DetailOf(status).reason;
   return reason == "too_many_uploads" || reason == "too_many_calls";
+}
+
+bool Has(const v1::GetServerInfoReply& info, absl::string_view capability) {
+  const auto& tokens = info.capabilities();
+  return std::find(tokens.begin(), tokens.end(), capability) != tokens.end();
 }
 
 // The counter of sequences that stay for this reason, which is one of this server's own.
@@ -100,12 +107,13 @@ absl::Status HandOver::CheckPeer() {
                       "it does not say which start it is of", "a server with a boot id",
                       "peer_failed");
   }
-  const auto& tokens = info.capabilities();
-  if (std::find(tokens.begin(), tokens.end(), kCapability) == tokens.end()) {
+  if (!Has(info, kCapability)) {
     return RefusePeer(absl::StatusCode::kUnimplemented, address(), "it takes no sequences",
                       "a server with the capability hand_over", "peer_too_old");
   }
   peer_boot_id_ = info.boot_id();
+  // TLS authenticates the bytes, so the digests are only for damage.
+  if (Has(info, kXxh3Capability)) digests_ = DigestKind::kXxh3;
   const absl::Status status = peer.CheckOperator();
   if (status.ok()) return status;
   return RefusePeer(status.code(), address(), std::string(status.message()),
@@ -301,10 +309,13 @@ absl::Status HandOver::Import(HandOverPeer& peer, const TenantSequence& sequence
   target.set_attempt(RandomNumber());
   uint64_t bytes = 0;
   const PeerImport import = peer.Import(target, [&](const PartSink& sink) {
-    return SendPages(engine_, sequence.tenant, pages, [&](v1::PagesPart& part) {
-      bytes += part.chunk().payload().size();
-      return sink(part);
-    });
+    return SendPages(
+        engine_, sequence.tenant, pages,
+        [&](v1::PagesPart& part) {
+          bytes += part.chunk().payload().size();
+          return sink(part);
+        },
+        digests_);
   });
   *refused = import.refused;
   absl::Status status = import.status;

@@ -42,6 +42,7 @@
 #include "scheduler/engine.h"
 #include "server/hand_over/peer.h"
 #include "server/metrics/stats_table.h"
+#include "server/pages/page_digest.h"
 
 namespace mla::server {
 
@@ -121,7 +122,8 @@ class HandOver final {
   scheduler::Engine* const engine_;
   std::vector<Stream> streams_;
   size_t streams_left_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::optional<uint64_t> peer_boot_id_;  // absent: not asked yet
+  std::optional<uint64_t> peer_boot_id_;      // absent: not asked yet
+  DigestKind digests_ = DigestKind::kSha256;  // what the peer takes
   std::atomic<bool> done_{false};
   Mutex mutex_;
   CondVar changed_;

@@ -184,13 +184,13 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
 }  // namespace
 
 absl::Status SendPages(Engine* engine, const std::string& tenant, const MovingPages& pages,
-                       const PartSink& sink) {
+                       const PartSink& sink, DigestKind kind) {
   const scheduler::PageTags& tags = pages.tags;
   const auto model = engine->FindModel(tenant, pages.model_id);
   if (model == nullptr) return absl::AbortedError("the model has gone");
-  PageDigests digests(tags);
+  PageDigests digests(tags, kind);
   v1::PagesPart part;
-  FillHeader(*model, tags, part.mutable_header());
+  FillHeader(*model, tags, part.mutable_header(), kind);
   absl::Status status = sink(part);
   const int64_t groups = GroupCount(pages);
   for (int64_t index = 0; status.ok() && index < groups; ++index) {
@@ -206,8 +206,8 @@ absl::StatusOr<scheduler::SequenceInfo> TakePages(Engine* engine, const std::str
                                                   const MovingPages& pages, int64_t chunk_bytes,
                                                   const PartSource& source,
                                                   const scheduler::SequenceState* state,
-                                                  uint64_t* bytes) {
-  PageStreamReader parts(pages, chunk_bytes);
+                                                  uint64_t* bytes, DigestKind digests) {
+  PageStreamReader parts(pages, chunk_bytes, digests);
   Brought brought;
   if (state != nullptr) brought.not_finite_from = state->not_finite_from;
   const absl::Status status = Take(engine, tenant, pages, &parts, source, &brought);

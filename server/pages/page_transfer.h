@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "mla/v1/cache.pb.h"
 #include "scheduler/engine.h"
+#include "server/pages/page_digest.h"
 
 namespace mla::server {
 
@@ -27,17 +28,16 @@ using PartSource = std::function<absl::StatusOr<v1::PagesPart*>()>;
 
 // Sends all parts of an export that has begun. If `sink` returns an error, stops and returns it.
 absl::Status SendPages(scheduler::Engine* engine, const std::string& tenant,
-                       const scheduler::MovingPages& pages, const PartSink& sink);
+                       const scheduler::MovingPages& pages, const PartSink& sink,
+                       DigestKind digests = DigestKind::kSha256);
 
 // Takes the parts after the header and ends the import that has begun, successfully or not. `state`
 // goes to Engine::EndImport, together with the rows known not to be finite. `bytes` receives the
 // bytes of all payloads.
-absl::StatusOr<scheduler::SequenceInfo> TakePages(scheduler::Engine* engine,
-                                                  const std::string& tenant,
-                                                  const scheduler::MovingPages& pages,
-                                                  int64_t chunk_bytes, const PartSource& source,
-                                                  const scheduler::SequenceState* state,
-                                                  uint64_t* bytes);
+absl::StatusOr<scheduler::SequenceInfo> TakePages(
+    scheduler::Engine* engine, const std::string& tenant, const scheduler::MovingPages& pages,
+    int64_t chunk_bytes, const PartSource& source, const scheduler::SequenceState* state,
+    uint64_t* bytes, DigestKind digests = DigestKind::kSha256);
 
 }  // namespace mla::server
 

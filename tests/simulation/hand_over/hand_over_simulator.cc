@@ -12,6 +12,7 @@
 #include "scheduler/limits.h"
 #include "scheduler/testing/engine_harness.h"
 #include "server/logging/logging.h"
+#include "server/pages/page_stream.h"
 
 namespace mla::simulation {
 namespace {
@@ -108,6 +109,9 @@ server::PeerImport HandOverSimulator::Peer::Import(const v1::ImportTarget& targe
   bool cut = false;
   const absl::Status sent = send([&](const v1::PagesPart& part) -> absl::Status {
     Between();
+    if (part.has_header() && part.header().version() != server::kPagesVersion) {
+      sim_.Fail("a peer that does not know the digests of XXH3 gets them");
+    }
     cut = cut || cancelled_ || sim_.Chance(faults_.cut) || there().boot_id() != boot_id;
     if (cut) return absl::CancelledError("the connection is cut");
     parts.push_back(part);
