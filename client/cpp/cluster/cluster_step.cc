@@ -84,8 +84,9 @@ absl::StatusOr<AttendTimes> PendingClusterAttend::WaitWhole() {
   absl::Status wrong;
   for (const auto& sent : whole->sent) {
     ClusterStep::Part& part = step_->parts_[sent->part];
-    absl::StatusOr<AttendTimes> one = part.error;
-    if (sent->attend) one = sent->attend->Wait();
+    // Without a call under way the owner had failed before.
+    const absl::StatusOr<AttendTimes> one =
+        sent->attend ? sent->attend->Wait() : absl::StatusOr<AttendTimes>(part.error);
     if (absl::IsInvalidArgument(one.status()) && part.error.ok()) {
       wrong = one.status();  // the call itself is wrong, for every owner
       continue;
