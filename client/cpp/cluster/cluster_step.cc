@@ -199,6 +199,11 @@ std::vector<std::vector<uint64_t>> ClusterStep::EntryPlaces(uint32_t layer) cons
 }
 
 absl::Status ClusterStep::CheckCall(const AttendCall& call) const {
+  for (const Part& part : parts_) {
+    if (part.step == nullptr && part.error.ok()) {
+      return absl::FailedPreconditionError("attend: the step has ended");
+    }
+  }
   const uint64_t end = uint64_t{call.row_begin} + call.row_count;
   if (end > total_rows_) {
     return RefuseValue("attend.row_begin", absl::StrCat("rows ", call.row_begin, "..", end),
