@@ -139,11 +139,34 @@ typedef struct mla_server_info {
   const char* backend;
 } mla_server_info;
 
-// `target`: "unix:PATH" or "HOST:PORT". `options` NULL: the defaults. MLA_UNAVAILABLE: no server
-// answered in time.
+// `target`: "unix:PATH" or "HOST:PORT"; or one of a cluster, as for mla_connect_cluster. `options`
+// NULL: the defaults. MLA_UNAVAILABLE: no server answered in time.
 MLA_API mla_code mla_connect(const char* target, const mla_connect_options* options,
                              mla_client** out, mla_error** error);
 MLA_API void mla_client_free(mla_client* client);
+
+// --- Clusters (docs/cluster.md). A connection to a cluster has all calls of one to a server:
+// sequences go to the server where they cost least, and a step over sequences of several servers is
+// a step on each. The info is the home's. Weights that were uploaded must stay as they are until
+// their model is unregistered, since servers get them when they get the model.
+
+typedef struct mla_cluster_options {
+  size_t struct_size;
+  const char* home;   // address of the server for sequences that share nothing; NULL: by client_id
+  uint32_t subset;    // servers that this client uses while they have room; 0: 8
+  int32_t all;        // 1: all servers, whatever `subset` says
+  int64_t keep_ms;    // how long members are used while the registry is away; 0: ten minutes
+  int32_t no_socket;  // 1: servers of this host are reached as others are
+  const char* etcd_ca;  // PEM files for etcds://; NULL: the system's authorities, no certificate
+  const char* etcd_cert;
+  const char* etcd_key;
+} mla_cluster_options;
+
+// `target`: "etcd://HOST:2379/PREFIX", "dns:///NAME:50551" or "a:50551,b:50551". `options`: of the
+// connection to each server. Both may be NULL.
+MLA_API mla_code mla_connect_cluster(const char* target, const mla_connect_options* options,
+                                     const mla_cluster_options* cluster, mla_client** out,
+                                     mla_error** error);
 // Values as of mla_connect; sends no request. `info->struct_size` must be set.
 MLA_API mla_code mla_client_server_info(const mla_client* client, mla_server_info* info,
                                         mla_error** error);
@@ -283,6 +306,32 @@ MLA_API mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* pr
                                     uint64_t first_row, mla_prefix_match* match, mla_error** error);
 MLA_API mla_code mla_sequence_truncate(mla_sequence* sequence, uint64_t length, mla_error** error);
 MLA_API mla_code mla_sequence_refresh(mla_sequence* sequence, mla_error** error);  // epoch, length
+// Of a cluster's sequence: the server that has it. "" for others. It lives until the sequence is
+// recovered or freed.
+MLA_API const char* mla_sequence_address(const mla_sequence* sequence);
+
+typedef enum mla_recovered MLA_INT_ENUM {
+  MLA_RECOVERED_ALIVE = 1,       // its server has it as before
+  MLA_RECOVERED_MOVED = 2,       // a drain has moved it
+  MLA_RECOVERED_CHECKPOINT = 3,  // from its checkpoint
+  MLA_RECOVERED_PEER = 4,        // from rows that another server had
+  MLA_RECOVERED_NONE = 5         // from nothing: all rows are to be sent again
+} mla_recovered;
+
+typedef struct mla_recovery {
+  size_t struct_size;
+  mla_recovered how;
+  uint64_t rows;  // that it has
+  uint64_t lost;  // that it had before and has not now
+} mla_recovery;
+
+// Goes on with a cluster's sequence whose server has failed, drained or restarted: the object
+// stays, its server, id, epoch and length may be others. Rows from its length on are to be sent
+// again. `prefix`, which may be NULL, says what its rows stand for. `recovery` may be NULL.
+// MLA_FAILED_PRECONDITION for a sequence of a single server.
+MLA_API mla_code mla_sequence_recover(mla_client* client, mla_sequence* sequence,
+                                      const mla_prefix* prefix, mla_recovery* recovery,
+                                      mla_error** error);
 // Releases its rows on the server. The object is freed whether that succeeds or not.
 MLA_API mla_code mla_sequence_release(mla_sequence* sequence, mla_error** error);
 // As mla_sequence_release, without an answer.
@@ -318,6 +367,10 @@ typedef struct mla_step_options {
   // [rope_dim / 2] and then sines; and how many numbers these are. NULL and 0: none.
   const float* rotations;
   size_t rotation_count;
+  // Of a cluster: 1: if some servers fail and others do not, calls succeed, and
+  // mla_step_sequence_status tells whose rows are NaN and stay uncommitted. 0: such calls are
+  // MLA_ABORTED with the reason "owners_failed", once for each failure.
+  int32_t partial;
 } mla_step_options;
 
 // One layer of a step, or some of its rows or heads. Tensors are row-major; kv, q and o begin with
@@ -380,6 +433,9 @@ MLA_API mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times,
 // sequences. It stays to be freed.
 MLA_API mla_code mla_step_end(mla_step* step, const uint32_t* committed, mla_error** error);
 MLA_API mla_code mla_step_abort(mla_step* step, mla_error** error);
+// Of a cluster: MLA_OK if the server of the step's sequence at this place has not failed, else its
+// error.
+MLA_API mla_code mla_step_sequence_status(const mla_step* step, size_t place, mla_error** error);
 // Aborts a step that has not ended.
 MLA_API void mla_step_free(mla_step* step);
 

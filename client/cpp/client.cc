@@ -372,8 +372,8 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
   return Sequence(this, reply->sequence());
 }
 
-absl::StatusOr<v1::ProbeReply> Client::Probe(const std::string& model_id,
-                                             const v1::Prefix& prefix, int64_t timeout_ms) {
+absl::StatusOr<v1::ProbeReply> Client::Probe(const std::string& model_id, const v1::Prefix& prefix,
+                                             int64_t timeout_ms) {
   v1::ProbeRequest request;
   request.set_model_id(model_id);
   *request.mutable_prefix() = prefix;

@@ -23,7 +23,7 @@ using std::chrono::milliseconds;
 constexpr auto kLeastPause = milliseconds(10);
 constexpr auto kMostPause = milliseconds(160);
 constexpr char kCapability[] = "hand_over";
-// Of a server that takes digests of XXH3, since the versions after 0.1.0.
+// A server with this capability takes version 3 of the page-group format. Release 0.1.0 lacks it.
 constexpr char kXxh3Capability[] = "pages_xxh3";
 
 absl::Status RefusePeer(absl::StatusCode code, const std::string& address, const std::string& why,
@@ -284,7 +284,11 @@ std::optional<v1::HandedOver> HandOver::Move(Stream& stream, const TenantSequenc
   }
   // The address may lead to another server by now.
   v1::GetServerInfoReply info;
-  if (absl::Status same = Ask(peer, &info); !same.ok()) return kept(same);
+  if (absl::Status same = Ask(peer, &info); !same.ok()) {
+    // The name may lead to several servers, of which another stream has the right one.
+    if (!Stopping() && EndStream(stream)) return std::nullopt;
+    return kept(same);
+  }
   Recall(peer);
   const scheduler::ExportArgs rows = {
       sequence.tenant,  sequence.info.id, sequence.info.epoch, 0, sequence.info.length,

@@ -16,7 +16,8 @@
 // sequence, because the address may lead to another server by then.
 //
 // A peer that admits fewer calls than there are streams gets fewer: a stream whose call it refuses
-// for this reason ends, and its sequence goes with another one.
+// for this reason ends, and its sequence goes with another one. The same holds for a stream that
+// reaches the peer no more.
 //
 // Threading: a thread of its own runs between Start and Stop, and has helpers, one for each further
 // stream; call the methods from one thread at a time.
@@ -86,7 +87,7 @@ class HandOver final {
   // A way to the peer. Used by one thread at a time, except that any thread may cancel its calls.
   struct Stream {
     std::unique_ptr<HandOverPeer> peer;
-    bool ended = false;  // the peer admits no call of it next to the others'
+    bool ended = false;  // it reaches the peer no more, or not next to the others
   };
 
   HandOver(HandOverOptions options, std::vector<std::unique_ptr<HandOverPeer>> streams);
@@ -98,8 +99,7 @@ class HandOver final {
                            const v1::ImportReply& reply) const;
   // Tries the untried sequences that may move now; returns true if it tried any.
   bool Pass();
-  // Tries one. Returns false if it stays untried, because it is in a step or the peer admits no
-  // further call of the stream.
+  // Tries one. Returns false if it stays untried, because it is in a step or the stream has ended.
   bool Try(Stream& stream, const scheduler::TenantSequence& listed, std::atomic<bool>* any);
   // Updates the remaining sequences and removes closed ones; one call of the engine for each
   // tenant.
@@ -108,7 +108,7 @@ class HandOver final {
                                             std::vector<scheduler::SequenceId> ids);
   // Ends the stream if others are left. Returns false if it is the last one.
   bool EndStream(Stream& stream);
-  // Returns nothing if the peer admitted no call of the stream, which has ended then.
+  // Returns nothing if the stream has ended instead.
   std::optional<v1::HandedOver> Move(Stream& stream, const scheduler::TenantSequence& sequence);
   absl::Status Import(HandOverPeer& peer, const scheduler::TenantSequence& sequence,
                       const scheduler::MovingPages& pages, bool* refused);

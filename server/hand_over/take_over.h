@@ -16,7 +16,7 @@ namespace mla::server {
 
 // Runs BeginImport, all parts after the header, and the end of the import, successful or not.
 // CANCELLED if another server has given up this try (`attempt` is not 0). `bytes` receives the
-// bytes of all payloads. `digests`: those of the header's version.
+// bytes of all payloads. `digests` is the kind that the header's version has.
 absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
                                                   const AbandonedImports& abandoned,
                                                   const scheduler::ImportArgs& args,

@@ -84,8 +84,9 @@ absl::StatusOr<AttendTimes> PendingClusterAttend::WaitWhole() {
   absl::Status wrong;
   for (const auto& sent : whole->sent) {
     ClusterStep::Part& part = step_->parts_[sent->part];
-    absl::StatusOr<AttendTimes> one = part.error;
-    if (sent->attend) one = sent->attend->Wait();
+    // Without a call under way the owner had failed before.
+    const absl::StatusOr<AttendTimes> one =
+        sent->attend ? sent->attend->Wait() : absl::StatusOr<AttendTimes>(part.error);
     if (absl::IsInvalidArgument(one.status()) && part.error.ok()) {
       wrong = one.status();  // the call itself is wrong, for every owner
       continue;
@@ -198,6 +199,11 @@ std::vector<std::vector<uint64_t>> ClusterStep::EntryPlaces(uint32_t layer) cons
 }
 
 absl::Status ClusterStep::CheckCall(const AttendCall& call) const {
+  for (const Part& part : parts_) {
+    if (part.step == nullptr && part.error.ok()) {
+      return absl::FailedPreconditionError("attend: the step has ended");
+    }
+  }
   const uint64_t end = uint64_t{call.row_begin} + call.row_count;
   if (end > total_rows_) {
     return RefuseValue("attend.row_begin", absl::StrCat("rows ", call.row_begin, "..", end),
