@@ -231,12 +231,8 @@ void Server::Parts::MakeServices() {
   admin_options.drain = &*drain;
   if (tls != nullptr) {
     admin_options.connect_peer = [this](const std::string& address) {
-      std::vector<std::unique_ptr<HandOverPeer>> streams;
-      for (size_t i = 0; i < kHandOverStreams; ++i) {
-        streams.push_back(std::make_unique<GrpcHandOverPeer>(*tls, address));
-      }
       return HandOver::Connect({engine.get(), &metrics.hand_overs(), boot_id, address},
-                               std::move(streams));
+                               GrpcStreams(*tls, address));
     };
   }
   admin_options.exit = [this] {

@@ -17,6 +17,7 @@
 #include "proto/wire/calls/stream_call.h"
 #include "proto/wire/grpc_tuning.h"
 #include "server/grpc/grpc_status.h"
+#include "server/hand_over/hand_over.h"
 
 namespace mla::server {
 namespace {
@@ -203,6 +204,15 @@ absl::StatusOr<uint32_t> GrpcHandOverPeer::Recall(const v1::EvictSequencesReques
   const grpc::Status status = admin_->EvictSequences(&context, request, &reply);
   MLA_RETURN_IF_ERROR(StatusOf(status, context, &refused));
   return reply.evicted();
+}
+
+std::vector<std::unique_ptr<HandOverPeer>> GrpcStreams(const TlsFiles& tls,
+                                                       const std::string& address) {
+  std::vector<std::unique_ptr<HandOverPeer>> streams;
+  for (size_t i = 0; i < kHandOverStreams; ++i) {
+    streams.push_back(std::make_unique<GrpcHandOverPeer>(tls, address));
+  }
+  return streams;
 }
 
 }  // namespace mla::server
