@@ -3,7 +3,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "client/c/client_handles.h"
+#include "client/c/connection.h"
 #include "client/c/handles.h"
 
 namespace mla::capi {

@@ -6,7 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "client/c/client_handles.h"
+#include "client/c/connection.h"
 #include "client/c/handles.h"
 #include "client/c/version.h"
 #include "client/cpp/cluster/targets.h"

@@ -33,7 +33,6 @@
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
 #include "client/cpp/client.h"
-#include "client/cpp/cluster/marks.h"
 #include "client/cpp/cluster/members.h"
 #include "client/cpp/cluster/owners.h"
 #include "client/cpp/cluster/placement.h"

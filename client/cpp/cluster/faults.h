@@ -50,6 +50,9 @@ inline bool IsReplaced(const absl::Status& status) {
   return reason == "server_restarted" || reason == "another_server";
 }
 
+// An error without a detail is the transport's own: the stream is of no use any more.
+inline bool BreaksSession(const absl::Status& status) { return !status.ok() && !DetailOf(status); }
+
 }  // namespace mla::client
 
 #endif  // MLA_CLIENT_CPP_CLUSTER_FAULTS_H_

@@ -1,4 +1,5 @@
-// The servers that a cluster's client uses: their connections and models, and what they said last.
+// The servers that a cluster's client uses: their connections and models, what they said last, and
+// who had a conversation.
 //
 // A connection lives as long as anything uses it: sequences, sessions and steps hold it. It is
 // dropped when its server is given up: what waits for the server then ends at once, and a later use
@@ -9,9 +10,15 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <future>
+#include <list>
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <system_error>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -47,6 +54,48 @@ struct ModelRecord {
   // By what they are about: a repeat takes the place of the one before.
   std::map<std::string, std::function<absl::Status(Client*)>> uploads ABSL_GUARDED_BY(mutex);
 };
+
+inline constexpr size_t kMostMarks = size_t{1} << 17;
+inline constexpr size_t kMarkRows = 1024;             // rows between two marks
+inline constexpr size_t kMarkNames = kMarkRows / 64;  // of pages that are named
+
+// Marks of the first kMarkRows rows, of twice as many, and so on; of a shorter prefix one of all.
+std::vector<std::string> MarksOf(std::string_view model_id, const v1::Prefix& prefix);
+
+// Which server had a conversation last, by what its rows stand for. Bounded: the conversations that
+// were remembered longest ago go first.
+class Marks final {
+ public:
+  explicit Marks(size_t most = kMostMarks) : most_(most) {}
+
+  // Rows that begin so are at `address` now.
+  void Remember(std::string_view model_id, const v1::Prefix& prefix, const std::string& address);
+  // The server that had the longest beginning; "": none is known.
+  std::string Recall(std::string_view model_id, const v1::Prefix& prefix);
+
+ private:
+  using Order = std::list<std::pair<std::string, std::string>>;  // mark and address, oldest first
+
+  const size_t most_;
+  Mutex mutex_;
+  Order order_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_map<std::string, Order::iterator> places_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Calls `act` for each number below `count` at the same time: the servers are independent.
+template <typename Act>
+void ForEachAtOnce(size_t count, const Act& act) {
+  std::vector<std::future<void>> others;
+  for (size_t i = 1; i < count; ++i) {
+    try {
+      others.push_back(std::async(std::launch::async, [&act, i] { act(i); }));
+    } catch (const std::system_error&) {
+      act(i);  // there is no thread for it
+    }
+  }
+  if (count > 0) act(0);
+  for (std::future<void>& one : others) one.wait();
+}
 
 class Connection;
 

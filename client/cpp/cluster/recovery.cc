@@ -1,6 +1,7 @@
-// The part of ClusterClient that goes on with a sequence whose server has failed.
+// The part of ClusterClient that finds a sequence, and goes on with one whose server has failed.
 #include <algorithm>
 #include <deque>
+#include <thread>
 #include <utility>
 
 #include "client/cpp/cluster/cluster_client.h"
@@ -74,6 +75,41 @@ class PartsQueue final {
 };
 
 }  // namespace
+
+absl::StatusOr<ClusterSequence> ClusterClient::AttachAt(const std::string& address,
+                                                        ModelRecord* model, uint64_t id) {
+  auto connection = WithModel(address, model);
+  if (!connection.ok()) return connection.status();
+  auto attached = (*connection)->client()->Attach(id);
+  if (!attached.ok()) {
+    owners_->At(address)->Failed(attached.status());
+    return attached.status();
+  }
+  return ClusterSequence(*connection, *std::move(attached), model->spec.model_id());
+}
+
+absl::StatusOr<ClusterSequence> ClusterClient::Attach(const std::string& model_id, uint64_t id) {
+  const auto model = FindModel(model_id);
+  if (!model.ok()) return model.status();
+  const auto members = members_->All();
+  if (!members.ok()) return members.status();
+  owners_->Know(*members);
+  absl::Status last = WithReason(absl::StatusCode::kNotFound,
+                                 "no server of the cluster has the sequence", "sequence_not_found");
+  for (const Member& member : *members) {
+    if (!owners_->At(member.address())->well()) continue;
+    auto found = AttachAt(member.address(), model->get(), id);
+    if (found.ok()) return found;
+    const auto detail = DetailOf(found.status());
+    if (detail && detail->reason() == "moved") {
+      found = AttachAt(detail->peer(), model->get(), id);
+      if (found.ok()) return found;
+    }
+    if (!IsAway(found.status()) && !absl::IsNotFound(found.status())) return found.status();
+    if (absl::IsNotFound(found.status())) last = found.status();
+  }
+  return last;
+}
 
 absl::StatusOr<Recovery> ClusterClient::Recover(ClusterSequence* sequence,
                                                 const v1::Prefix& prefix) {

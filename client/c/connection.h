@@ -1,8 +1,8 @@
 // Defines the opaque types of connections, to one server or to a cluster. Both have the same calls.
 //
 // Ownership and threading: as mla_client.h says.
-#ifndef MLA_CLIENT_C_CLIENT_HANDLES_H_
-#define MLA_CLIENT_C_CLIENT_HANDLES_H_
+#ifndef MLA_CLIENT_C_CONNECTION_H_
+#define MLA_CLIENT_C_CONNECTION_H_
 
 #include <cstddef>
 #include <memory>
@@ -80,4 +80,4 @@ absl::Status ConnectCluster(const char* target, const mla_connect_options* optio
 
 }  // namespace mla::capi
 
-#endif  // MLA_CLIENT_C_CLIENT_HANDLES_H_
+#endif  // MLA_CLIENT_C_CONNECTION_H_
