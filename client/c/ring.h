@@ -1,8 +1,8 @@
 // The opaque types of mla_ring.h.
 //
 // Ownership and threading: as mla_ring.h says.
-#ifndef MLA_CLIENT_C_RING_HANDLES_H_
-#define MLA_CLIENT_C_RING_HANDLES_H_
+#ifndef MLA_CLIENT_C_RING_H_
+#define MLA_CLIENT_C_RING_H_
 
 #include <cstdint>
 #include <memory>
@@ -24,4 +24,4 @@ struct mla_request {
   std::string reply;
 };
 
-#endif  // MLA_CLIENT_C_RING_HANDLES_H_
+#endif  // MLA_CLIENT_C_RING_H_
