@@ -252,7 +252,8 @@ MLA_API mla_code mla_register_model(mla_client* client, const mla_model* model,
 MLA_API mla_code mla_upload_weights(mla_client* client, const char* model_id,
                                     const mla_weights* weights, size_t count, int32_t* complete,
                                     mla_error** error);
-// As above, for W_UQ and W_O, which MLA_PROFILE_PROJECTED needs in addition.
+// As above, for W_UQ and W_O, which MLA_PROFILE_PROJECTED needs in addition. Of a cluster, the
+// sequences of a step of this profile must be on one server.
 MLA_API mla_code mla_upload_projected(mla_client* client, const char* model_id,
                                       const mla_projected_weights* weights, int32_t* complete,
                                       mla_error** error);

@@ -1,11 +1,14 @@
 // Weights of the PROJECTED profile.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "client/c/connection.h"
 #include "client/c/handles.h"
 
 namespace mla::capi {
@@ -101,7 +104,7 @@ absl::Status UploadProjected(mla_client* client, const char* model_id,
         nullptr, weights.w_o_scales == nullptr ? "weights.w_o_scales" : "weights.w_uq_scales");
   }
   if (!status.ok()) return status;
-  const auto spec = client->client->RegisteredModel(model_id);
+  const auto spec = client->With([&](auto* one) { return one->RegisteredModel(model_id); });
   if (!spec.ok()) return spec.status();
   const uint32_t heads = spec->geometry().num_heads();
   // The library reads the scales of these heads before the server has seen the call.
@@ -112,10 +115,26 @@ absl::Status UploadProjected(mla_client* client, const char* model_id,
         spec->q_lora_rank() == 0 ? "a model with q_lora_rank" : "heads of the model, at least 1",
         std::to_string(weights.head_begin) + " + " + std::to_string(weights.head_count));
   }
-  ProjectedSource chunks(*spec, client->client->info().limits().weight_chunk_bytes(), weights);
-  const auto reply = client->client->UploadWeights(model_id, [&chunks] { return chunks.Next(); });
-  if (reply.ok() && complete != nullptr) *complete = reply->complete() ? 1 : 0;
-  return reply.status();
+  const auto all = std::make_shared<std::atomic<int32_t>>(0);
+  const auto send = [all, id = std::string(model_id), spec = *spec,
+                     weights](client::Client* server) {
+    ProjectedSource chunks(spec, server->info().limits().weight_chunk_bytes(), weights);
+    const auto reply = server->UploadWeights(id, [&chunks] { return chunks.Next(); });
+    if (reply.ok()) *all = reply->complete() ? 1 : 0;
+    return reply.status();
+  };
+  if (client->cluster == nullptr) {
+    status = send(client->client.get());
+  } else {
+    // Servers that get the model later are sent the same tensors.
+    status = client->cluster->Upload(model_id,
+                                     "projected weights " + std::to_string(weights.layer) + ":" +
+                                         std::to_string(weights.head_begin) + "+" +
+                                         std::to_string(weights.head_count),
+                                     send);
+  }
+  if (status.ok() && complete != nullptr) *complete = *all;
+  return status;
 }
 
 }  // namespace

@@ -96,6 +96,9 @@ absl::StatusOr<std::unique_ptr<ClusterStep>> ClusterSession::Begin(
   for (int turn = 0; turn <= kMostMoves; ++turn) {
     step->parts_ = PartsOf(rows);
     BeginOptions own = options.step;
+    if (!own.rotations.empty() && step->parts_.size() > 1) {
+      return RefuseValue("step.rotations", "sequences of several servers", "of one server");
+    }
     if (own.step_id == 0 && step->parts_.size() > 1) {
       const MutexLock lock(client_->mutex_);
       own.step_id = client_->random_() >> 1 | 1;
