@@ -34,6 +34,8 @@ CallForms FormsOf(const AttendCall& call, const v1::ModelSpec& model) {
   if (queries && call.q_dtype == v1::DTYPE_F8_E4M3) {
     const uint64_t codes = call.num_heads * q_dim;
     forms.q = {codes, Fp8QueryBytes(model, call.profile, call.num_heads) - codes};
+  } else if (call.profile == v1::PROFILE_PROJECTED) {
+    forms.q.bytes = model.q_lora_rank() * in;
   } else if (queries) {
     forms.q.bytes = call.num_heads * q_dim * in;
   }
@@ -43,7 +45,8 @@ CallForms FormsOf(const AttendCall& call, const v1::ModelSpec& model) {
   }
   if (queries) {
     const uint64_t o_dim = expanded ? geometry.v_dim() : model.window() > 0 ? row : latent;
-    forms.o = call.num_heads * o_dim * out;
+    const bool hidden = call.profile == v1::PROFILE_PROJECTED;
+    forms.o = (hidden ? model.hidden_size() : call.num_heads * o_dim) * out;
     forms.lse = call.lse != nullptr ? call.num_heads * sizeof(float) : 0;
   }
   return forms;
