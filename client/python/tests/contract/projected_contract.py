@@ -25,6 +25,8 @@ def rotated(query, rotation, layout):
 class ProjectedContract:
     """Tests for a class with `service`, as ServiceContract is."""
 
+    projected_steps = ((9, DType.BF16), (1, DType.BF16), (1, DType.F32))  # rows, and their type
+
     def projected_spec(self, rope_layout="halves", **fields):
         geometry = Geometry(HEADS, LORA, ROPE, NOPE, V, q_lora_rank=Q_LORA, hidden_size=HIDDEN)
         return ModelSpec("p-" + secrets.token_hex(4), geometry, LAYERS, SCALE, 4,
@@ -88,7 +90,7 @@ class ProjectedContract:
                 self.upload_projected(model, weights)
                 with model.open_sequence() as sequence:
                     seen = [np.zeros((0, LORA + ROPE), np.float32)] * LAYERS
-                    for rows, dtype in ((9, DType.BF16), (1, DType.BF16), (1, DType.F32)):
+                    for rows, dtype in self.projected_steps:
                         worst = self.projected_step(sequence, weights, rng, seen, rows, layout,
                                                     dtype=dtype, o_dtype=dtype)
                         self.assertLess(worst, BF16_DISTANCE)
