@@ -307,8 +307,8 @@ MLA_API mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* pr
                                     uint64_t first_row, mla_prefix_match* match, mla_error** error);
 MLA_API mla_code mla_sequence_truncate(mla_sequence* sequence, uint64_t length, mla_error** error);
 MLA_API mla_code mla_sequence_refresh(mla_sequence* sequence, mla_error** error);  // epoch, length
-// Of a cluster's sequence: the server that has it. "" for others. It lives until the sequence is
-// recovered or freed.
+// Address of the server that has a cluster's sequence; "" for sequences of one server. It lives
+// until the sequence is recovered or freed.
 MLA_API const char* mla_sequence_address(const mla_sequence* sequence);
 
 typedef enum mla_recovered MLA_INT_ENUM {
@@ -368,7 +368,7 @@ typedef struct mla_step_options {
   // [rope_dim / 2] and then sines; and how many numbers these are. NULL and 0: none.
   const float* rotations;
   size_t rotation_count;
-  // Of a cluster: 1: if some servers fail and others do not, calls succeed, and
+  // For steps of a cluster. 1: if some servers fail and others do not, calls succeed, and
   // mla_step_sequence_status tells whose rows are NaN and stay uncommitted. 0: such calls are
   // MLA_ABORTED with the reason "owners_failed", once for each failure.
   int32_t partial;
@@ -434,8 +434,8 @@ MLA_API mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times,
 // sequences. It stays to be freed.
 MLA_API mla_code mla_step_end(mla_step* step, const uint32_t* committed, mla_error** error);
 MLA_API mla_code mla_step_abort(mla_step* step, mla_error** error);
-// Of a cluster: MLA_OK if the server of the step's sequence at this place has not failed, else its
-// error.
+// For steps of a cluster: MLA_OK if the server of the step's sequence at this place has not failed,
+// else its error.
 MLA_API mla_code mla_step_sequence_status(const mla_step* step, size_t place, mla_error** error);
 // Aborts a step that has not ended.
 MLA_API void mla_step_free(mla_step* step);

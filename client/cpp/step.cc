@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "client/cpp/row_bytes.h"
 #include "client/cpp/session.h"
 #include "client/cpp/streams/errors.h"
 #include "client/cpp/streams/step_stream.h"
@@ -15,9 +16,6 @@ namespace {
 
 // More than the header bytes of any message.
 constexpr uint64_t kHeaderBytes = 1024;
-
-// Element size of non-fp8 tensors; tensors sent together with fp8 are bf16.
-uint64_t ElementSize(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
 
 wire::Fp8Tensor QueryVectors(const v1::Geometry& geometry, v1::Profile profile) {
   const auto latent = static_cast<int32_t>(geometry.kv_lora_rank());
@@ -61,21 +59,6 @@ std::vector<std::byte> SliceFp8(const wire::Fp8Tensor& whole, const void* sent, 
   return slice;
 }
 
-bool HasFp8Kv(const AttendCall& call) {
-  return call.kv != nullptr && call.kv_row_dtype == v1::DTYPE_F8_E4M3;
-}
-
-bool HasFp8Queries(const AttendCall& call) {
-  return call.q_dtype == v1::DTYPE_F8_E4M3 && call.profile != v1::PROFILE_APPEND_ONLY;
-}
-
-// Bytes of one row in each tensor of a call.
-struct RowBytes {
-  uint64_t kv = 0, q = 0, lists = 0, o = 0, lse = 0, chosen = 0;
-  uint64_t in() const { return kv + q + lists; }
-  uint64_t out() const { return o + lse + chosen; }
-};
-
 // Entries of the longest list.
 uint64_t LongestList(const AttendCall& call) {
   if (call.lists.entries == nullptr || call.lists.width > 0) return call.lists.width;
@@ -117,32 +100,6 @@ std::vector<int32_t> ListsOf(const AttendCall& call, uint32_t first, uint32_t co
   attend->set_list_entries(fixed ? lists.width
                                  : static_cast<uint32_t>(begin(first + count) - begin(first)));
   return sent;
-}
-
-RowBytes RowBytesOf(const AttendCall& call, const v1::ModelSpec& model) {
-  const v1::Geometry& geometry = model.geometry();
-  const uint64_t q_element = ElementSize(call.q_dtype), o_element = ElementSize(call.o_dtype);
-  const uint64_t row = uint64_t{geometry.kv_lora_rank()} + geometry.rope_dim();
-  RowBytes bytes;
-  if (call.kv != nullptr) bytes.kv = (row + model.index_dim()) * q_element;
-  if (call.index_inputs != nullptr) {
-    bytes.lists = model.index_heads() * (model.index_dim() * q_element + sizeof(float));
-    if (call.chosen != nullptr) bytes.chosen = model.top_k() * sizeof(int32_t);
-  }
-  if (call.lse != nullptr) bytes.lse = call.num_heads * sizeof(float);
-  if (call.profile == v1::PROFILE_ABSORBED) {
-    bytes.q = call.num_heads * row * q_element;
-    bytes.o = call.num_heads * (model.window() > 0 ? row : geometry.kv_lora_rank()) * o_element;
-  } else if (call.profile == v1::PROFILE_PROJECTED) {
-    bytes.q = model.q_lora_rank() * q_element;
-    bytes.o = model.hidden_size() * o_element;
-  } else if (call.profile == v1::PROFILE_EXPANDED) {
-    bytes.q = call.num_heads * (uint64_t{geometry.nope_dim()} + geometry.rope_dim()) * q_element;
-    bytes.o = uint64_t{call.num_heads} * geometry.v_dim() * o_element;
-  }
-  if (HasFp8Kv(call)) bytes.kv = Fp8RowBytes(model, 1);
-  if (HasFp8Queries(call)) bytes.q = Fp8QueryBytes(model, call.profile, call.num_heads);
-  return bytes;
 }
 
 // Divides the rows into as few messages of `room` bytes as possible, of equal size, so that the

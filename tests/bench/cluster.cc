@@ -1,5 +1,5 @@
-// What the cluster's client costs: for each attend of a step with one owner, and for opening a
-// sequence with a prefix among eight servers.
+// Measures the cost of the cluster's client: for each attend of a step with one owner, and for
+// opening a sequence with a prefix among eight servers.
 //
 // A call that the library refuses before it sends anything shows the client's own time without that
 // of a server and of the system. Calls that are answered are compared as well; the two kinds of

@@ -360,8 +360,8 @@ bool ClusterClient::GoesHome(const Turn& turn) const {
   return !turn.key && turn.last.empty() && Has(Bounded(turn.addresses, turn.fills), turn.home);
 }
 
-// First the servers that were asked and can take it, the cheapest first; then others in the order
-// of the prefix's hash; then those that had no room a moment ago.
+// The servers that were asked and can take the sequence come first, the cheapest at the front.
+// Others follow in the order of the prefix's hash. Servers without room a moment ago come last.
 std::vector<Choice> ClusterClient::Choices(const Turn& turn, const v1::Prefix& prefix) {
   std::vector<std::string> addresses = turn.addresses;
   if (GoesHome(turn)) std::erase(addresses, turn.home);  // it was tried

@@ -43,7 +43,7 @@ namespace mla::client {
 
 class ClusterSession;
 
-// Servers that are tried for a new sequence, those that were probed among them.
+// Servers that are tried for a new sequence, including the probed ones.
 inline constexpr size_t kMostTried = 16;
 // A server that has left the registry, or whose sequence is to be recovered, has so long to answer.
 inline constexpr double kGoneSeconds = 1.0;

@@ -151,7 +151,7 @@ class ClusterSession final {
   absl::StatusOr<std::unique_ptr<ClusterStep>> Begin(const std::string& model_id,
                                                      const std::vector<ClusterRows>& rows,
                                                      const ClusterBeginOptions& options = {});
-  // Of the session with the home, which is opened if it is not yet; as Session's.
+  // As Session's, for the session with the home. They open that session if needed.
   std::string_view transport();
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);

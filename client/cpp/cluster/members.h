@@ -59,7 +59,7 @@ class MemberList final {
   MemberList(Read read, OnGone on_gone, MemberListOptions options = {});
   ~MemberList() { Close(); }
 
-  // Reads from now on, in a thread that ends with Close. RESOURCE_EXHAUSTED: there is no thread.
+  // Starts a thread that reads until Close. RESOURCE_EXHAUSTED: the process has no more threads.
   absl::Status Start();
   // Asks the registry once; its error if it did not answer.
   absl::Status Refresh();

@@ -72,7 +72,7 @@ std::vector<std::string> PartsOf(const v1::Prefix& prefix) {
   }
   const auto count = static_cast<size_t>(prefix.token_ids_size());
   const size_t whole = count / kMarkRows * kMarkRows;
-  // What is left over is another one with the next turn.
+  // Rows after the last whole mark change with the next turn.
   for (size_t begin = 0; begin < (whole > 0 ? whole : count); begin += kMarkRows) {
     const size_t rows = std::min(kMarkRows, count - begin);
     parts.emplace_back(reinterpret_cast<const char*>(prefix.token_ids().data() + begin),

@@ -90,7 +90,7 @@ void ForEachAtOnce(size_t count, const Act& act) {
     try {
       others.push_back(std::async(std::launch::async, [&act, i] { act(i); }));
     } catch (const std::system_error&) {
-      act(i);  // there is no thread for it
+      act(i);  // the process has no more threads
     }
   }
   if (count > 0) act(0);

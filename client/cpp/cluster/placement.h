@@ -38,8 +38,8 @@ inline constexpr int kKeyRows = 256;
 inline constexpr size_t kPageNameBytes = 16;
 inline constexpr double kImpossible = std::numeric_limits<double>::infinity();
 
-// What placement compares, in seconds. The defaults fit DeepSeek-V3 on one GPU. Only their ratios
-// matter.
+// Costs that placement compares, in seconds. The defaults fit DeepSeek-V3 on one GPU. Only their
+// ratios matter.
 struct Costs {
   double prefill_row_s = 100e-6;  // of a row that is computed again, in the worker and here
   double host_row_s = 4e-6;       // of a row that comes back from host memory

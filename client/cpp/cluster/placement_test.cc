@@ -46,7 +46,7 @@ Words Servers(int count) {
   return addresses;
 }
 
-// What this client makes of a line of the golden file.
+// The result of this client for a line of the golden file.
 std::string Made(const Words& line) {
   if (line[0] == "key") {
     v1::Prefix prefix;
@@ -126,7 +126,7 @@ TEST(PlacementTest, AsksTheLastOwnerTwoByHashAndTheEmptierOfTwo) {
     others.insert(asked[3]);
   }
   EXPECT_GT(others.size(), 4u);
-  // Of the two that are left, the emptier one.
+  // The emptier one of the two that are left.
   const Words four(order.begin(), order.begin() + 5);
   const Fills fills = {{order[3], 0.04}, {order[2], 0.03}};
   for (int i = 0; i < 20; ++i) {

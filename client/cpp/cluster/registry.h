@@ -1,4 +1,4 @@
-// Where members are written down: etcd, the name service, or nowhere (a list that stays).
+// Reads the members of a cluster: from etcd, from the name service, or from a list that stays.
 //
 // Calls are UNAVAILABLE (reason "registry_away") if the registry does not answer within a short
 // time; the members' list serves until it does. Threading: any thread.

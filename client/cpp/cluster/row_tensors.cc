@@ -2,11 +2,10 @@
 
 #include <cstring>
 
+#include "client/cpp/row_bytes.h"
+
 namespace mla::client {
 namespace {
-
-// Tensors sent together with 8-bit ones are bf16.
-uint64_t ElementBytes(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
 
 void CopyRows(const std::byte* tensor, uint64_t row_bytes, std::span<const uint32_t> places,
               std::vector<std::byte>* copy) {
@@ -20,34 +19,26 @@ void CopyRows(const std::byte* tensor, uint64_t row_bytes, std::span<const uint3
 
 CallForms FormsOf(const AttendCall& call, const v1::ModelSpec& model) {
   const v1::Geometry& geometry = model.geometry();
-  const uint64_t in = ElementBytes(call.q_dtype), out = ElementBytes(call.o_dtype);
-  const uint64_t latent = geometry.kv_lora_rank(), row = latent + geometry.rope_dim();
-  const bool expanded = call.profile == v1::PROFILE_EXPANDED;
-  const bool queries = call.profile != v1::PROFILE_APPEND_ONLY;
-  const uint64_t q_dim = expanded ? uint64_t{geometry.nope_dim()} + geometry.rope_dim() : row;
+  const RowBytes row = RowBytesOf(call, model);
   CallForms forms;
-  if (call.kv != nullptr) {
-    const uint64_t dim = row + model.index_dim();
-    forms.kv.bytes = dim * in;
-    if (call.kv_row_dtype == v1::DTYPE_F8_E4M3) forms.kv = {dim, Fp8RowBytes(model, 1) - dim};
+  forms.kv.bytes = row.kv;
+  forms.q.bytes = row.q;
+  forms.index_inputs.bytes = row.lists;
+  forms.o = row.o;
+  forms.lse = call.profile == v1::PROFILE_APPEND_ONLY ? 0 : row.lse;
+  forms.chosen = row.chosen;
+  // A code is a byte, and the scales follow all codes.
+  const uint64_t latent_row = uint64_t{geometry.kv_lora_rank()} + geometry.rope_dim();
+  if (HasFp8Kv(call)) {
+    const uint64_t codes = latent_row + model.index_dim();
+    forms.kv = {codes, row.kv - codes};
   }
-  if (queries && call.q_dtype == v1::DTYPE_F8_E4M3) {
-    const uint64_t codes = call.num_heads * q_dim;
-    forms.q = {codes, Fp8QueryBytes(model, call.profile, call.num_heads) - codes};
-  } else if (call.profile == v1::PROFILE_PROJECTED) {
-    forms.q.bytes = model.q_lora_rank() * in;
-  } else if (queries) {
-    forms.q.bytes = call.num_heads * q_dim * in;
-  }
-  if (call.index_inputs != nullptr) {
-    forms.index_inputs.bytes = model.index_heads() * (model.index_dim() * in + sizeof(float));
-    forms.chosen = call.chosen != nullptr ? model.top_k() * sizeof(int32_t) : 0;
-  }
-  if (queries) {
-    const uint64_t o_dim = expanded ? geometry.v_dim() : model.window() > 0 ? row : latent;
-    const bool hidden = call.profile == v1::PROFILE_PROJECTED;
-    forms.o = (hidden ? model.hidden_size() : call.num_heads * o_dim) * out;
-    forms.lse = call.lse != nullptr ? call.num_heads * sizeof(float) : 0;
+  if (HasFp8Queries(call)) {
+    const bool expanded = call.profile == v1::PROFILE_EXPANDED;
+    const uint64_t codes =
+        call.num_heads *
+        (expanded ? uint64_t{geometry.nope_dim()} + geometry.rope_dim() : latent_row);
+    forms.q = {codes, row.q - codes};
   }
   return forms;
 }

@@ -83,7 +83,7 @@ class Etcd final {
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(5));
     return etcdserverpb::KV::NewStub(channel_)->Put(&context, request, &reply).ok();
   }
-  // As `announce` does. A member that drains, or a value that is no member, has left for new ones.
+  // As `announce` does. New sequences avoid members that drain, and values that name none.
   void Announce(const std::string& name, const std::string& address, bool draining = false) {
     EXPECT_TRUE(
         Put("fleet/servers/" + name, absl::StrCat(R"({"address":")", address, R"(","draining":)",
@@ -201,7 +201,7 @@ TEST_F(EtcdTest, AStepDoesNotWaitForAMemberThatHasGoneSilent) {
   b.Signal(SIGCONT);
 }
 
-TEST_F(EtcdTest, ATombstoneLeadsToTheSequenceOnceItsServerHasEnded) {
+TEST_F(EtcdTest, ATombstoneThatLeadsNowhereLeavesTheOtherWays) {
   Etcd etcd;
   auto a = std::make_unique<TestServer>();
   TestServer b;

@@ -157,7 +157,7 @@ ProjectedWorker::ProjectedWorker(client::Client* client, const ProjectedDims& di
 
 absl::Status ProjectedWorker::Upload(bool fp8) {
   std::vector<client::WeightsChunk> chunks = ChunksOf(dims_.dims, weights_.up);
-  // Of some heads each, if these weights are exact. The blocks of 8-bit weights span heads.
+  // Chunks of exact weights have some heads each. Blocks of 8-bit weights span heads.
   const int heads = dims_.dims.heads, cut = fp8 ? heads : std::max(1, heads / 3);
   for (int head = 0; head < heads; head += cut) {
     for (auto& chunk : ProjectedChunks(dims_, head, std::min(heads, head + cut), fp8, &weights_)) {

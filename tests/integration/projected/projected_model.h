@@ -39,7 +39,7 @@ struct Fp8Matrix {
   size_t block_columns() const { return (columns + 127) / 128; }
   float ScaleOf(size_t r, size_t c) const { return scales[r / 128 * block_columns() + c / 128]; }
 };
-// Quantizes a matrix and replaces its values by those that the codes stand for.
+// Quantizes a matrix and replaces its values by the values of the codes.
 Fp8Matrix Quantize(size_t rows, size_t columns, std::mt19937_64* random,
                    std::vector<uint16_t>* values);
 

@@ -283,7 +283,7 @@ TEST_F(ProjectedRefusalTest, RotationsOfTheWrongSizeOrModel) {
             absl::StatusCode::kInvalidArgument);
 }
 
-// What is not finite in a row makes this row NaN, and other rows stay as they are.
+// A value that is not finite makes its row NaN, and other rows stay as they are.
 TEST_F(ProjectedRefusalTest, QueriesThatAreNotFinite) {
   ASSERT_EQ(worker_.Upload(false), absl::OkStatus());
   ProjectedTrack track = *worker_.Open();
