@@ -101,15 +101,16 @@ absl::Status Engine::Submit(StreamRequest* request) {
                      {.reason = "stopped", .retry_after_ms = 1000});
   }
   MLA_RETURN_IF_ERROR(impl_->AnyThread().answers().Admit(request));
-  request->engine.arrival_ns = impl_->clock_->Now();
+  const MonotonicNanos now = impl_->clock_->Now();
+  request->engine.arrival_ns = now;
   if (request->handed_back == HandedBack::kNo) {
-    request->engine.first_arrival_ns = request->engine.arrival_ns;
+    request->engine.first_arrival_ns = now;
   }
   // The request may be answered from Push on, so it is read before.
   const bool leave = request->leave_launch;
   const Submitter* const submitter = request->submitter;
   impl_->inbox_.Push(request);
-  if (impl_->options_.dedicated_thread) impl_->RunInline(leave, submitter);
+  if (impl_->options_.dedicated_thread) impl_->RunInline(leave, submitter, now);
   return absl::OkStatus();
 }
 

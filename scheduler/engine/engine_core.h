@@ -79,8 +79,8 @@ class EngineCore final {
   // Any thread may read it. NoteLoad brings it up to date; only the engine role may call that.
   const EngineLoad& load() const { return load_; }
   void NoteLoad() {
-    const kvcache::KvCacheStats cache = cache_->stats();
-    load_.NotePool(cache.bytes_total, cache.bytes_total - cache.bytes_used, cache.bytes_cached);
+    const kvcache::PoolBytes bytes = cache_->bytes();
+    load_.NotePool(bytes.total, bytes.total - bytes.used, bytes.cached);
   }
 
  private:

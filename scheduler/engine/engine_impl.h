@@ -99,14 +99,16 @@ class Engine::Impl {
   template <typename Fn>
   auto WithRole(Fn&& fn) {
     Role role(*this);
-    Drain();
-    if (clock_->Now() >= core_->steps().NextTick()) core_->steps().Tick();
+    const MonotonicNanos now = clock_->Now();
+    Drain(now);
+    if (now >= core_->steps().NextTick()) core_->steps().Tick();
     return fn(*core_);
   }
 
-  void Drain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
+  // Accepts all submitted requests. `now` decides whether the process was paused before them.
+  void Drain(MonotonicNanos now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
     if (options_.dedicated_thread && options_.notes_pauses) {
-      if (const int64_t paused = pauses_.Take(); paused > 0) core_->steps().NotePause(paused);
+      if (const int64_t paused = pauses_.Take(now); paused > 0) core_->steps().NotePause(paused);
     }
     StreamRequest* request = inbox_.TakeAll();
     while (request != nullptr) {
@@ -119,8 +121,8 @@ class Engine::Impl {
 
   // Runs one round of the engine; returns true if there may be more to do.
   bool Round() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
-    Drain();
     const MonotonicNanos now = clock_->Now();
+    Drain(now);
     if (now >= core_->steps().NextTick()) core_->steps().Tick();
     core_->NoteLoad();
     bool busy = core_->steps().StartLaunch();
@@ -208,8 +210,8 @@ class Engine::Impl {
   }
 
   // The submitting thread takes the role if it is free and runs small launches, unless
-  // `leave_launch` leaves them to the engine's thread.
-  void RunInline(bool leave_launch, const Submitter* submitter) {
+  // `leave_launch` leaves them to the engine's thread. `arrival` is the time of the submission.
+  void RunInline(bool leave_launch, const Submitter* submitter, MonotonicNanos arrival) {
     if (answers_.IsDelivering()) return;  // called from Done, whose caller looks again afterwards
     if (options_.inline_work <= 0 || leave_launch) return inbox_.Wake();
     bool work_left = false;
@@ -218,7 +220,7 @@ class Engine::Impl {
       work_left = false;
       {
         Role role(*this, std::adopt_lock);
-        Drain();
+        Drain(arrival);
         if (core_->steps().pending().empty()) return;
         const int64_t work = core_->steps().ReadyWork();
         const bool small = work <= options_.inline_work;

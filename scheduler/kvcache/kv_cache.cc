@@ -425,11 +425,12 @@ KvCacheStats KvCache::stats() const {
   const SlabPoolStats pool = pool_.stats();
   KvCacheStats stats;
   const auto restoring = static_cast<int64_t>(restoring_.size());
-  stats.bytes_total = pool.bytes_total;
-  stats.bytes_used = pool.bytes_used - pool.bytes_pinned - pool.bytes_cached - restoring_bytes_;
+  const PoolBytes bytes = this->bytes();
+  stats.bytes_total = bytes.total;
+  stats.bytes_used = bytes.used;
   stats.groups_used = pool.groups_used - pool.groups_pinned - pool.groups_cached - restoring;
   stats.groups_cached = pool.groups_cached;
-  stats.bytes_cached = pool.bytes_cached;
+  stats.bytes_cached = bytes.cached;
   stats.groups_free = pool.groups_free;
   stats.slabs_free = pool.slabs_free;
   stats.groups_shared = pool.groups_shared;

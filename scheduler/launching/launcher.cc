@@ -108,7 +108,7 @@ absl::Status Launcher::Submit(BatchLaunch* launch, MonotonicNanos chosen_from) {
   const MonotonicNanos begin = clock_->Now();
   launch->report.schedule_ns = begin - chosen_from;
   if (status.ok()) status = Plan(launch);
-  if (absl::IsResourceExhausted(status) && !launch->expanded.records.empty()) {
+  if (!status.ok() && absl::IsResourceExhausted(status) && !launch->expanded.records.empty()) {
     status = PlanAbsorbedAlone(launch);
   }
   launch->report.plan_ns = clock_->Now() - begin;
@@ -280,6 +280,10 @@ void Launcher::Assemble(BatchLaunch* launch) const {
       launch->absorbs.records, launch->absorbs.fragments.Of(launch->absorbs.records.size())};
   backend_launch.project = {
       key.geometry, info.latent_o_dtype, key.o_dtype, launch->projects.records, {}};
+  if (key.profile != Profile::kProjected) {
+    backend_launch.queries.records = backend_launch.hiddens.records = {};
+    return;
+  }
   // Between these and the attention, tensors have the dtypes of the client's.
   backend_launch.queries = {key.geometry, key.rope, key.q_dtype, key.q_dtype, launch->queries};
   backend_launch.hiddens = {key.geometry, key.rope, key.o_dtype, key.o_dtype, launch->hiddens};

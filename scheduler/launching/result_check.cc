@@ -317,7 +317,7 @@ void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t
 // heads are: the sum over the heads exceeds what the outputs can hold.
 void CheckHidden(StreamRequest* request, const BatchLaunch::LseRows& lse) {
   const AttendArgs& args = request->attend;
-  if (args.profile != Profile::kProjected || lse.at == nullptr || args.on_device) return;
+  if (lse.at == nullptr || args.on_device) return;
   const int64_t dim = request->engine.step->model->spec->o_row_dim(args.profile, args.num_heads);
   const int64_t bytes = dim * static_cast<int64_t>(ElementSize(args.o_dtype));
   for (int64_t row = 0; row < request->engine.rows_launched; ++row) {
@@ -371,6 +371,7 @@ void CheckResults(BatchLaunch* launch, kernels::AttentionBackend* backend) {
       JudgeRow(request, &tensors, request->engine.rows_done + at / heads, at % heads, value);
     }
   }
+  if (launch->batch.key.profile != Profile::kProjected) return;
   for (size_t i = 0; i < requests.size(); ++i) {
     if (requests[i]->engine.bad_row < 0) CheckHidden(requests[i], launch->lse[i]);
   }

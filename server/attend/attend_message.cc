@@ -80,9 +80,8 @@ void AttendMessage::PointOutputs(std::byte* memory, const wire::AttendLayout& la
   }
 }
 
-absl::Status AttendMessage::PointInto(const TensorMemory& memory, uint64_t in_offset,
-                                      uint64_t out_offset, const char* prefix) {
-  const wire::AttendLayout layout = SentLayout();
+absl::Status AttendMessage::PointInto(const TensorMemory& memory, const wire::AttendLayout& layout,
+                                      uint64_t in_offset, uint64_t out_offset, const char* prefix) {
   MLA_RETURN_IF_ERROR(memory.Check(in_offset, layout.inputs.bytes(), prefix, "in_offset"));
   MLA_RETURN_IF_ERROR(memory.Check(out_offset, layout.outputs.bytes(), prefix, "out_offset"));
   // An offset of no bytes is not checked.
@@ -96,7 +95,8 @@ absl::Status AttendMessage::PointInto(const TensorMemory& memory, uint64_t in_of
 }
 
 absl::Status AttendMessage::PointIntoDevice(const kernels::SharedDeviceMemory& memory,
-                                            uint64_t in_offset, uint64_t out_offset) {
+                                            const wire::AttendLayout& layout, uint64_t in_offset,
+                                            uint64_t out_offset) {
   if (sizes.list_bytes > 0 || sizes.lists_out_bytes > 0) {
     return RefuseField("flags", "index lists of tensors in device memory",
                        "index lists of tensors in the region");
@@ -111,7 +111,7 @@ absl::Status AttendMessage::PointIntoDevice(const kernels::SharedDeviceMemory& m
   }
   const std::span<std::byte> bytes = memory.bytes();
   attend.on_device = true;
-  return PointInto({bytes.data(), 0, bytes.size()}, in_offset, out_offset, "");
+  return PointInto({bytes.data(), 0, bytes.size()}, layout, in_offset, out_offset, "");
 }
 
 absl::Status AttendMessage::DecodeKv(const std::byte* sent, std::byte* target) {

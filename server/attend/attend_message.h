@@ -80,13 +80,14 @@ class AttendMessage final : public scheduler::StreamRequest {
   wire::AttendLayout SentLayout() const;
   StagedLayout Staged() const;
   // Points the attend at its tensors in `memory`, which must stay mapped until the attend is
-  // answered. INVALID_ARGUMENT if a tensor is not aligned or not inside. Errors name the field with
-  // `prefix` in front.
-  absl::Status PointInto(const TensorMemory& memory, uint64_t in_offset, uint64_t out_offset,
-                         const char* prefix);
+  // answered. `layout` is SentLayout(). INVALID_ARGUMENT if a tensor is not aligned or not inside.
+  // Errors name the field with `prefix` in front.
+  absl::Status PointInto(const TensorMemory& memory, const wire::AttendLayout& layout,
+                         uint64_t in_offset, uint64_t out_offset, const char* prefix);
   // As PointInto, for tensors in a region's device memory, which the client has finished writing.
   // Also INVALID_ARGUMENT for index lists and 8-bit floats, which the server has to read itself.
-  absl::Status PointIntoDevice(const kernels::SharedDeviceMemory& memory, uint64_t in_offset,
+  absl::Status PointIntoDevice(const kernels::SharedDeviceMemory& memory,
+                               const wire::AttendLayout& layout, uint64_t in_offset,
                                uint64_t out_offset);
   void PointOutputs(std::byte* memory, const wire::AttendLayout& layout);
   // Decode KV rows and queries of 8 bits from `sent` to `target`, as the attend's q_dtype says.

@@ -46,6 +46,7 @@ AttendRequestBuilder::AttendRequestBuilder(scheduler::Engine* engine, std::strin
 
 // Notes the arrival of a message of a recorded step.
 void AttendRequestBuilder::Trace(AttendMessage* message) const {
+  if (!traces_.any()) return;  // a message comes from the pool without a trace
   message->trace.step = traces_.Find(message->step_id);
   if (message->trace.on()) message->trace.received_ns = SteadyNanos();
 }

@@ -243,7 +243,7 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message, bool* stalled) 
                        absl::StrCat(is_in ? where.in_length() : where.out_length()),
                        absl::StrCat(is_in ? in : out, " bytes"), "payload_size");
   }
-  status = message->PointInto(TensorMemory::Of(*message->region), where.in_offset(),
+  status = message->PointInto(TensorMemory::Of(*message->region), layout, where.in_offset(),
                               where.out_offset(), "shared.");
   if (status.ok()) status = builder_.StageShared(shared_.pool.get(), message, stalled);
   if (!status.ok() || *stalled) return status;

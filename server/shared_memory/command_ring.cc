@@ -481,10 +481,13 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   absl::Status status = builder_.PrepareAttend(attend_, kTensorsElsewhere,
                                                std::numeric_limits<int64_t>::max(), message);
   if (!status.ok() || !message->IsSized()) return status;
+  const wire::AttendLayout layout = message->SentLayout();
   if ((entry.flags & wire::kEntryOnDevice) == 0) {
-    status = message->PointInto(TensorMemory::Of(*region_), entry.in_offset, entry.out_offset, "");
+    status = message->PointInto(TensorMemory::Of(*region_), layout, entry.in_offset,
+                                entry.out_offset, "");
   } else if (region_->device() != nullptr) {
-    status = message->PointIntoDevice(*region_->device(), entry.in_offset, entry.out_offset);
+    status =
+        message->PointIntoDevice(*region_->device(), layout, entry.in_offset, entry.out_offset);
   } else {
     status = RefuseField("flags", absl::StrCat(int{entry.flags}),
                          "without 64 on a ring without device memory");
@@ -503,7 +506,6 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   }
   if (!status.ok()) return status;
   WireCounters& counters = options_.metrics->wire();
-  const wire::AttendLayout layout = message->SentLayout();
   counters.shared_received_bytes.fetch_add(layout.inputs.bytes(), std::memory_order_relaxed);
   counters.shared_sent_bytes.fetch_add(layout.outputs.bytes(), std::memory_order_relaxed);
   return absl::OkStatus();
