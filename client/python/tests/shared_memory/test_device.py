@@ -3,6 +3,9 @@
 import ctypes
 import os
 import struct
+import subprocess
+import sys
+import textwrap
 import unittest
 
 import numpy as np
@@ -143,6 +146,38 @@ class DeviceTest(unittest.TestCase):
         self.assertIn(at, device._lent)
         managed.deleter(ctypes.pointer(managed))  # as a consumer does at its end
         self.assertNotIn(at, device._lent)
+
+    def test_a_tensor_may_outlive_the_module(self):
+        program = textwrap.dedent("""
+            import ctypes, sys, weakref
+            import numpy as np
+            from mla_client.shm import device
+
+            class Region:
+                nvidia, device = True, 0
+
+            class Consumer:  # as a tensor in a global of the main program
+                def __init__(self, array):
+                    get = ctypes.pythonapi.PyCapsule_GetPointer
+                    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+                    self.managed = get(array.__dlpack__(), b"dltensor")
+                    at = device._DlManaged.deleter.offset + self.managed
+                    self.end = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
+                        ctypes.c_void_p.from_address(at).value)
+                    self.array, self.say = weakref.ref(array), print
+
+                def __del__(self):
+                    self.end(self.managed)
+                    self.say("lent" if self.array() else "given back")
+
+            consumer = Consumer(device.DeviceArray(Region(), 4096, (2, 3), np.uint16))
+            # What refers to the main program makes Python clear it after the modules that it imports.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
+            """)
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                               timeout=60, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+        self.assertEqual((ended.returncode, ended.stdout, ended.stderr),
+                         (0, "given back\n", ""))
 
     def test_blocks(self):
         region = self.region()
