@@ -21,6 +21,7 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -28,6 +29,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
@@ -173,6 +175,16 @@ constexpr const char* kDirectedStreams[] = {
     "absorbed:32:2,767,64/4,254,16,full:8",
 };
 
+// One tile in equal pieces, over rows of 8 bits with either products: pages of different sizes,
+// contexts around a tile's end, more query rows than a first piece has keys for, and heads that do
+// not fill the last block. The first ones are launches of small blocks, the others of large ones.
+constexpr const char* kDirectedSplits[] = {
+    "absorbed:128:1,127,64:16",  "absorbed:128:1,128,1:16",   "absorbed:64:1,1300,3:24",
+    "absorbed:96:1,1023,128:16", "absorbed:16:3,700,64:16",   "absorbed:128:1,1500,64:16",
+    "absorbed:24:4,190,3:8",     "absorbed:128:1,4000,64:16", "absorbed:96:1,3601,3:20",
+    "absorbed:64:70,400,64:24",  "absorbed:128:1,5000,1:12",  "absorbed:64:2,4030,128:24",
+};
+
 constexpr kernels::Geometry kWide{1, 512, 64, 192, 256};
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
@@ -187,6 +199,20 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
   }
   for (CaseSpec& spec : SpreadPrefillCases(sampler, count / 4)) {
     if (ComputeInFp8(spec)) wanted.push_back(std::move(spec));
+  }
+}
+
+// Launches whose blocks merge the parts of 8-bit rows, in all formats and both products.
+void AddSplitCases(SamplerOptions sampler, std::vector<CaseSpec>& wanted) {
+  for (const kernels::KvFormat format :
+       {kernels::KvFormat::kFp8Row, kernels::KvFormat::kFp8Tensor}) {
+    sampler.kv_formats = {format};
+    for (size_t i = 0; !kSlow && i < std::size(kDirectedSplits); ++i) {
+      auto spec = ParseCase(sampler, 9000000 + i, kDirectedSplits[i]);
+      if (!spec.ok()) continue;
+      wanted.push_back(*spec);
+      if (ComputeInFp8(*spec)) wanted.push_back(*std::move(spec));
+    }
   }
 }
 
@@ -265,6 +291,7 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
     selected.insert(selected.end(), more.begin(), more.end());
   }
   AddSpreadCases(sampler, extent.spread, selected);
+  if (flags.arch == "sm_90") AddSplitCases(sampler, selected);
   std::vector<CaseSpec> cases;
   for (CaseSpec& spec : selected) {
     if (flags.fp8 && !ComputeInFp8(spec)) continue;
@@ -315,8 +342,10 @@ SuiteOptions Suite(const Flags& flags, const kernels::hip::HipBackendOptions& de
 }
 
 int64_t stream_launches = 0;
-void CountStreams(const char* kernel) {
+std::set<std::string> splits;  // kernels that merge parts themselves and were launched
+void CountLaunches(const char* kernel) {
   stream_launches += std::string_view(kernel).starts_with("mla_stream");
+  if (std::string_view(kernel).starts_with("mla_split")) splits.insert(kernel);
 }
 
 struct Totals {
@@ -352,7 +381,7 @@ int Main(int argc, char** argv) {
   using GetControl = fake_hip::Control* (*)();
   fake_hip::Control& control = *reinterpret_cast<GetControl>(dlsym(library, "fake_hip_control"))();
   control.arch = flags.arch.c_str();
-  control.on_launch = CountStreams;
+  control.on_launch = CountLaunches;
   kernels::hip::HipBackendOptions device = DeviceOptions(flags);
   const std::string text = "fake image for " + flags.arch + '\0';
   const std::string& image = flags.image.empty() ? text : flags.image;
@@ -385,6 +414,7 @@ int Main(int argc, char** argv) {
       std::count_if(cases.begin(), cases.end(), [](const CaseSpec& spec) { return spec.streamed; });
   std::printf("%lld streamed cases, %lld streamed launches\n", static_cast<long long>(streamed),
               static_cast<long long>(stream_launches));
+  std::printf("kernels that merge parts: %s\n", absl::StrJoin(splits, " ").c_str());
   // Kernels that fail before the first case, in moves of pages, have failed.
   if (totals.oracle_failed || totals.comparisons + totals.failures == 0) return 2;
   if (totals.failures == 0 && stream_launches < streamed) return 2;

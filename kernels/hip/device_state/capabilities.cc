@@ -171,10 +171,10 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
     traits.dealt_pieces = kStreamPieces;
     return traits;
   }
-  if (arch.spread_kv_rows > 0 && desc.attention == AttentionKind::kDense &&
-      desc.kv_format == KvFormat::kBf16) {
-    traits.small = {units, LeastRows(arch, desc.kv_format, products, desc.attention),
-                    arch.spread_kv_rows};
+  const int32_t spread =
+      desc.kv_format == KvFormat::kBf16 ? arch.spread_kv_rows : arch.spread_code_rows;
+  if (spread > 0 && desc.attention == AttentionKind::kDense) {
+    traits.small = {units, LeastRows(arch, desc.kv_format, products, desc.attention), spread};
   }
   return traits;
 }

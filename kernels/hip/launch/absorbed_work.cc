@@ -77,9 +77,6 @@ std::optional<AbsorbedWork::Split> AbsorbedWork::SplitOf(const AttentionParams& 
   const size_t chosen = ChooseAttend(arch, params.desc.kv_format, params.desc.products,
                                      params.desc.attention, packed_rows, pieces, units);
   const AttendVariant& variant = arch.attend[chosen];
-  if (!variant.Serves(params.desc.kv_format, params.desc.products, params.desc.attention)) {
-    return std::nullopt;
-  }
   const Split split{FindSplit(arch, variant), EqualPieces(plan, packed_rows), packed_rows,
                     (packed_rows + variant.rows - 1) / variant.rows};
   const bool fits = split.kernel < arch.split.size() && split.piece_rows > 0 &&

@@ -349,7 +349,7 @@ void StreamWork::AddArrivals(LaunchSlot& slot, int32_t index) {
 absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& plan) {
   const Taken& taken = taken_[static_cast<size_t>(index)];
   const AttentionParams& params = taken.launch.absorbed;
-  const SplitVariant& variant = device_->arch->stream.front();
+  const StreamVariant& variant = device_->arch->stream.front();
   auto segments = PutSegments(slot, *device_, params, taken.host_queries);
   if (!segments.ok()) return segments.status();
   auto tensors = slot.metadata().PutEach(std::span<const StreamedTensors>(taken.tensors),

@@ -16,13 +16,13 @@ namespace mla::kernels::hip {
 // changed. Copies of up to kBehind tiles run ahead of the conversion, if slots are free.
 //
 // L: the layout of shared memory.
-template <class C, class L>
+template <class C, class L, class Args = AttendArgs>
 class E4m3Copier {
  public:
   using lds_t = tile::lds_t;
   using Source = RowSource<C::kAttention>;
 
-  MLA_DEVICE E4m3Copier(const AttendArgs& a, const L& layout)
+  MLA_DEVICE E4m3Copier(const Args& a, const L& layout)
       : args(a), shared(layout), warp(tile::wave_index() & 3), lane(tile::lane_index()) {}
 
   MLA_DEVICE void copy(const Item& item) {
@@ -188,7 +188,7 @@ class E4m3Copier {
     }
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const L shared;
   const int warp, lane;
   Ring<L::kSlots> ring, finished;
