@@ -31,8 +31,7 @@ void PauseWatch::Beat() {
   if (gap > kLeastNanos) paused_ += gap;
 }
 
-int64_t PauseWatch::Take() {
-  const int64_t now = now_();
+int64_t PauseWatch::Take(int64_t now) {
   int64_t last = beat_.load();
   // The thread may come to it later than the caller does.
   while (now - last > kLeastNanos) {

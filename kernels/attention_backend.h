@@ -48,6 +48,9 @@ struct BackendNote {
   std::string text;
 };
 
+// Nanoseconds that a CPU core takes for a byte of KV rows under 128 heads.
+inline constexpr double kCoreNanosPerKvByte = 1.5;
+
 struct BackendInfo {
   std::string name;         // "reference", "cpu", "hip-gfx950", ...
   std::string description;  // one line for people
@@ -71,7 +74,12 @@ struct BackendInfo {
   bool selects = false;        // makes index lists (Launch::selects)
   int32_t index_dim = 0;       // index dim that it selects with; 0: any
   bool windows = false;        // computes on windows and entries (AttentionKind::kWindow)
+  bool projects = false;       // has Launch::queries and Launch::hiddens
   bool unified_memory = true;  // launches work on host memory in place
+  // Nanoseconds that a launch takes for a byte of KV rows which its tiles read, until launches have
+  // been measured. A rate that is far too slow cuts requests of the first launches into parts,
+  // and parts that are merged round otherwise.
+  double nanos_per_kv_byte = kCoreNanosPerKvByte;
   // Launches whose outputs together take at most this many bytes are faster with outputs, and new
   // KV rows of at most this many bytes, used in place in pinned memory (HostInput::in_place,
   // InPlace) than with copies of them. 0: always copy.
@@ -261,6 +269,16 @@ class AttentionBackend {
   // Blocking; not for the steady state.
   virtual absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                    int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
+  // W_UQ of one head [nope_dim + rope_dim, q_lora_rank], or its columns of W_O [hidden_size,
+  // v_dim], bf16 row-major; as LoadWeights. UNIMPLEMENTED unless Info().projects.
+  virtual absl::Status LoadProjected(int32_t slot, const Geometry& geometry,
+                                     const ProjectedShape& shape, ProjectedPart part, int32_t head,
+                                     const Bf16* weights) {
+    static_cast<void>(slot), static_cast<void>(geometry), static_cast<void>(shape);
+    static_cast<void>(part), static_cast<void>(head), static_cast<void>(weights);
+    return absl::UnimplementedError("the backend does not project queries");
+  }
+  // Frees all weights of the slot.
   virtual absl::Status FreeWeights(int32_t slot) = 0;
 
   // --- Launches. `slot` is in [0, launch_slots).

@@ -7,8 +7,9 @@
 #define MLA_SCHEDULER_CLOCK_H_
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
+
+#include "base/clock.h"
 
 namespace mla::scheduler {
 
@@ -23,11 +24,7 @@ class Clock {
 
 class RealClock final : public Clock {
  public:
-  MonotonicNanos Now() const override {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-  }
+  MonotonicNanos Now() const override { return SteadyNanos(); }
 };
 
 // Stands still until a test moves it.

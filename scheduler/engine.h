@@ -130,6 +130,10 @@ class Engine {
   absl::Status LoadWeights(const std::string& tenant, const std::string& id, UploadId upload,
                            int32_t layer, int32_t head_begin, int32_t head_count,
                            std::span<const std::byte> w_uk_w_uv);
+  // As above, for one head of W_UQ or W_O (AttentionBackend::LoadProjected).
+  absl::Status LoadProjected(const std::string& tenant, const std::string& id, UploadId upload,
+                             kernels::ProjectedPart part, int32_t layer, int32_t head,
+                             std::span<const kernels::Bf16> weights);
   // Starts using the chunks of a complete, verified upload. Returns the layers still incomplete.
   absl::StatusOr<std::vector<int32_t>> CommitWeights(const std::string& tenant,
                                                      const std::string& id, UploadId upload);

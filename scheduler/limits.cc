@@ -29,6 +29,7 @@ absl::Status CheckLimits(const Limits& limits) {
       {"limits.max_heads", limits.max_heads, 1, 4096},
       {"limits.max_row_dim", limits.max_row_dim, 1, 8192},
       {"limits.max_v_dim", limits.max_v_dim, 0, 8192},
+      {"limits.max_hidden_size", limits.max_hidden_size, 1, 1 << 16},
       {"limits.max_top_k", limits.max_top_k, 0, 1 << 16},
       {"limits.max_tail_bytes", limits.max_tail_bytes, 0, 1 << 30},
       {"limits.tail_bytes", limits.tail_bytes, 0, kMostKvCacheBytes},

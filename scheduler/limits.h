@@ -45,14 +45,16 @@ struct Limits {
 
   // --- Models
   int32_t max_models = 8;
-  int32_t max_layers = 128;                    // per model
-  int32_t max_heads = 128;                     // per model; sizes launch workspaces
-  int32_t max_row_dim = 576;                   // kv_lora_rank + rope_dim
-  int32_t max_v_dim = 256;                     // largest nope_dim and v_dim of the EXPANDED profile
-  int32_t max_top_k = 2048;                    // entries of one index list
-  int64_t max_tail_bytes = 16 << 20;           // per sequence
-  int64_t tail_bytes = int64_t{256} << 20;     // host memory for the tails of all sequences
-  int64_t weights_bytes = int64_t{512} << 20;  // room for W_UK and W_UV of all models, as bf16
+  int32_t max_layers = 128;           // per model
+  int32_t max_heads = 128;            // per model; sizes launch workspaces
+  int32_t max_row_dim = 576;          // kv_lora_rank + rope_dim
+  int32_t max_v_dim = 256;            // largest nope_dim and v_dim of the EXPANDED profile
+  int32_t max_hidden_size = 16384;    // q_lora_rank and hidden_size of PROJECTED
+  int32_t max_top_k = 2048;           // entries of one index list
+  int64_t max_tail_bytes = 16 << 20;  // per sequence
+  // Host memory for the tails of all sequences and the rotations of all open steps.
+  int64_t tail_bytes = int64_t{256} << 20;
+  int64_t weights_bytes = int64_t{512} << 20;  // room for the weights of all models, as bf16
 
   // --- Steps
   int32_t max_step_rows = 8192;      // rows of one step, all its sequences together

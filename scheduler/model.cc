@@ -12,6 +12,7 @@ int32_t ModelSpec::q_dim(Profile profile) const {
     case Profile::kAbsorbed:
       return geometry.absorbed_q_dim();
     case Profile::kExpanded:
+    case Profile::kProjected:
       return geometry.expanded_q_dim();
     case Profile::kAppendOnly:
       return 0;
@@ -24,11 +25,19 @@ int32_t ModelSpec::o_dim(Profile profile) const {
     case Profile::kAbsorbed:
       return windowed() ? geometry.kv_row_dim() : geometry.kv_lora_rank;
     case Profile::kExpanded:
+    case Profile::kProjected:
       return geometry.v_dim;
     case Profile::kAppendOnly:
       return 0;
   }
   return 0;
+}
+
+int64_t ModelSpec::head_weights() const {
+  const kernels::Geometry& g = geometry;
+  return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim) +
+         int64_t{projected.q_lora_rank} * g.expanded_q_dim() +
+         int64_t{projected.hidden_size} * g.v_dim;
 }
 
 std::string ModelSpec::ContentsText() const {
@@ -55,7 +64,11 @@ std::string ModelSpec::ContentsText() const {
   };
   // Written last, so that the texts of other models stay equal to those in older checkpoints.
   return absl::StrCat(absl::StrJoin(numbers, "/"), "/", absl::StrJoin(ratios, ","), "/",
-                      weights_digest, needs_sinks ? "/sinks" : "");
+                      weights_digest, needs_sinks ? "/sinks" : "",
+                      projected.present()
+                          ? absl::StrCat("/projected,", projected.q_lora_rank, ",",
+                                         projected.hidden_size, ",", static_cast<int>(rope))
+                          : "");
 }
 
 }  // namespace mla::scheduler

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/types/attention_desc.h"
+#include "kernels/types/launch.h"
 #include "kernels/types/select.h"
 #include "scheduler/request.h"
 
@@ -53,6 +54,9 @@ struct ModelSpec {
   int32_t tail_bytes = 0;  // size of a sequence's tail (Tail); 0: no tails
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
   bool needs_sinks = false;  // for kWindow: rows wait until every head of every layer has its sink
+  // For PROJECTED, which such models have in place of ABSORBED and EXPANDED; else empty and kNone.
+  kernels::ProjectedShape projected;
+  kernels::RopeLayout rope = kernels::RopeLayout::kNone;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
   // Everything except the id as text; different contents give different texts.
   std::string ContentsText() const;
@@ -61,9 +65,19 @@ struct ModelSpec {
   kernels::DType products() const {
     return fp8_compute == Fp8Compute::kOn ? kernels::DType::kFp8E4m3 : kernels::DType::kBf16;
   }
-  // Elements of one query or output head in a profile; 0 for append-only.
+  // Elements of one query or output head in a profile; 0 for append-only. Those of PROJECTED are
+  // the server's own: its rows differ.
   int32_t q_dim(Profile profile) const;
   int32_t o_dim(Profile profile) const;
+  // Elements of a row of q and of o as the client has them, of `heads` heads.
+  int64_t q_row_dim(Profile profile, int32_t heads) const {
+    return profile == Profile::kProjected ? projected.q_lora_rank : int64_t{heads} * q_dim(profile);
+  }
+  int64_t o_row_dim(Profile profile, int32_t heads) const {
+    return profile == Profile::kProjected ? projected.hidden_size : int64_t{heads} * o_dim(profile);
+  }
+  // Weights of one head of a layer: all that the model's profiles need.
+  int64_t head_weights() const;
   // Elements of a KV row as sent: the row itself, then its index key if there is an indexer.
   int32_t sent_row_dim() const { return geometry.kv_row_dim() + indexer.dim; }
 

@@ -39,12 +39,30 @@ absl::Status CheckAttendRange(const AttendRange& range, Profile profile, const M
     status = CheckRange("attend.num_heads", range.num_heads,
                         profile == Profile::kAppendOnly ? 0 : 1, heads - range.head_offset);
   }
+  if (status.ok() && profile == Profile::kProjected && range.num_heads != heads) {
+    status = RefuseField("attend.num_heads", absl::StrCat(range.num_heads),
+                         absl::StrCat(heads, ": PROFILE_PROJECTED has all heads"));
+  }
   return status;
 }
 
 absl::Status CheckAttendProfile(Profile profile, bool has_kv, const ModelSpec& model) {
   if (profile == Profile::kAppendOnly && !has_kv) {
     return RefuseField("attend.has_kv", "false", "true with PROFILE_APPEND_ONLY", "nothing_to_do");
+  }
+  const bool projected = profile == Profile::kProjected;
+  const bool computes = profile != Profile::kAppendOnly;
+  if (computes && projected != model.projected.present()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition,
+        projected ? "attend.profile: the model was registered without q_lora_rank and hidden_size"
+                  : "attend.profile: the server rotates the queries of the model (rope_owner), so "
+                    "it must make them",
+        {.field = "attend.profile",
+         .got = projected ? "PROFILE_PROJECTED" : "queries",
+         .limit = projected ? "another profile for this model"
+                            : "PROFILE_PROJECTED or PROFILE_APPEND_ONLY for this model",
+         .reason = projected ? "no_projected_profile" : "queries_projected"});
   }
   if (profile == Profile::kExpanded &&
       (model.geometry.nope_dim == 0 || model.geometry.v_dim == 0)) {

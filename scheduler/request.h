@@ -20,6 +20,7 @@
 #include "kernels/formats/dtype.h"
 #include "kernels/types/attention_desc.h"
 #include "kernels/types/input_fragments.h"
+#include "kernels/types/launch.h"
 #include "kernels/types/select.h"
 #include "kernels/types/word.h"
 
@@ -29,7 +30,12 @@ using StreamId = uint64_t;    // given by Engine::OpenStream
 using StepId = uint64_t;      // chosen by the client, unique among its tenant's open steps
 using SequenceId = uint64_t;  // random, never 0
 
-enum class Profile : uint8_t { kAbsorbed, kExpanded, kAppendOnly };
+enum class Profile : uint8_t { kAbsorbed, kExpanded, kAppendOnly, kProjected };
+
+// True for profiles whose queries are in the expanded form, as sent or as projected by the server.
+constexpr bool IsExpanded(Profile profile) {
+  return profile == Profile::kExpanded || profile == Profile::kProjected;
+}
 
 enum class RequestKind : uint8_t { kBeginStep, kAttend, kEndStep, kAbortStep };
 
@@ -46,12 +52,16 @@ inline int64_t StartOf(const StepSequenceArgs& sequence) { return sequence.start
 // refer to the positions for which its index lists were checked.
 using StepPositions = std::shared_ptr<const std::vector<StepSequenceArgs>>;
 
+struct Tail;  // scheduler/engine_types.h
+
 struct BeginStepArgs {
   std::string model_id;
   std::vector<StepSequenceArgs> sequences;
   StepPositions positions;  // the same as `sequences`; null: the transport checks no lists
   int32_t participants = 1;
   int64_t lease_ms = 0;  // 0: Limits::step_lease_ms
+  // The rotation of each row, fp32 [rows, rope_dim]; null: none.
+  std::shared_ptr<const Tail> rotations = {};
 };
 
 struct AttendArgs {
@@ -72,9 +82,10 @@ struct AttendArgs {
   // num_heads 0: the caller guarantees the sizes. kUnsized: the transport knew no such step and
   // sized nothing.
   kernels::Geometry sized_for;
-  kernels::IndexerShape sized_indexer;  // like sized_for
-  int32_t sized_window = 0;             // like sized_for
-  int32_t sized_ratio = 0;              // of the layer; like sized_for
+  kernels::IndexerShape sized_indexer;      // like sized_for
+  kernels::ProjectedShape sized_projected;  // like sized_for
+  int32_t sized_window = 0;                 // like sized_for
+  int32_t sized_ratio = 0;                  // of the layer; like sized_for
   // True if kv, q, o and lse lie in memory from AttentionBackend::AllocateShared. The client has
   // finished writing its tensors there, unless `ready` names a word.
   bool on_device = false;
@@ -89,7 +100,8 @@ struct AttendArgs {
   // them). [row_count, ModelSpec::sent_row_dim] if has_kv. For models with a window the entries
   // that these rows complete (EntriesOf) follow; each is as wide as a row.
   const std::byte* kv = nullptr;
-  const std::byte* q = nullptr;  // [row_count, num_heads, q dim] unless append-only
+  // [row_count, num_heads, q dim] unless append-only; [row_count, q_lora_rank] if projected
+  const std::byte* q = nullptr;
   // Alternatively q in pieces, if the backend reads_fragments and the request has all heads: the
   // tensor begins at byte q_fragments_offset of the joined fragments. q is null then.
   std::span<const kernels::InputFragment> q_fragments;
@@ -107,8 +119,9 @@ struct AttendArgs {
   StepPositions listed_for;
   // top_k of the model for which lists were checked and lists_out sized
   int32_t listed_top_k = 0;
-  std::byte* o = nullptr;  // [row_count, num_heads, o dim], written by the launch
-  float* lse = nullptr;    // [row_count, num_heads] if want_lse
+  // [row_count, num_heads, o dim], or [row_count, hidden_size] if projected; written by the launch
+  std::byte* o = nullptr;
+  float* lse = nullptr;  // [row_count, num_heads] if want_lse
   // [row_count, top_k] for the indexer's lists, if the client wants them
   int32_t* lists_out = nullptr;
 };
@@ -137,8 +150,6 @@ int64_t EntriesOf(const Sequences& sequences, int32_t ratio, int64_t begin, int6
   }
   return entries;
 }
-
-struct Tail;  // scheduler/engine.h
 
 struct TailArgs {
   int32_t sequence = 0;  // its place in the step

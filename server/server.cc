@@ -1,13 +1,13 @@
 #include "server/server.h"
 
-#include <sys/random.h>
-
 #include <optional>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "base/version/version.h"
 #include "proto/wire/thread_team.h"
 #include "scheduler/clock.h"
@@ -29,6 +29,7 @@
 #include "server/memory/shared_region.h"
 #include "server/metrics/metrics.h"
 #include "server/operations/ops_http.h"
+#include "server/operations/probes.h"
 #include "server/operations/status_page.h"
 #include "server/operations/status_source.h"
 #include "server/pages/checkpoint_store.h"
@@ -46,17 +47,9 @@
 namespace mla::server {
 namespace {
 
-constexpr int kHttpOk = 200;
 constexpr auto kProbePeriod = std::chrono::milliseconds(200);
 // After a drain, calls that are under way have this long before they are cancelled.
 constexpr auto kCloseGrace = std::chrono::milliseconds(200);
-
-uint64_t RandomBootId() {
-  uint64_t id = 0;
-  while (getrandom(&id, sizeof(id), 0) != static_cast<ssize_t>(sizeof(id)) || id == 0) {
-  }
-  return id;
-}
 
 // Warns if wire.quota_bytes is too small. Queries read in place lie in gRPC's memory until they are
 // computed, and staging memory bounds how many there are.
@@ -77,7 +70,7 @@ TlsStats TlsFiguresOf(const TlsFiles::Status& status) {
 // In the order of construction; destroyed in the opposite order.
 struct Server::Parts {
   ServerOptions options;
-  uint64_t boot_id = RandomBootId();
+  uint64_t boot_id = RandomNumber();
   scheduler::RealClock clock;
   ServerState state;
   LiveSettings live;
@@ -108,6 +101,7 @@ struct Server::Parts {
   std::unique_ptr<Watchdog> watchdog;
   std::shared_ptr<TlsFiles> tls;  // null: no TLS
   std::unique_ptr<StatusSource> status;
+  std::optional<Probes> probes;
   std::unique_ptr<OpsHttp> ops;
   Listeners listeners;
   std::unique_ptr<SharedMemoryListener> listener;
@@ -122,9 +116,7 @@ struct Server::Parts {
   absl::Status StartOps();
   absl::Status OpenListener();
   Services ServicesToServe();
-  HttpReply Alive() const;
   void Apply(const Config& config);
-  HttpReply Ready(const std::string& query);
   DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
 };
 
@@ -152,9 +144,8 @@ absl::Status Server::Parts::MakeTracer() {
     exporters.push_back(MakeOtlpExporter(config.otlp_target, resource));
   }
   if (!config.file.empty()) {
-    auto file = MakeJsonExporter(config.file, config.file_bytes, resource);
-    if (!file.ok()) return file.status();
-    exporters.push_back(*std::move(file));
+    MLA_ASSIGN_OR_RETURN(auto file, MakeJsonExporter(config.file, config.file_bytes, resource));
+    exporters.push_back(std::move(file));
   }
   tracer = std::make_unique<Tracer>(TracerOptions{config.sample_every, config.traces_per_s,
                                                   config.tenant_traces_per_s, config.queue_spans},
@@ -166,10 +157,9 @@ absl::Status Server::Parts::MakeEngine() {
   Config& config = options.config;
   std::unique_ptr<kernels::AttentionBackend> chosen = std::move(options.backend);
   if (chosen == nullptr) {
-    auto choice = ChooseBackend(config, options.registry);
-    if (!choice.ok()) return choice.status();
-    candidates = std::move(choice->candidates);
-    chosen = std::move(choice->backend);
+    MLA_ASSIGN_OR_RETURN(auto choice, ChooseBackend(config, options.registry));
+    candidates = std::move(choice.candidates);
+    chosen = std::move(choice.backend);
   }
   LogSelection(candidates);
   const kernels::AttentionBackend& backend = *chosen;
@@ -181,27 +171,25 @@ absl::Status Server::Parts::MakeEngine() {
        {"weights_bytes", config.limits.weights_bytes},
        {"host_bytes", bytes.host},
        {"device_bytes", bytes.device}});
-  absl::Status fits = CheckHostMemory(config, backend);
-  if (!fits.ok()) return fits;
+  MLA_RETURN_IF_ERROR(CheckHostMemory(config, backend));
   scheduler::EngineOptions engine_options;
   engine_options.limits = config.limits;
   engine_options.tenants = TenantOptionsOf(config);
   engine_options.observer = &metrics;
-  if (absl::Status opened = OpenCheckpoints(); !opened.ok()) return opened;
+  MLA_RETURN_IF_ERROR(OpenCheckpoints());
   engine_options.tier_path = config.tiers.file_path;
   engine_options.tier_threads = config.tiers.threads;
   if (checkpoints != nullptr) engine_options.prefix_secret = checkpoints->prefix_secret();
-  auto made = scheduler::Engine::Create(engine_options, std::move(chosen), &clock);
-  if (!made.ok()) return made.status();
-  engine = *std::move(made);
+  MLA_ASSIGN_OR_RETURN(engine,
+                       scheduler::Engine::Create(engine_options, std::move(chosen), &clock));
   metrics.SetTenants(engine->tenants(), config.tenants.metrics);
   metrics.SetBackend(engine->backend_info(), config.limits.kv_cache_bytes, counted_bytes);
   metrics.SetCandidates(candidates);
   WarnOfSmallQuota(config.wire, engine->backend_info());
   LogBackend(engine->backend_info());
-  auto staging = engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes));
-  if (!staging.ok()) return staging.status();
-  pool = std::make_shared<AttendMessagePool>(*std::move(staging), engine->tenants());
+  MLA_ASSIGN_OR_RETURN(auto staging,
+                       engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes)));
+  pool = std::make_shared<AttendMessagePool>(std::move(staging), engine->tenants());
   return absl::OkStatus();
 }
 
@@ -244,7 +232,7 @@ void Server::Parts::MakeServices() {
   if (tls != nullptr) {
     admin_options.connect_peer = [this](const std::string& address) {
       return HandOver::Connect({engine.get(), &metrics.hand_overs(), boot_id, address},
-                               std::make_unique<GrpcHandOverPeer>(*tls, address));
+                               GrpcStreams(*tls, address));
     };
   }
   admin_options.exit = [this] {
@@ -302,20 +290,6 @@ Services Server::Parts::ServicesToServe() {
   return services;
 }
 
-// Alive means that this process can answer, and that it may serve again. A lost device never comes
-// back to the process, and a launch that has hung for this long will most likely not end. The reply
-// then tells the supervisor to restart the server. Readiness, not this reply, says whether it
-// serves now.
-HttpReply Server::Parts::Alive() const {
-  const ServerState::Snapshot now = state.Get();
-  const std::chrono::milliseconds timeout = live.restart_after();
-  const bool hung = timeout.count() > 0 && !now.healthy &&
-                    std::chrono::steady_clock::now() - now.unhealthy_since >= timeout;
-  if (!now.lost && !hung) return {kHttpOk, "text/plain; charset=utf-8", "alive\n"};
-  return {503, "text/plain; charset=utf-8",
-          absl::StrCat("restart this server: ", now.why_unhealthy, "\n")};
-}
-
 void Server::Parts::Apply(const Config& config) {
   Config in_use = options.config;  // the sizes that were chosen at the start, too
   in_use.tenants = config.tenants;
@@ -326,33 +300,8 @@ void Server::Parts::Apply(const Config& config) {
   watchdog->SetTimeout(std::chrono::milliseconds(config.unhealthy_after_ms));
 }
 
-HttpReply Server::Parts::Ready(const std::string& query) {
-  const ServerState::Snapshot now = state.Get();
-  HttpReply reply;
-  // From then on every new connection over TLS fails.
-  const bool expired = tls != nullptr && tls->CertificateExpired();
-  reply.status = now.serving() && !expired ? 200 : 503;
-  reply.body = reply.status == 200 ? "ready\n" : "not ready\n";
-  if (query == "verbose") {
-    if (expired) absl::StrAppend(&reply.body, "tls.cert has expired\n");
-    const std::string why = tls == nullptr ? "" : tls->status().why;
-    if (!why.empty()) absl::StrAppend(&reply.body, "TLS files not in use: ", why, "\n");
-    const std::string refusal = live.refusal();
-    if (!refusal.empty()) absl::StrAppend(&reply.body, "configuration not in use: ", refusal, "\n");
-    absl::StrAppend(&reply.body, "state ", PhaseName(now.phase), " ", now.percent, "%\nengine ",
-                    now.healthy ? "healthy" : "unhealthy", "\n", now.message,
-                    now.message.empty() ? "" : "\n");
-    // During a drain the message names what the drain waits for, so the fault of the device is
-    // reported too.
-    if (now.why_unhealthy != now.message && !now.healthy) {
-      absl::StrAppend(&reply.body, now.why_unhealthy, "\n");
-    }
-    absl::StrAppend(&reply.body, UnusedGpus(candidates));
-  }
-  return reply;
-}
-
 absl::Status Server::Parts::StartOps() {
+  probes.emplace(&state, &live, tls.get(), UnusedGpus(candidates));
   const Config::Ops& config = options.config.ops;
   if (config.address.empty()) return absl::OkStatus();
   StatusSourceOptions source;
@@ -376,18 +325,16 @@ absl::Status Server::Parts::StartOps() {
     return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
                      metrics.Expose(watchdog->Stats())};
   };
-  paths["/livez"] = [this](const std::string&) { return Alive(); };
+  paths["/livez"] = [this](const std::string&) { return probes->Alive(); };
   paths["/readyz"] = [this](const std::string& query) {
     status->Note();
-    return Ready(query);
+    return probes->Ready(query);
   };
   paths["/statusz"] = [this](const std::string& query) {
     if (query == "json") return HttpReply{200, "application/json", StatusJson(status->Page())};
     return HttpReply{200, "text/html; charset=utf-8", StatusHtml(status->Page())};
   };
-  auto started = OpsHttp::Start(config.address, config.connections, std::move(paths));
-  if (!started.ok()) return started.status();
-  ops = *std::move(started);
+  MLA_ASSIGN_OR_RETURN(ops, OpsHttp::Start(config.address, config.connections, std::move(paths)));
   return absl::OkStatus();
 }
 
@@ -429,9 +376,7 @@ absl::Status Server::Parts::OpenListener() {
   listener_options.unix_tenant = options.config.listen.unix_tenant;
   listener_options.open_folder = options.config.listen.open_folder;
   listener_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
-  auto opened = SharedMemoryListener::Open(std::move(listener_options));
-  if (!opened.ok()) return opened.status();
-  listener = *std::move(opened);
+  MLA_ASSIGN_OR_RETURN(listener, SharedMemoryListener::Open(std::move(listener_options)));
   transports->Offer(listener.get());
   if (options.config.listen.socket_group.empty()) return absl::OkStatus();
   return GiveToGroup(shm_path, options.config.listen.socket_group);
@@ -465,12 +410,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   parts->live.Set(config);
   parts->shm_path = ShmSocketPath(config.shm, ServedUnixPath(config));
   if (!config.tls.cert.empty()) {
-    auto files = TlsFiles::Open(config.tls);
-    if (!files.ok()) return files.status();
-    parts->tls = *std::move(files);
+    MLA_ASSIGN_OR_RETURN(parts->tls, TlsFiles::Open(config.tls));
   }
-  if (absl::Status status = parts->MakeTracer(); !status.ok()) return status;
-  if (absl::Status status = parts->MakeEngine(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(parts->MakeTracer());
+  MLA_RETURN_IF_ERROR(parts->MakeEngine());
   parts->MakeRegions();
   parts->MakeServices();
   scheduler::Engine* const engine = parts->engine.get();
@@ -480,16 +423,16 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
       },
       &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod,
       StuckCalls{[engine] { return engine->StuckCall(); }, EndStuck});
-  if (absl::Status status = parts->StartOps(); !status.ok()) return status;
-  auto listeners =
-      Listen(config, PollingOf(config.wire, engine->backend_info()), parts->ServicesToServe());
-  if (!listeners.ok()) return listeners.status();
-  parts->listeners = *std::move(listeners);
+  MLA_RETURN_IF_ERROR(parts->StartOps());
+  MLA_ASSIGN_OR_RETURN(
+      auto listeners,
+      Listen(config, PollingOf(config.wire, engine->backend_info()), parts->ServicesToServe()));
+  parts->listeners = std::move(listeners);
   // If something fails from here on, the server must be shut down in order, because clients may
   // already have streams.
   std::unique_ptr<Server> server(new Server(std::move(parts)));
   Parts& started = *server->parts_;
-  if (absl::Status status = started.OpenListener(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(started.OpenListener());
   Log(LogLevel::kInfo, "listening",
       {{"tcp_port", started.listeners.tcp_port},
        {"unix_path", started.listeners.unix_path},
@@ -498,7 +441,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
        {"tls", config.tls.cert.empty() ? "no" : "mutual"},
        {"reflection", started.listeners.introspection ? "on" : "off"}});
   server->parts_->state.Move(Phase::kWarming, 0, "known-answer test");
-  if (absl::Status status = WarmUp(engine); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(WarmUp(engine));
   server->parts_->state.Move(Phase::kServing, 100, "");
   return server;
 }
@@ -511,7 +454,7 @@ int Server::tcp_port() const { return parts_->listeners.tcp_port; }
 int Server::ops_port() const { return parts_->ops == nullptr ? 0 : parts_->ops->port(); }
 uint64_t Server::boot_id() const { return parts_->boot_id; }
 
-bool Server::Alive() const { return parts_->Alive().status == kHttpOk; }
+bool Server::Alive() const { return parts_->probes->Alive().status == HttpReply().status; }
 
 void Server::Apply(const Config& config) { parts_->Apply(config); }
 

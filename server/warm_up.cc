@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/formats/dtype.h"
 
 namespace mla::server {
@@ -85,7 +86,7 @@ absl::Status RunStep(scheduler::Engine* engine, scheduler::StreamId stream,
   }
   begin.begin.model_id = kModel;
   begin.begin.sequences = {{sequence.id, sequence.epoch, 0, 1}};
-  if (absl::Status status = begin.Run(engine); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(begin.Run(engine));
   attend.attend.row_count = 1;
   attend.attend.num_heads = kHeads;
   attend.attend.has_kv = true;
@@ -94,7 +95,7 @@ absl::Status RunStep(scheduler::Engine* engine, scheduler::StreamId stream,
   attend.attend.q = reinterpret_cast<const std::byte*>(known->q.data());
   attend.attend.o = reinterpret_cast<std::byte*>(known->o.data());
   attend.attend.lse = known->lse.data();
-  if (absl::Status status = attend.Run(engine); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(attend.Run(engine));
   return end.Run(engine);
 }
 

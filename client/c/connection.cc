@@ -1,17 +1,23 @@
 // Connections and models.
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <span>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "client/c/connection.h"
 #include "client/c/handles.h"
 #include "client/c/version.h"
+#include "client/cpp/cluster/targets.h"
 #include "proto/wire/grpc_tuning.h"
 
 namespace mla::capi {
 namespace {
 
 constexpr uint64_t kElementBytes = 2;  // size of a weight: bf16
+
+}  // namespace
 
 absl::StatusOr<client::ClientOptions> OptionsOf(const mla_connect_options* given) {
   mla_connect_options known;
@@ -38,6 +44,8 @@ absl::StatusOr<client::ClientOptions> OptionsOf(const mla_connect_options* given
   return options;
 }
 
+namespace {
+
 v1::ModelSpec SpecOf(const mla_model& model) {
   v1::ModelSpec spec;
   spec.set_model_id(Text(model.model_id));
@@ -49,7 +57,12 @@ v1::ModelSpec SpecOf(const mla_model& model) {
   geometry->set_v_dim(model.v_dim);
   spec.set_layers(model.layers);
   spec.set_softmax_scale(model.softmax_scale);
-  spec.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  spec.set_q_lora_rank(model.q_lora_rank);
+  spec.set_hidden_size(model.hidden_size);
+  spec.set_rope_layout(static_cast<v1::RopeLayout>(model.rope_layout));
+  const bool server =
+      model.q_lora_rank > 0 || model.hidden_size > 0 || model.rope_layout != mla_rope_layout{};
+  spec.set_rope_owner(server ? v1::ROPE_OWNER_SERVER : v1::ROPE_OWNER_WORKER);
   spec.set_page_size(model.page_size);
   spec.set_kv_format(static_cast<v1::KvFormat>(model.kv_format));
   if (model.kv_format <= MLA_KV_FORMAT_BF16) spec.set_kv_dtype(v1::DTYPE_BF16);
@@ -97,6 +110,15 @@ class ChunkSource final {
   uint32_t done_ = 0;                     // heads of the first
 };
 
+absl::Status SendWeights(client::Client* server, const std::string& model_id,
+                         const v1::Geometry& geometry, std::span<const mla_weights> weights,
+                         int32_t* complete) {
+  ChunkSource chunks(geometry, server->info().limits().weight_chunk_bytes(), weights);
+  const auto reply = server->UploadWeights(model_id, [&chunks] { return chunks.Next(); });
+  if (reply.ok() && complete != nullptr) *complete = reply->complete() ? 1 : 0;
+  return reply.status();
+}
+
 absl::Status Upload(mla_client* client, const char* model_id, std::span<const mla_weights> weights,
                     int32_t* complete) {
   if (absl::Status status = CheckNotNull(model_id, "model_id"); !status.ok()) return status;
@@ -107,13 +129,28 @@ absl::Status Upload(mla_client* client, const char* model_id, std::span<const ml
       if (!status.ok()) return status;
     }
   }
-  const auto model = client->client->RegisteredModel(model_id);
+  const auto model = client->With([&](auto* one) { return one->RegisteredModel(model_id); });
   if (!model.ok()) return model.status();
-  ChunkSource chunks(model->geometry(), client->client->info().limits().weight_chunk_bytes(),
-                     weights);
-  const auto reply = client->client->UploadWeights(model_id, [&chunks] { return chunks.Next(); });
-  if (reply.ok() && complete != nullptr) *complete = reply->complete() ? 1 : 0;
-  return reply.status();
+  if (client->cluster == nullptr) {
+    return SendWeights(client->client.get(), model_id, model->geometry(), weights, complete);
+  }
+  // Servers that get the model later are sent the same tensors.
+  std::string about = "weights";
+  for (const mla_weights& one : weights) {
+    absl::StrAppend(&about, " ", one.layer, ":", one.head_begin, "+", one.head_count);
+  }
+  const auto all = std::make_shared<std::atomic<int32_t>>(0);
+  const absl::Status status = client->cluster->Upload(
+      model_id, about,
+      [all, id = std::string(model_id), geometry = model->geometry(),
+       kept = std::vector<mla_weights>(weights.begin(), weights.end())](client::Client* server) {
+        int32_t done = 0;
+        absl::Status sent = SendWeights(server, id, geometry, kept, &done);
+        if (sent.ok()) *all = done;
+        return sent;
+      });
+  if (status.ok() && complete != nullptr) *complete = *all;
+  return status;
 }
 
 absl::Status Register(mla_client* client, const mla_model* given, mla_model_info* info) {
@@ -123,8 +160,10 @@ absl::Status Register(mla_client* client, const mla_model* given, mla_model_info
     absl::Status status = CheckNotNull(model.kv_scales, "model.kv_scales");
     if (!status.ok()) return status;
   }
-  const auto reply = client->client->RegisterModel(SpecOf(model), model.lease_ms,
-                                                   {model.kv_scales, model.kv_scale_count});
+  const auto reply = client->With([&](auto* one) {
+    return one->RegisterModel(SpecOf(model), model.lease_ms,
+                              {model.kv_scales, model.kv_scale_count});
+  });
   if (!reply.ok()) return reply.status();
   mla_model_info known{};
   known.page_group_bytes = reply->page_group_bytes();
@@ -153,12 +192,17 @@ mla_code mla_connect(const char* target, const mla_connect_options* options, mla
     if (absl::Status status = CheckNotNull(out, "out"); !status.ok()) return status;
     *out = nullptr;
     if (absl::Status status = CheckNotNull(target, "target"); !status.ok()) return status;
+    if (mla::client::NamesCluster(target)) {
+      return mla::capi::ConnectCluster(target, options, nullptr, out);
+    }
     const auto known = mla::capi::OptionsOf(options);
     if (!known.ok()) return known.status();
     auto made = mla::client::Client::Connect(target, *known);
     if (!made.ok()) return made.status();
-    std::string backend = (*made)->info().backend().name();
-    *out = new mla_client{*std::move(made), std::move(backend)};
+    auto client = std::make_unique<mla_client>();
+    client->backend = (*made)->info().backend().name();
+    client->client = *std::move(made);
+    *out = client.release();
     return absl::OkStatus();
   });
 }
@@ -172,7 +216,8 @@ mla_code mla_client_server_info(const mla_client* client, mla_server_info* info,
     if (absl::Status status = mla::capi::Read(info, true, "info", &known); !status.ok()) {
       return status;
     }
-    const mla::v1::GetServerInfoReply& reply = client->client->info();
+    const mla::v1::GetServerInfoReply& reply =
+        (client->cluster != nullptr ? *client->home : *client->client).info();
     known.boot_id = reply.boot_id();
     known.message_bytes = reply.limits().message_bytes();
     known.weight_chunk_bytes = reply.limits().weight_chunk_bytes();
@@ -206,13 +251,17 @@ mla_code mla_upload_scales(mla_client* client, const char* model_id, const float
                            size_t count, mla_error** error) {
   return Guard(error, [&] {
     if (absl::Status status = CheckNotNull(model_id, "model_id"); !status.ok()) return status;
-    return client->client->UploadScales(model_id, {scales, count});
+    if (client->cluster == nullptr) return client->client->UploadScales(model_id, {scales, count});
+    return client->cluster->Upload(
+        model_id, "scales",
+        [id = std::string(model_id), kept = std::vector<float>(scales, scales + count)](
+            mla::client::Client* server) { return server->UploadScales(id, kept); });
   });
 }
 
 mla_code mla_unregister_model(mla_client* client, const char* model_id, mla_error** error) {
   return Guard(error, [&] {
     if (absl::Status status = CheckNotNull(model_id, "model_id"); !status.ok()) return status;
-    return client->client->UnregisterModel(model_id);
+    return client->With([&](auto* one) { return one->UnregisterModel(model_id); });
   });
 }

@@ -1,13 +1,10 @@
-// Defines the opaque types of mla_client.h, and conversions between C and C++.
-//
-// Ownership and threading: as mla_client.h says.
+// Conversions between C and C++.
 #ifndef MLA_CLIENT_C_HANDLES_H_
 #define MLA_CLIENT_C_HANDLES_H_
 
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <memory>
 #include <new>
 #include <string>
 #include <string_view>
@@ -16,30 +13,6 @@
 
 #include "absl/status/status.h"
 #include "client/c/mla_client.h"
-#include "client/cpp/client.h"
-#include "client/cpp/session.h"
-
-struct mla_client {
-  std::unique_ptr<mla::client::Client> client;
-  std::string backend;
-};
-
-struct mla_sequence {
-  mla::client::Sequence sequence;
-};
-
-struct mla_session {
-  std::unique_ptr<mla::client::Session> session;
-};
-
-struct mla_step {
-  std::unique_ptr<mla::client::Step> step;
-  size_t sequences = 0;
-};
-
-struct mla_pending {
-  mla::client::PendingAttend attend;
-};
 
 namespace mla::capi {
 

@@ -139,11 +139,34 @@ typedef struct mla_server_info {
   const char* backend;
 } mla_server_info;
 
-// `target`: "unix:PATH" or "HOST:PORT". `options` NULL: the defaults. MLA_UNAVAILABLE: no server
-// answered in time.
+// `target`: "unix:PATH" or "HOST:PORT"; or one of a cluster, as for mla_connect_cluster. `options`
+// NULL: the defaults. MLA_UNAVAILABLE: no server answered in time.
 MLA_API mla_code mla_connect(const char* target, const mla_connect_options* options,
                              mla_client** out, mla_error** error);
 MLA_API void mla_client_free(mla_client* client);
+
+// --- Clusters (docs/cluster.md). A connection to a cluster has all calls of one to a server:
+// sequences go to the server where they cost least, and a step over sequences of several servers is
+// a step on each. The info is the home's. Weights that were uploaded must stay as they are until
+// their model is unregistered, since servers get them when they get the model.
+
+typedef struct mla_cluster_options {
+  size_t struct_size;
+  const char* home;   // address of the server for sequences that share nothing; NULL: by client_id
+  uint32_t subset;    // servers that this client uses while they have room; 0: 8
+  int32_t all;        // 1: all servers, whatever `subset` says
+  int64_t keep_ms;    // how long members are used while the registry is away; 0: ten minutes
+  int32_t no_socket;  // 1: servers of this host are reached as others are
+  const char* etcd_ca;  // PEM files for etcds://; NULL: the system's authorities, no certificate
+  const char* etcd_cert;
+  const char* etcd_key;
+} mla_cluster_options;
+
+// `target`: "etcd://HOST:2379/PREFIX", "dns:///NAME:50551" or "a:50551,b:50551". `options`: of the
+// connection to each server. Both may be NULL.
+MLA_API mla_code mla_connect_cluster(const char* target, const mla_connect_options* options,
+                                     const mla_cluster_options* cluster, mla_client** out,
+                                     mla_error** error);
 // Values as of mla_connect; sends no request. `info->struct_size` must be set.
 MLA_API mla_code mla_client_server_info(const mla_client* client, mla_server_info* info,
                                         mla_error** error);
@@ -163,6 +186,12 @@ typedef enum mla_query_precision MLA_INT_ENUM {
   MLA_QUERY_PRECISION_SPLIT = 2
 } mla_query_precision;
 
+// Pairs of the rotated part of a query, for MLA_PROFILE_PROJECTED.
+typedef enum mla_rope_layout MLA_INT_ENUM {
+  MLA_ROPE_LAYOUT_INTERLEAVED = 1,  // elements 2 i and 2 i + 1
+  MLA_ROPE_LAYOUT_HALVES = 2        // elements i and i + rope_dim / 2
+} mla_rope_layout;
+
 typedef struct mla_model {
   size_t struct_size;
   const char* model_id;
@@ -177,6 +206,11 @@ typedef struct mla_model {
   uint32_t sparse_top_k;  // > 0: rows attend to index lists of at most this many entries
   uint32_t kv_scale_count;
   const float* kv_scales;  // for MLA_KV_FORMAT_FP8_TENSOR, one a layer; may come later
+  // For MLA_PROFILE_PROJECTED, which such models have in place of ABSORBED and EXPANDED: elements
+  // of a normed query row and of a row of hidden states, and how the server rotates queries. All
+  // three or none.
+  uint32_t q_lora_rank, hidden_size;
+  mla_rope_layout rope_layout;
 } mla_model;
 
 typedef struct mla_model_info {
@@ -195,6 +229,20 @@ typedef struct mla_weights {
   const void* w_uv;  // [head_count, kv_lora_rank, v_dim]
 } mla_weights;
 
+// Weights of MLA_PROFILE_PROJECTED of some heads of a layer, row-major: bf16, or codes of e4m3 if
+// there are scales. A scale is for a block of 128 x 128 elements of the matrix of all heads, as
+// checkpoints have it; both matrices have scales or neither.
+typedef struct mla_projected_weights {
+  size_t struct_size;
+  uint32_t layer, head_begin, head_count;
+  uint32_t reserved;
+  const void* w_uq;  // [head_count, nope_dim + rope_dim, q_lora_rank]
+  const void* w_o;   // [hidden_size, head_count, v_dim]
+  // [ceil(num_heads * (nope_dim + rope_dim) / 128), ceil(q_lora_rank / 128)], or NULL
+  const float* w_uq_scales;
+  const float* w_o_scales;  // [ceil(hidden_size / 128), ceil(num_heads * v_dim / 128)], or NULL
+} mla_projected_weights;
+
 // Repeating it with equal contents succeeds. `info` may be NULL.
 MLA_API mla_code mla_register_model(mla_client* client, const mla_model* model,
                                     mla_model_info* info, mla_error** error);
@@ -204,6 +252,11 @@ MLA_API mla_code mla_register_model(mla_client* client, const mla_model* model,
 MLA_API mla_code mla_upload_weights(mla_client* client, const char* model_id,
                                     const mla_weights* weights, size_t count, int32_t* complete,
                                     mla_error** error);
+// As above, for W_UQ and W_O, which MLA_PROFILE_PROJECTED needs in addition. Of a cluster, the
+// sequences of a step of this profile must be on one server.
+MLA_API mla_code mla_upload_projected(mla_client* client, const char* model_id,
+                                      const mla_projected_weights* weights, int32_t* complete,
+                                      mla_error** error);
 MLA_API mla_code mla_upload_scales(mla_client* client, const char* model_id, const float* scales,
                                    size_t count, mla_error** error);
 MLA_API mla_code mla_unregister_model(mla_client* client, const char* model_id, mla_error** error);
@@ -254,6 +307,32 @@ MLA_API mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* pr
                                     uint64_t first_row, mla_prefix_match* match, mla_error** error);
 MLA_API mla_code mla_sequence_truncate(mla_sequence* sequence, uint64_t length, mla_error** error);
 MLA_API mla_code mla_sequence_refresh(mla_sequence* sequence, mla_error** error);  // epoch, length
+// Address of the server that has a cluster's sequence; "" for sequences of one server. It lives
+// until the sequence is recovered or freed.
+MLA_API const char* mla_sequence_address(const mla_sequence* sequence);
+
+typedef enum mla_recovered MLA_INT_ENUM {
+  MLA_RECOVERED_ALIVE = 1,       // its server has it as before
+  MLA_RECOVERED_MOVED = 2,       // a drain has moved it
+  MLA_RECOVERED_CHECKPOINT = 3,  // from its checkpoint
+  MLA_RECOVERED_PEER = 4,        // from rows that another server had
+  MLA_RECOVERED_NONE = 5         // from nothing: all rows are to be sent again
+} mla_recovered;
+
+typedef struct mla_recovery {
+  size_t struct_size;
+  mla_recovered how;
+  uint64_t rows;  // that it has
+  uint64_t lost;  // that it had before and has not now
+} mla_recovery;
+
+// Goes on with a cluster's sequence whose server has failed, drained or restarted: the object
+// stays, its server, id, epoch and length may be others. Rows from its length on are to be sent
+// again. `prefix`, which may be NULL, says what its rows stand for. `recovery` may be NULL.
+// MLA_FAILED_PRECONDITION for a sequence of a single server.
+MLA_API mla_code mla_sequence_recover(mla_client* client, mla_sequence* sequence,
+                                      const mla_prefix* prefix, mla_recovery* recovery,
+                                      mla_error** error);
 // Releases its rows on the server. The object is freed whether that succeeds or not.
 MLA_API mla_code mla_sequence_release(mla_sequence* sequence, mla_error** error);
 // As mla_sequence_release, without an answer.
@@ -262,9 +341,11 @@ MLA_API void mla_sequence_free(mla_sequence* sequence);
 // --- Sessions and steps
 
 typedef enum mla_profile MLA_INT_ENUM {
-  MLA_PROFILE_ABSORBED = 1,    // q of kv_lora_rank + rope_dim, o of kv_lora_rank
-  MLA_PROFILE_EXPANDED = 2,    // q of nope_dim + rope_dim, o of v_dim: the server has W_UK and W_UV
-  MLA_PROFILE_APPEND_ONLY = 3  // rows alone
+  MLA_PROFILE_ABSORBED = 1,  // q of kv_lora_rank + rope_dim, o of kv_lora_rank
+  MLA_PROFILE_EXPANDED = 2,  // q of nope_dim + rope_dim, o of v_dim: the server has W_UK and W_UV
+  MLA_PROFILE_APPEND_ONLY = 3,  // rows alone
+  // q [rows, q_lora_rank], normed; o [rows, hidden_size]; all heads in one call
+  MLA_PROFILE_PROJECTED = 4
 } mla_profile;
 
 typedef enum mla_dtype MLA_INT_ENUM { MLA_DTYPE_BF16 = 1, MLA_DTYPE_F32 = 2 } mla_dtype;
@@ -283,6 +364,14 @@ typedef struct mla_step_options {
   // Header of W3C Trace Context: the span that the step belongs to. A server that records traces
   // then records the step as its child. NULL: none.
   const char* traceparent;
+  // For MLA_PROFILE_PROJECTED: the rotation of each row, [rows of the step, rope_dim], cosines
+  // [rope_dim / 2] and then sines; and how many numbers these are. NULL and 0: none.
+  const float* rotations;
+  size_t rotation_count;
+  // For steps of a cluster. 1: if some servers fail and others do not, calls succeed, and
+  // mla_step_sequence_status tells whose rows are NaN and stay uncommitted. 0: such calls are
+  // MLA_ABORTED with the reason "owners_failed", once for each failure.
+  int32_t partial;
 } mla_step_options;
 
 // One layer of a step, or some of its rows or heads. Tensors are row-major; kv, q and o begin with
@@ -295,9 +384,11 @@ typedef struct mla_attend {
   uint32_t timeout_us;         // 0: the server's
   uint32_t list_width;         // entries of every index list; 0: ragged
   const void* kv;              // [rows, kv_lora_rank + rope_dim]; NULL: another head slice has them
-  const void* q;               // [rows, num_heads, q dim]; not of APPEND_ONLY
-  void* o;                     // [rows, num_heads, o dim]; not of APPEND_ONLY
-  float* lse;                  // [rows, num_heads], base e; NULL: not wanted
+  // [rows, num_heads, q dim] and [rows, num_heads, o dim], or as PROJECTED says; not of
+  // APPEND_ONLY
+  const void* q;
+  void* o;
+  float* lse;  // [rows, num_heads], base e; NULL: not wanted
   // For sparse models: the positions that a row attends to, padded with -1. NULL: all positions
   // that the row sees.
   const int32_t* list_entries;
@@ -343,6 +434,9 @@ MLA_API mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times,
 // sequences. It stays to be freed.
 MLA_API mla_code mla_step_end(mla_step* step, const uint32_t* committed, mla_error** error);
 MLA_API mla_code mla_step_abort(mla_step* step, mla_error** error);
+// For steps of a cluster: MLA_OK if the server of the step's sequence at this place has not failed,
+// else its error.
+MLA_API mla_code mla_step_sequence_status(const mla_step* step, size_t place, mla_error** error);
 // Aborts a step that has not ended.
 MLA_API void mla_step_free(mla_step* step);
 

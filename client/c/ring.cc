@@ -12,7 +12,7 @@
 
 #include "client/c/handles.h"
 #include "client/c/mla_ring.h"
-#include "client/c/ring_handles.h"
+#include "client/c/ring.h"
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/streams/errors.h"
 

@@ -4,12 +4,22 @@
 #include <optional>
 
 #include "absl/status/statusor.h"
+#include "client/c/connection.h"
 #include "client/c/handles.h"
 
 namespace mla::capi {
 namespace {
 
 constexpr size_t kPageKeyBytes = 32;
+
+template <typename Sequence>
+absl::Status Give(absl::StatusOr<Sequence> sequence, mla_sequence** out) {
+  if (!sequence.ok()) return sequence.status();
+  *out = new mla_sequence{*std::move(sequence)};
+  return absl::OkStatus();
+}
+
+}  // namespace
 
 absl::StatusOr<v1::Prefix> PrefixOf(const mla_prefix* given) {
   mla_prefix known;
@@ -33,13 +43,6 @@ absl::StatusOr<v1::Prefix> PrefixOf(const mla_prefix* given) {
   return prefix;
 }
 
-absl::Status Give(absl::StatusOr<client::Sequence> sequence, mla_sequence** out) {
-  if (!sequence.ok()) return sequence.status();
-  *out = new mla_sequence{*std::move(sequence)};
-  return absl::OkStatus();
-}
-
-}  // namespace
 }  // namespace mla::capi
 
 using mla::capi::CheckNotNull;
@@ -53,13 +56,22 @@ mla_code mla_sequence_open(mla_client* client, const char* model_id, const mla_p
     if (absl::Status status = CheckNotNull(model_id, "model_id"); !status.ok()) return status;
     const auto known = mla::capi::PrefixOf(prefix);
     if (!known.ok()) return known.status();
+    if (client->cluster != nullptr) {
+      return mla::capi::Give(client->cluster->OpenSequence(model_id, *known), out);
+    }
     return mla::capi::Give(client->client->OpenSequence(model_id, "", *known), out);
   });
 }
 
-uint64_t mla_sequence_id(const mla_sequence* sequence) { return sequence->sequence.id(); }
-uint64_t mla_sequence_epoch(const mla_sequence* sequence) { return sequence->sequence.epoch(); }
-uint64_t mla_sequence_length(const mla_sequence* sequence) { return sequence->sequence.length(); }
+uint64_t mla_sequence_id(const mla_sequence* sequence) {
+  return sequence->With([](const auto& one) { return one.id(); });
+}
+uint64_t mla_sequence_epoch(const mla_sequence* sequence) {
+  return sequence->With([](const auto& one) { return one.epoch(); });
+}
+uint64_t mla_sequence_length(const mla_sequence* sequence) {
+  return sequence->With([](const auto& one) { return one.length(); });
+}
 
 mla_code mla_sequence_fork(mla_sequence* sequence, uint64_t length, mla_sequence** out,
                            mla_error** error) {
@@ -67,8 +79,9 @@ mla_code mla_sequence_fork(mla_sequence* sequence, uint64_t length, mla_sequence
     if (absl::Status status = CheckNotNull(out, "out"); !status.ok()) return status;
     *out = nullptr;
     const bool all = length == std::numeric_limits<uint64_t>::max();
-    return mla::capi::Give(sequence->sequence.Fork(all ? std::nullopt : std::optional(length)),
-                           out);
+    return sequence->With([&](auto& one) {
+      return mla::capi::Give(one.Fork(all ? std::nullopt : std::optional(length)), out);
+    });
   });
 }
 
@@ -78,7 +91,7 @@ mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* prefix, ui
     if (absl::Status status = CheckNotNull(prefix, "prefix"); !status.ok()) return status;
     const auto known = mla::capi::PrefixOf(prefix);
     if (!known.ok()) return known.status();
-    const auto found = sequence->sequence.Match(*known, first_row);
+    const auto found = sequence->With([&](auto& one) { return one.Match(*known, first_row); });
     if (!found.ok()) return found.status();
     mla_prefix_match result{};
     result.rows = found->rows();
@@ -89,17 +102,19 @@ mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* prefix, ui
 }
 
 mla_code mla_sequence_truncate(mla_sequence* sequence, uint64_t length, mla_error** error) {
-  return Guard(error, [&] { return sequence->sequence.Truncate(length); });
+  return Guard(error,
+               [&] { return sequence->With([&](auto& one) { return one.Truncate(length); }); });
 }
 
 mla_code mla_sequence_refresh(mla_sequence* sequence, mla_error** error) {
-  return Guard(error, [&] { return sequence->sequence.Refresh(); });
+  return Guard(error, [&] { return sequence->With([](auto& one) { return one.Refresh(); }); });
 }
 
 mla_code mla_sequence_release(mla_sequence* sequence, mla_error** error) {
   return Guard(error, [&] {
     const std::unique_ptr<mla_sequence> freed(sequence);
-    return freed == nullptr ? absl::OkStatus() : freed->sequence.Release();
+    if (freed == nullptr) return absl::OkStatus();
+    return freed->With([](auto& one) { return one.Release(); });
   });
 }
 

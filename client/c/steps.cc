@@ -3,6 +3,7 @@
 #include <span>
 
 #include "absl/status/statusor.h"
+#include "client/c/connection.h"
 #include "client/c/handles.h"
 
 namespace mla::capi {
@@ -15,8 +16,8 @@ v1::DType DtypeOf(mla_dtype dtype) {
 // The library reads and writes tensors before the server has seen the call, so what would reach
 // past them is refused here.
 absl::Status CheckCall(const mla_attend& call) {
-  if (call.profile < MLA_PROFILE_ABSORBED || call.profile > MLA_PROFILE_APPEND_ONLY) {
-    return Refuse("attend.profile", "1..3", std::to_string(call.profile));
+  if (call.profile < MLA_PROFILE_ABSORBED || call.profile > MLA_PROFILE_PROJECTED) {
+    return Refuse("attend.profile", "1..4", std::to_string(call.profile));
   }
   const struct {
     const char* field;
@@ -63,8 +64,7 @@ absl::StatusOr<client::AttendCall> CallOf(const mla_attend* given) {
   return call;
 }
 
-absl::Status Wait(client::PendingAttend* pending, mla_attend_times* out) {
-  const auto times = pending->Wait();
+absl::Status Wait(absl::StatusOr<client::AttendTimes> times, mla_attend_times* out) {
   if (!times.ok()) return times.status();
   mla_attend_times known{};
   known.queue_us = times->queue_us;
@@ -91,16 +91,41 @@ absl::Status Begin(mla_session* session, const char* model_id, std::span<const m
   options.step_id = known.step_id;
   options.lease_ms = known.lease_ms;
   if (known.traceparent != nullptr) options.traceparent = known.traceparent;
+  if (known.rotation_count > 0) {
+    absl::Status there = CheckNotNull(known.rotations, "options.rotations");
+    if (!there.ok()) return there;
+    options.rotations = {known.rotations, known.rotation_count};
+  }
   if (known.participants != 0) options.participants = known.participants;
   std::vector<client::StepRows> sequences;
+  std::vector<client::ClusterRows> of_cluster;
   for (const mla_step_rows& one : rows) {
     absl::Status status = CheckNotNull(one.sequence, "rows.sequence");
     if (!status.ok()) return status;
-    sequences.push_back({&one.sequence->sequence, one.rows});
+    auto* const of_client = std::get_if<client::Sequence>(&one.sequence->sequence);
+    if ((of_client != nullptr) == (session->cluster != nullptr)) {
+      return Refuse("rows.sequence", "of the session's client", "a sequence of another client");
+    }
+    if (of_client != nullptr) {
+      sequences.push_back({of_client, one.rows});
+    } else {
+      of_cluster.push_back(
+          {std::get_if<client::ClusterSequence>(&one.sequence->sequence), one.rows});
+    }
   }
-  auto step = session->session->Begin(model_id, sequences, options);
-  if (!step.ok()) return step.status();
-  *out = new mla_step{*std::move(step), rows.size()};
+  auto made = std::make_unique<mla_step>();
+  made->sequences = rows.size();
+  if (session->cluster != nullptr) {
+    auto step = session->cluster->Begin(model_id, of_cluster,
+                                        {.step = options, .partial = known.partial != 0});
+    if (!step.ok()) return step.status();
+    made->cluster = *std::move(step);
+  } else {
+    auto step = session->session->Begin(model_id, sequences, options);
+    if (!step.ok()) return step.status();
+    made->step = *std::move(step);
+  }
+  *out = made.release();
   return absl::OkStatus();
 }
 
@@ -114,24 +139,32 @@ mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** err
   return Guard(error, [&] {
     if (absl::Status status = CheckNotNull(out, "out"); !status.ok()) return status;
     *out = nullptr;
-    auto session = client->client->OpenSession();
-    if (!session.ok()) return session.status();
-    *out = new mla_session{*std::move(session)};
+    auto made = std::make_unique<mla_session>();
+    if (client->cluster != nullptr) {
+      made->cluster = client->cluster->OpenSession();
+    } else {
+      auto session = client->client->OpenSession();
+      if (!session.ok()) return session.status();
+      made->session = *std::move(session);
+    }
+    *out = made.release();
     return absl::OkStatus();
   });
 }
 
 const char* mla_session_transport(const mla_session* session) {
-  return session->session->transport().data();  // a string literal
+  // A string literal.
+  return session->With([](auto* one) { return one->transport().data(); });
 }
 
 void* mla_session_allocate(mla_session* session, size_t bytes) {
-  return session->session->Allocate(bytes).data();
+  return session->With([&](auto* one) { return one->Allocate(bytes).data(); });
 }
 
 void mla_session_deallocate(mla_session* session, void* block) {
   // Blocks are known by where they begin.
-  if (block != nullptr) session->session->Free({static_cast<std::byte*>(block), size_t{1}});
+  if (block == nullptr) return;
+  session->With([&](auto* one) { one->Free({static_cast<std::byte*>(block), size_t{1}}); });
 }
 
 void mla_session_free(mla_session* session) { delete session; }
@@ -144,16 +177,19 @@ mla_code mla_step_begin(mla_session* session, const char* model_id, const mla_st
   });
 }
 
-uint64_t mla_step_id(const mla_step* step) { return step->step->id(); }
-uint32_t mla_step_total_rows(const mla_step* step) { return step->step->total_rows(); }
+uint64_t mla_step_id(const mla_step* step) {
+  return step->With([](auto* one) { return one->id(); });
+}
+uint32_t mla_step_total_rows(const mla_step* step) {
+  return step->With([](auto* one) { return one->total_rows(); });
+}
 
 mla_code mla_step_attend(mla_step* step, const mla_attend* call, mla_attend_times* times,
                          mla_error** error) {
   return Guard(error, [&] {
     const auto known = mla::capi::CallOf(call);
     if (!known.ok()) return known.status();
-    auto pending = step->step->AttendAsync(*known);
-    return mla::capi::Wait(&pending, times);
+    return mla::capi::Wait(step->With([&](auto* one) { return one->Attend(*known); }), times);
   });
 }
 
@@ -164,7 +200,7 @@ mla_code mla_step_attend_async(mla_step* step, const mla_attend* call, mla_pendi
     *out = nullptr;
     const auto known = mla::capi::CallOf(call);
     if (!known.ok()) return known.status();
-    *out = new mla_pending{step->step->AttendAsync(*known)};
+    *out = step->With([&](auto* one) { return new mla_pending{one->AttendAsync(*known)}; });
     return absl::OkStatus();
   });
 }
@@ -173,20 +209,20 @@ mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times, mla_err
   return Guard(error, [&] {
     if (absl::Status status = CheckNotNull(pending, "pending"); !status.ok()) return status;
     const std::unique_ptr<mla_pending> freed(pending);
-    return mla::capi::Wait(&freed->attend, times);
+    return mla::capi::Wait(std::visit([](auto& one) { return one.Wait(); }, freed->attend), times);
   });
 }
 
 mla_code mla_step_end(mla_step* step, const uint32_t* committed, mla_error** error) {
   return Guard(error, [&] {
-    if (committed == nullptr) return step->step->End().status();
+    if (committed == nullptr) return step->With([](auto* one) { return one->End().status(); });
     const std::vector<uint32_t> rows(committed, committed + step->sequences);
-    return step->step->End(rows).status();
+    return step->With([&](auto* one) { return one->End(rows).status(); });
   });
 }
 
 mla_code mla_step_abort(mla_step* step, mla_error** error) {
-  return Guard(error, [&] { return step->step->Abort(); });
+  return Guard(error, [&] { return step->With([](auto* one) { return one->Abort(); }); });
 }
 
 void mla_step_free(mla_step* step) { delete step; }

@@ -8,7 +8,7 @@
 
 #include "client/c/handles.h"
 #include "client/c/mla_ring.h"
-#include "client/c/ring_handles.h"
+#include "client/c/ring.h"
 
 struct mla_ucx {
   std::unique_ptr<mla::client::UcxMemory> memory;  // null once a ring has it

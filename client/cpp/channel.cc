@@ -18,6 +18,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "base/status_macros.h"
 #include "proto/wire/grpc_tuning.h"
 
 namespace mla::client {
@@ -40,9 +41,7 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(
   for (const auto& [path, text] : {std::pair(&options.tls_ca, &ssl.pem_root_certs),
                                    std::pair(&options.tls_cert, &ssl.pem_cert_chain),
                                    std::pair(&options.tls_key, &ssl.pem_private_key)}) {
-    auto read = ReadFile(*path);
-    if (!read.ok()) return read.status();
-    *text = *std::move(read);
+    MLA_ASSIGN_OR_RETURN(*text, ReadFile(*path));
   }
   return grpc::SslCredentials(ssl);
 }

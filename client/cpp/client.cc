@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "client/cpp/client_impl.h"
 #include "client/cpp/session.h"
 #include "client/cpp/shared_memory/socket_owner.h"
@@ -38,13 +40,15 @@ absl::StatusOr<ClientOptions> WithTimeouts(ClientOptions options) {
   return options;
 }
 
+constexpr char kExport[] = "/mla.v1.Cache/Export";
+constexpr char kImport[] = "/mla.v1.Cache/Import";
+constexpr char kWatchEvents[] = "/mla.v1.Cache/WatchEvents";
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
                                                         const ClientOptions& given) {
-  const absl::StatusOr<ClientOptions> checked = WithTimeouts(given);
-  if (!checked.ok()) return checked.status();
-  const ClientOptions& options = *checked;
+  MLA_ASSIGN_OR_RETURN(const ClientOptions options, WithTimeouts(given));
   // The wire carries 32 bits: a larger lease would be cut to a short one, which would not be
   // renewed in time.
   constexpr int64_t kMostLeaseMs = std::numeric_limits<uint32_t>::max();
@@ -53,8 +57,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
         "sequence_lease_ms: got ", options.sequence_lease_ms, ", limit 0..", kMostLeaseMs));
   }
   if (const std::string path = UnixPathOf(target); !path.empty()) {
-    const absl::Status owned = CheckSocketFile(path, TrustedUsersWith(options.server_uid));
-    if (!owned.ok()) return owned;
+    MLA_RETURN_IF_ERROR(CheckSocketFile(path, TrustedUsersWith(options.server_uid)));
   }
   if (GrpcIsBroken()) {
     v1::ErrorDetail detail;
@@ -64,16 +67,15 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
                       "survive that: connect after the fork only, or start a program",
                       detail);
   }
-  auto maker = ChannelMakerOf(target, options);
-  if (!maker.ok()) return maker.status();
+  MLA_ASSIGN_OR_RETURN(auto maker, ChannelMakerOf(target, options));
   UseGrpc();
   auto impl = std::make_unique<Impl>();
   impl->options = options;
   impl->target = target;
   if (impl->options.client_id.empty()) {
-    impl->options.client_id = absl::StrFormat("cpp-%016x", Random64());
+    impl->options.client_id = absl::StrFormat("cpp-%016x", RandomNumber());
   }
-  impl->make_channel = *std::move(maker);
+  impl->make_channel = std::move(maker);
   impl->channel = impl->make_channel();
   impl->admin = v1::Admin::NewStub(impl->channel);
   impl->models = v1::Models::NewStub(impl->channel);
@@ -143,7 +145,7 @@ absl::StatusOr<bool> Client::IsServing(const std::string& service) {
 
 absl::Status Client::WatchStatus(uint32_t interval_ms,
                                  const std::function<bool(const v1::StatusUpdate&)>& update) {
-  if (absl::Status status = impl_->Lost(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(impl_->Lost());
   grpc::ClientContext context;
   // A watch lasts as long as the caller wants, so it has no deadline.
   if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
@@ -236,7 +238,7 @@ absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& mod
   }
   v1::ModelSpec known = registered->model();
   known.set_model_id(model.model_id());
-  if (absl::Status same = impl_->CheckModel(known); !same.ok()) return same;
+  MLA_RETURN_IF_ERROR(impl_->CheckModel(known));
   return registered;
 }
 
@@ -246,6 +248,7 @@ absl::Status Client::Impl::CheckModel(const v1::ModelSpec& model) {
     return std::tuple(geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(),
                       geometry.nope_dim(), geometry.v_dim(), spec.layers(), spec.top_k(),
                       spec.index_heads(), spec.index_dim(), spec.window(), spec.tail_bytes(),
+                      spec.q_lora_rank(), spec.hidden_size(), spec.rope_layout(),
                       std::vector<uint32_t>(spec.ratios().begin(), spec.ratios().end()));
   };
   const MutexLock lock(mutex);
@@ -306,6 +309,8 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
           part->set_layer(chunk->layer);
           part->set_head_begin(chunk->head_begin);
           part->set_head_count(chunk->head_count);
+          part->set_part(chunk->part);
+          part->set_dtype(chunk->dtype);
           part->set_payload(std::move(chunk->bytes));
           open = call.Write(message);
         }
@@ -324,7 +329,7 @@ absl::StatusOr<v1::ListModelsReply> Client::ListModels() {
       [&](auto* context, auto* reply) { return impl_->models->List(context, {}, reply); });
   if (!listed.ok()) return listed;
   for (const v1::ModelInfo& info : listed->models()) {
-    if (absl::Status same = impl_->CheckModel(info.model()); !same.ok()) return same;
+    MLA_RETURN_IF_ERROR(impl_->CheckModel(info.model()));
   }
   return listed;
 }
@@ -349,7 +354,7 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
   v1::OpenRequest request;
   *request.mutable_prefix() = prefix;
   request.set_model_id(model_id);
-  request.set_request_id(request_id.empty() ? absl::StrFormat("open-%016x", Random64())
+  request.set_request_id(request_id.empty() ? absl::StrFormat("open-%016x", RandomNumber())
                                             : request_id);
   request.set_client_id(client_id());
   request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
@@ -367,13 +372,14 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
   return Sequence(this, reply->sequence());
 }
 
-absl::StatusOr<v1::ProbeReply> Client::Probe(const std::string& model_id,
-                                             const v1::Prefix& prefix) {
+absl::StatusOr<v1::ProbeReply> Client::Probe(const std::string& model_id, const v1::Prefix& prefix,
+                                             int64_t timeout_ms) {
   v1::ProbeRequest request;
   request.set_model_id(model_id);
   *request.mutable_prefix() = prefix;
   return impl_->Unary<v1::ProbeReply>(
-      [&](auto* context, auto* reply) { return impl_->sequences->Probe(context, request, reply); });
+      [&](auto* context, auto* reply) { return impl_->sequences->Probe(context, request, reply); },
+      Millis(timeout_ms > 0 ? timeout_ms - impl_->options.call_timeout_ms : 0));
 }
 
 absl::StatusOr<v1::MatchReply> Client::MatchSequence(const v1::MatchRequest& request) {
@@ -402,7 +408,7 @@ absl::StatusOr<v1::RenewLeaseReply> Client::RenewLeases() {
 }
 
 absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession() {
-  if (absl::Status status = impl_->Lost(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(impl_->Lost());
   std::unique_ptr<Session> session(new Session());
   session->client_ = this;
   using Transport = ClientOptions::Transport;
@@ -423,7 +429,7 @@ absl::StatusOr<v1::ForkReply> Client::ForkSequence(uint64_t id, uint64_t epoch,
   request.set_sequence_id(id);
   request.set_expected_epoch(epoch);
   if (length) request.set_length(*length);
-  request.set_request_id(absl::StrFormat("fork-%016x", Random64()));
+  request.set_request_id(absl::StrFormat("fork-%016x", RandomNumber()));
   request.set_client_id(client_id());
   request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
   return impl_->Unary<v1::ForkReply>(
@@ -448,6 +454,140 @@ absl::StatusOr<v1::ReadTailReply> Client::ReadTail(uint64_t id, uint64_t epoch, 
   request.set_offset(offset);
   return impl_->Unary<v1::ReadTailReply>([&](auto* context, auto* reply) {
     return impl_->sequences->ReadTail(context, request, reply);
+  });
+}
+
+absl::StatusOr<Sequence> Client::Attach(uint64_t id) {
+  const auto reply = GetSequences({id}, false);
+  if (!reply.ok()) return reply.status();
+  if (reply->sequences_size() == 1) {
+    MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply->sequences(0).sequence_id(), id));
+    return Sequence(this, reply->sequences(0));
+  }
+  v1::ErrorDetail detail;
+  detail.set_field("sequence_id");
+  detail.set_reason(reply->moved_size() > 0 ? "moved" : "sequence_not_found");
+  if (reply->moved_size() > 0) detail.set_peer(reply->moved(0).peer());
+  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kNotFound),
+                    reply->moved_size() > 0
+                        ? "the sequence has moved to the server at " + detail.peer()
+                        : "the sequence is not open here",
+                    detail);
+}
+
+// ------------------------------------------------------------------------------------- Cached rows
+
+absl::Status Client::ExportPages(const v1::ExportRequest& request,
+                                 const std::function<absl::Status(const v1::PagesPart&)>& take) {
+  MLA_RETURN_IF_ERROR(impl_->Lost());
+  grpc::ClientContext context;
+  impl_->Prepare(&context, Millis(impl_->options.request_timeout_ms * 10));
+  wire::StreamCall call(impl_->channel, &context, kExport);
+  call.Write(request);
+  call.WritesDone();
+  v1::PagesPart part;
+  while (call.Read(&part)) {
+    absl::Status taken = take(part);
+    if (!taken.ok()) return taken;  // which cancels the call
+  }
+  return FromGrpc(call.Finish(), context);
+}
+
+absl::StatusOr<Sequence> Client::ImportPages(
+    const v1::ImportTarget& target,
+    const std::function<absl::StatusOr<std::optional<v1::PagesPart>>()>& next) {
+  v1::ImportRequest message;
+  *message.mutable_target() = target;
+  if (target.client_id().empty()) message.mutable_target()->set_client_id(client_id());
+  absl::Status failed;
+  const auto reply = impl_->Unary<v1::ImportReply>(
+      [&](grpc::ClientContext* context, v1::ImportReply* out) {
+        wire::StreamCall call(impl_->channel, context, kImport);
+        bool open = call.Write(message);
+        while (open) {
+          absl::StatusOr<std::optional<v1::PagesPart>> part = next();
+          failed = part.status();
+          if (!failed.ok()) context->TryCancel();
+          if (!failed.ok() || !part->has_value()) break;
+          *message.mutable_part() = **std::move(part);
+          open = call.Write(message);
+        }
+        return call.FinishWith(out);
+      },
+      Millis(impl_->options.request_timeout_ms * 10));
+  if (!failed.ok()) return failed;
+  if (!reply.ok()) return reply.status();
+  return Sequence(this, reply->sequence());
+}
+
+absl::Status Client::WatchEvents(std::optional<uint64_t> after,
+                                 const std::function<bool(const v1::WatchEventsReply&)>& take,
+                                 bool all_tenants) {
+  MLA_RETURN_IF_ERROR(impl_->Lost());
+  grpc::ClientContext context;
+  // A watch has no natural end, so it has no deadline either.
+  if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
+  v1::WatchEventsRequest request;
+  if (after) request.set_after(*after);
+  request.set_all_tenants(all_tenants);
+  wire::StreamCall call(impl_->channel, &context, kWatchEvents);
+  call.Write(request);
+  call.WritesDone();
+  v1::WatchEventsReply reply;
+  while (call.Read(&reply)) {
+    if (!take(reply)) return absl::OkStatus();  // which cancels the call
+  }
+  return FromGrpc(call.Finish(), context);
+}
+
+absl::StatusOr<v1::ExplainReply> Client::Explain(uint32_t most, bool all_tenants) {
+  v1::ExplainRequest request;
+  request.set_most(most);
+  request.set_all_tenants(all_tenants);
+  return impl_->Unary<v1::ExplainReply>(
+      [&](auto* context, auto* reply) { return impl_->cache->Explain(context, request, reply); });
+}
+
+absl::StatusOr<v1::HintReply> Client::Hint(const v1::HintRequest& request) {
+  return impl_->Unary<v1::HintReply>(
+      [&](auto* context, auto* reply) { return impl_->cache->Hint(context, request, reply); });
+}
+
+absl::StatusOr<v1::CheckpointReply> Client::Checkpoint(const std::vector<uint64_t>& ids) {
+  v1::CheckpointRequest request;
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  return impl_->Unary<v1::CheckpointReply>(
+      [&](auto* context, auto* reply) { return impl_->cache->Checkpoint(context, request, reply); },
+      Millis(impl_->options.request_timeout_ms * 10));
+}
+
+absl::StatusOr<std::vector<Sequence>> Client::Restore(const std::vector<uint64_t>& ids) {
+  v1::RestoreRequest request;
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  request.set_client_id(client_id());
+  request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
+  const auto reply = impl_->Unary<v1::RestoreReply>(
+      [&](auto* context, auto* out) { return impl_->cache->Restore(context, request, out); },
+      Millis(impl_->options.request_timeout_ms * 10));
+  if (!reply.ok()) return reply.status();
+  std::vector<Sequence> sequences;
+  for (const v1::SequenceInfo& info : reply->sequences()) {
+    sequences.push_back(Sequence(this, info));
+  }
+  return sequences;
+}
+
+absl::StatusOr<v1::ListCheckpointsReply> Client::ListCheckpoints() {
+  return impl_->Unary<v1::ListCheckpointsReply>([&](auto* context, auto* reply) {
+    return impl_->cache->ListCheckpoints(context, {}, reply);
+  });
+}
+
+absl::StatusOr<v1::DropCheckpointsReply> Client::DropCheckpoints(const std::vector<uint64_t>& ids) {
+  v1::DropCheckpointsRequest request;
+  request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
+  return impl_->Unary<v1::DropCheckpointsReply>([&](auto* context, auto* reply) {
+    return impl_->cache->DropCheckpoints(context, request, reply);
   });
 }
 

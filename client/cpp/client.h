@@ -95,6 +95,8 @@ struct WeightsChunk {
   uint32_t head_begin = 0;
   uint32_t head_count = 0;
   std::string bytes;
+  v1::WeightPart part = v1::WEIGHT_PART_UP;
+  v1::DType dtype = v1::DTYPE_BF16;  // DTYPE_F8_E4M3: codes, then the scales of blocks
 };
 
 // The layers and heads of an upload of sinks. A count of 0 means all from the first one on.
@@ -180,8 +182,9 @@ class Client final {
                                         v1::PrefixMatch* match = nullptr);
   // Answers what a sequence with this prefix would find now, in whole pages, and how busy the
   // server is. Leaves no trace. Without a model and a prefix the answer is about the server alone.
-  // UNIMPLEMENTED from servers without the capability "probe".
-  absl::StatusOr<v1::ProbeReply> Probe(const std::string& model_id, const v1::Prefix& prefix = {});
+  // UNIMPLEMENTED from servers without the capability "probe". `timeout_ms` 0: call_timeout_ms.
+  absl::StatusOr<v1::ProbeReply> Probe(const std::string& model_id, const v1::Prefix& prefix = {},
+                                       int64_t timeout_ms = 0);
   // A sequence that is open already: opened by another client of the tenant, or handed over to this
   // server. A failure with the reason "moved" names the server that has it
   // (DetailOf(status)->peer()).
@@ -192,7 +195,7 @@ class Client final {
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases();
 
-  // --- Rows out of a server and into one (docs/cache/page_groups.md; cache.cc, pages_file.h).
+  // --- Rows out of a server and into one (docs/cache/page_groups.md, pages_file.h).
   // Calls `take` with each part; an error of its own ends the call, which returns it. The deadline
   // bounds the whole upload.
   absl::Status ExportPages(const v1::ExportRequest& request,

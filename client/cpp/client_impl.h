@@ -4,7 +4,6 @@
 
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <atomic>
@@ -20,6 +19,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
+#include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "base/usable_cpus.h"
 #include "client/cpp/channel.h"
 #include "client/cpp/client.h"
@@ -44,13 +45,6 @@ using Millis = std::chrono::milliseconds;
 inline constexpr uint64_t kSharedBytes = uint64_t{64} << 20;
 inline constexpr uint64_t kMiB = 1 << 20;
 inline constexpr uint64_t kLeastSharedBytes = uint64_t{4} << 20;
-
-inline uint64_t Random64() {
-  uint64_t value = 0;
-  while (getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value)) || value == 0) {
-  }
-  return value;
-}
 
 // Pause between a failed renewal of the leases and the next one.
 inline constexpr Millis kLeastRenewalPause(20);
@@ -90,7 +84,7 @@ struct Client::Impl {
   std::unique_ptr<v1::Sequences::Stub> sequences;
   std::unique_ptr<v1::Cache::Stub> cache;
   v1::GetServerInfoReply info;
-  std::atomic<uint64_t> next_step{Random64() >> 1};  // far from other clients' ids
+  std::atomic<uint64_t> next_step{RandomNumber() >> 1};  // far from other clients' ids
 
   Mutex mutex;
   CondVar stopped;
@@ -132,15 +126,13 @@ struct Client::Impl {
   // performs it.
   template <typename Reply, typename Call>
   absl::StatusOr<Reply> Unary(Call call, Millis extra = Millis(0)) {
-    if (absl::Status status = Lost(); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(Lost());
     grpc::ClientContext context;
     Prepare(&context, extra);
     Reply reply;
-    if (absl::Status status = FromGrpc(call(&context, &reply), context); !status.ok()) {
-      return status;
-    }
+    MLA_RETURN_IF_ERROR(FromGrpc(call(&context, &reply), context));
     if constexpr (requires { reply.boot_id(); }) {
-      if (absl::Status status = CheckBoot(reply.boot_id()); !status.ok()) return status;
+      MLA_RETURN_IF_ERROR(CheckBoot(reply.boot_id()));
     }
     return reply;
   }

@@ -14,6 +14,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "base/status_macros.h"
 
 namespace mla::client {
 namespace {
@@ -71,8 +72,7 @@ absl::StatusOr<std::unique_ptr<PagesFileWriter>> PagesFileWriter::Create(
   }
   std::unique_ptr<PagesFileWriter> writer(new PagesFileWriter(path, file, MacOf(key)));
   const std::string beginning = Beginning(key.has_value());
-  absl::Status status = writer->Write(beginning.data(), beginning.size());
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(writer->Write(beginning.data(), beginning.size()));
   return writer;
 }
 

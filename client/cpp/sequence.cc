@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/cpp/client.h"
 #include "client/cpp/streams/errors.h"
 
@@ -8,13 +9,6 @@ namespace mla::client {
 namespace {
 
 constexpr int kTailTurns = 4;  // attempts to read a tail in parts from its beginning
-
-// DATA_LOSS unless an answer is about the requested object.
-absl::Status CheckSame(const char* what, uint64_t got, uint64_t wanted) {
-  if (got == wanted) return absl::OkStatus();
-  return absl::DataLossError(
-      absl::StrCat("the server's answer has ", what, " ", got, ", must be ", wanted));
-}
 
 }  // namespace
 
@@ -36,13 +30,11 @@ Sequence& Sequence::operator=(Sequence&& other) noexcept {
 Sequence::~Sequence() { Release().IgnoreError(); }
 
 absl::StatusOr<Sequence> Sequence::Fork(std::optional<uint64_t> length) {
-  const auto reply = client_->ForkSequence(id_, epoch_, length);
-  if (!reply.ok()) return reply.status();
+  MLA_ASSIGN_OR_RETURN(const auto reply, client_->ForkSequence(id_, epoch_, length));
   if (length) {
-    absl::Status same = CheckSame("length", reply->sequence().length(), *length);
-    if (!same.ok()) return same;
+    MLA_RETURN_IF_ERROR(CheckSame("length", reply.sequence().length(), *length));
   }
-  return Sequence(client_, reply->sequence());
+  return Sequence(client_, reply.sequence());
 }
 
 absl::StatusOr<v1::PrefixMatch> Sequence::Match(const v1::Prefix& prefix, uint64_t first_row) {
@@ -51,20 +43,16 @@ absl::StatusOr<v1::PrefixMatch> Sequence::Match(const v1::Prefix& prefix, uint64
   request.set_expected_epoch(epoch_);
   request.set_first_row(first_row);
   *request.mutable_prefix() = prefix;
-  const auto reply = client_->MatchSequence(request);
-  if (!reply.ok()) return reply.status();
-  absl::Status same = CheckSame("sequence_id", reply->sequence().sequence_id(), id_);
-  if (!same.ok()) return same;
-  length_ = reply->sequence().length();
-  return reply->match();
+  MLA_ASSIGN_OR_RETURN(const auto reply, client_->MatchSequence(request));
+  MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply.sequence().sequence_id(), id_));
+  length_ = reply.sequence().length();
+  return reply.match();
 }
 
 absl::Status Sequence::Truncate(uint64_t length) {
-  const auto reply = client_->TruncateSequence(id_, epoch_, length);
-  if (!reply.ok()) return reply.status();
-  absl::Status same = CheckSame("length", reply->length(), length);
-  if (!same.ok()) return same;
-  epoch_ = reply->epoch();
+  MLA_ASSIGN_OR_RETURN(const auto reply, client_->TruncateSequence(id_, epoch_, length));
+  MLA_RETURN_IF_ERROR(CheckSame("length", reply.length(), length));
+  epoch_ = reply.epoch();
   length_ = length;
   return absl::OkStatus();
 }
@@ -74,16 +62,15 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
     Tail tail;
     uint64_t serial = 0;
     for (size_t bytes = 1; tail.bytes.size() < bytes;) {
-      auto part = client_->ReadTail(id_, epoch_, tail.bytes.size());
-      if (!part.ok()) return part.status();
-      if (tail.bytes.empty()) serial = part->serial();
-      if (part->serial() != serial) break;  // part of another tail
-      tail.position = part->position();
-      bytes = part->tail_bytes();
-      tail.bytes += part->tail();
+      MLA_ASSIGN_OR_RETURN(auto part, client_->ReadTail(id_, epoch_, tail.bytes.size()));
+      if (tail.bytes.empty()) serial = part.serial();
+      if (part.serial() != serial) break;  // part of another tail
+      tail.position = part.position();
+      bytes = part.tail_bytes();
+      tail.bytes += part.tail();
       if (tail.bytes.size() == bytes) return tail;
       // Each part must bring the tail closer to a valid end.
-      if (part->tail().empty() || tail.bytes.size() > bytes ||
+      if (part.tail().empty() || tail.bytes.size() > bytes ||
           bytes > client_->info().limits().max_tail_bytes()) {
         return absl::DataLossError(absl::StrCat("a tail of ", bytes, " bytes, of which ",
                                                 tail.bytes.size(), " have come"));
@@ -93,31 +80,11 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
   return absl::AbortedError("steps have left other tails while this one was read");
 }
 
-absl::StatusOr<Sequence> Client::Attach(uint64_t id) {
-  const auto reply = GetSequences({id}, false);
-  if (!reply.ok()) return reply.status();
-  if (reply->sequences_size() == 1) {
-    absl::Status same = CheckSame("sequence_id", reply->sequences(0).sequence_id(), id);
-    if (!same.ok()) return same;
-    return Sequence(this, reply->sequences(0));
-  }
-  v1::ErrorDetail detail;
-  detail.set_field("sequence_id");
-  detail.set_reason(reply->moved_size() > 0 ? "moved" : "sequence_not_found");
-  if (reply->moved_size() > 0) detail.set_peer(reply->moved(0).peer());
-  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kNotFound),
-                    reply->moved_size() > 0
-                        ? "the sequence has moved to the server at " + detail.peer()
-                        : "the sequence is not open here",
-                    detail);
-}
-
 absl::Status Sequence::Refresh() {
   const auto reply = client_->GetSequences({id_}, false);
   if (!reply.ok()) return reply.status();
   if (reply->sequences_size() != 1) return absl::NotFoundError("the sequence is gone");
-  absl::Status same = CheckSame("sequence_id", reply->sequences(0).sequence_id(), id_);
-  if (!same.ok()) return same;
+  MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply->sequences(0).sequence_id(), id_));
   epoch_ = reply->sequences(0).epoch();
   length_ = reply->sequences(0).length();
   return absl::OkStatus();

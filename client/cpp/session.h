@@ -46,6 +46,10 @@ struct BeginOptions {
   // Header of W3C Trace Context: the span that the step belongs to. A server that records traces
   // then records the step as its child. Empty: ClientOptions::traceparent says it.
   std::string traceparent = {};
+  // For models with ROPE_OWNER_SERVER: the rotation of each row of the step, [rows, rope_dim],
+  // cosines [rope_dim / 2] and then sines. Copied before Begin returns. Empty: none, as for streams
+  // that join.
+  std::span<const float> rotations = {};
 };
 
 // Index lists of an AttendCall, for models with sparse attention: a row attends only to the
@@ -220,6 +224,9 @@ class Session final {
   std::string DeviceWarning() const;
   // Ends the stream and aborts open steps. Returns the stream's status.
   absl::Status Close();
+  // Ends what waits for the server over gRPC, now and later, with `why`, which is an error. Rings
+  // notice by themselves that their server has ended.
+  void Cancel(const absl::Status& why);
 
  private:
   friend class Client;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, List, Optional, Sequence, Tuple
 
 import corpus
@@ -111,6 +112,20 @@ def spec_of(model: Model, name: str, kv_format: str, top_k: int = 0,
         c.softmax_scale, kv_format=kv_format, fp8_compute=fp8_compute,
         attention="sparse_v32" if top_k else "", top_k=top_k,
         index_heads=c.heads if index_dim else 0, index_dim=index_dim)
+
+
+def register_projected(service: mla_client.Service, model: Model, name: str) -> mla_client.Model:
+    """As `register`, with all projections on the service, which rotates the queries."""
+    c = model.config
+    spec = spec_of(model, name, "bf16")
+    spec = dataclasses.replace(spec, rope_layout="interleaved", geometry=dataclasses.replace(
+        spec.geometry, q_lora_rank=c.q_lora, hidden_size=c.hidden))
+    registered = service.register_model(spec)
+    for layer, weights in enumerate(model.layers):
+        registered.upload_weights(layer, weights.w_uk, weights.w_uv)
+        registered.upload_projected(layer, weights.q_up.T.reshape(c.heads, -1, c.q_lora),
+                                    weights.out.T)
+    return registered
 
 
 def layer_scales(model: Model) -> List[float]:

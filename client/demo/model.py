@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Callable, List, Mapping
+from typing import Callable, List, Mapping, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ Array = npt.NDArray[np.float32]
 # (layer, q_nope [rows, heads, nope], q_rope [rows, heads, rope], kv row [rows, lora + rope])
 # -> [rows, heads, v]. Queries and keys are rotated already.
 Attention = Callable[[int, Array, Array, Array], Array]
+# The same with the projections around it: (layer, normed queries [rows, q_lora], kv row) -> hidden
+# states [rows, hidden].
+Projected = Callable[[int, Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,12 @@ def rotate(x: Array, positions: npt.NDArray[np.int64],
     out[..., 0::2] = even * cos - odd * sin
     out[..., 1::2] = even * sin + odd * cos
     return out
+
+
+def rotations(config: Config, positions: npt.NDArray[np.int64]) -> Array:
+    """What `rotate` multiplies by, [rows, rope]: cosines of the pairs, then their sines."""
+    angles = positions[:, None] * yarn_frequencies(config)
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
 def rms_norm(x: Array) -> Array:
@@ -160,20 +169,26 @@ class Model:
     noise: Mapping[str, float]
 
     def forward(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64],
-                attention: Attention) -> Array:
-        """Logits [rows, vocab] of tokens at the given positions of their sequences."""
+                attention: Optional[Attention], projected: Optional[Projected] = None) -> Array:
+        """Logits [rows, vocab] of tokens at the given positions of their sequences, by one of the
+        two functions."""
         c = self.config
         frequencies = yarn_frequencies(c)
         x = self.embedding[tokens]
         for index, layer in enumerate(self.layers):
             h = rms_norm(x)
-            q = (rms_norm(h @ layer.q_down) @ layer.q_up).reshape(len(x), c.heads, -1)
-            q_rope = rotate(np.ascontiguousarray(q[..., c.nope:]), positions, frequencies)
+            q_lora = rms_norm(h @ layer.q_down)
             kv = h @ layer.kv_down
             k_rope = rotate(kv[:, c.kv_lora:], positions, frequencies)
             row = np.concatenate([rms_norm(kv[:, :c.kv_lora]), k_rope], axis=-1)
-            o = attention(index, q[..., :c.nope], q_rope, row)
-            x = x + o.reshape(len(x), -1) @ layer.out
+            if projected is not None:
+                x = x + projected(index, q_lora, row)
+            else:
+                assert attention is not None
+                q = (q_lora @ layer.q_up).reshape(len(x), c.heads, -1)
+                q_rope = rotate(np.ascontiguousarray(q[..., c.nope:]), positions, frequencies)
+                o = attention(index, q[..., :c.nope], q_rope, row)
+                x = x + o.reshape(len(x), -1) @ layer.out
             x = x + layer.feed_forward(rms_norm(x))
         return rms_norm(x) @ self.head
 

@@ -126,6 +126,8 @@ class Recorder(mla_client.Service):
                   sinks: Seq[float]) -> Tuple[mla_client.ModelSpec, int]:
         if spec.window > 0:
             raise mla_client.Unimplemented("model.window: recordings do not hold entries")
+        if spec.rope_layout:
+            raise mla_client.Unimplemented("model.rope_layout: recordings do not hold rotations")
         reference = self._reference.register_model(spec)  # refuses what recordings do not hold
         answer = self._service._register(spec, lease_ms, kv_scales, sinks)
         self._writer.model(spec)

@@ -9,6 +9,7 @@
 #include "client/mlactl/bench/bench_command.h"
 #include "client/mlactl/cli/completion.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/fleet/fleet_command.h"
 #include "client/mlactl/hints/hint_command.h"
 #include "client/mlactl/operator_commands.h"
 #include "client/mlactl/page_commands.h"
@@ -49,6 +50,7 @@ void AddCommands(Program* program) {
   AddBenchCommand(program);
   AddReplayCommand(program);
   AddOperatorCommands(program);
+  AddFleetCommand(program);
   AddPageCommands(program);
   AddHintCommand(program);
   AddSize(program);

@@ -82,6 +82,7 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
   info_.sparse = true;
   info_.selects = true;
   info_.windows = true;
+  info_.projects = true;
   info_.units = threads;
   info_.unified_memory = true;
   info_.reads_fragments = true;
@@ -149,6 +150,7 @@ int64_t CpuBackend::ScratchBytes(const BackendLimits& limits) const {
   const Geometry& g = limits.max_geometry;
   const int32_t widest = std::max(g.kv_lora_rank, std::max(g.nope_dim, g.v_dim));
   int64_t bytes = cpu::MakeProjectionLayout(kernels_, widest, widest).bytes;
+  bytes = std::max(bytes, cpu::RowProjectionScratch(kernels_, g));
   for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
     bytes = std::max(bytes, cpu::MakeRunLayout(kernels_, LargestDesc(limits, form)).bytes);
   }
@@ -232,6 +234,17 @@ int64_t CpuBackend::PackedWeightBytes(const Geometry& geometry, int32_t heads) c
 void CpuBackend::PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                              const Bf16* w_uv, std::byte* packed) const {
   cpu::PackWeights(kernels_, geometry, heads, w_uk, w_uv, packed);
+}
+
+int64_t CpuBackend::PackedProjectedBytes(const Geometry& geometry,
+                                         const ProjectedShape& shape) const {
+  return cpu::MakeProjectedLayout(kernels_, geometry, shape).bytes;
+}
+
+void CpuBackend::PackProjected(const Geometry& geometry, const ProjectedShape& shape,
+                               ProjectedPart part, int32_t head, const Bf16* weights,
+                               std::byte* packed) const {
+  cpu::PackProjected(kernels_, geometry, shape, part, head, weights, packed);
 }
 
 cpu::PackedWeights CpuBackend::WeightsOf(int32_t slot) const {
@@ -350,10 +363,12 @@ void CpuBackend::Start(int32_t slot, const Launch& launch) {
     AddPhase(job, phase, AppendItems(launch.appends));
   }
   AddSelects(job);
+  AddRowProjection(job, launch.queries, ProjectedPart::kQueries);
   project(launch.absorb, Phase::Kind::kAbsorb);
   AddAttention(job, launch.absorbed);
   project(launch.project, Phase::Kind::kProject);
   AddAttention(job, launch.expanded);
+  AddRowProjection(job, launch.hiddens, ProjectedPart::kOutputs);
   AddTransfers(job, Phase::Kind::kReadPages, launch.page_reads);
   pool_->Start(job.work);
 }
@@ -404,6 +419,10 @@ void CpuBackend::Execute(const Job& job, const Phase& phase, int64_t item, int32
                           scratch_[static_cast<size_t>(place)].data());
     case Phase::Kind::kMergeSelected:
       return selects_.Merge(job.launch->selects, phase.shares, item);
+    case Phase::Kind::kQueries:
+      return ProjectRowsItem(job.launch->queries, ProjectedPart::kQueries, item, place);
+    case Phase::Kind::kHiddens:
+      return ProjectRowsItem(job.launch->hiddens, ProjectedPart::kOutputs, item, place);
     case Phase::Kind::kAbsorb:
       return ProjectItem(job.launch->absorb, true, item, place);
     case Phase::Kind::kProject:
@@ -472,6 +491,55 @@ void CpuBackend::ProjectItem(const Projection& projection, bool absorb, int64_t 
     cpu::ProjectBlock(context, record, WeightsOf(record.weights_slot), head, first,
                       std::min(record.rows, first + kTileRows),
                       scratch_[static_cast<size_t>(place)].data());
+    return;
+  }
+}
+
+CpuBackend::RowGroup CpuBackend::FirstGroup(std::span<const RowProjectionRecord> records,
+                                            const Geometry& geometry, ProjectedPart part) const {
+  RowGroup group;
+  const int32_t slot = records.front().weights_slot;
+  size_t count = 0;
+  for (; count < records.size() && records[count].weights_slot == slot; ++count) {
+    group.rows += records[count].rows;
+  }
+  group.records = records.first(count);
+  group.blocks = BlocksOf(group.rows, kTileRows);
+  group.columns = cpu::ColumnParts(part, geometry, Weights(slot).shape);
+  return group;
+}
+
+void CpuBackend::AddRowProjection(Job& job, const RowProjection& projection,
+                                  ProjectedPart part) const {
+  int64_t items = 0;
+  for (auto left = projection.records; !left.empty();) {
+    const RowGroup group = FirstGroup(left, projection.geometry, part);
+    items += group.items();
+    left = left.subspan(group.records.size());
+  }
+  if (items == 0) return;
+  Phase phase;
+  phase.kind = part == ProjectedPart::kQueries ? Phase::Kind::kQueries : Phase::Kind::kHiddens;
+  AddPhase(job, phase, items);
+}
+
+void CpuBackend::ProjectRowsItem(const RowProjection& projection, ProjectedPart part, int64_t item,
+                                 int32_t place) {
+  for (auto left = projection.records; !left.empty();) {
+    const RowGroup group = FirstGroup(left, projection.geometry, part);
+    left = left.subspan(group.records.size());
+    if (item >= group.items()) {
+      item -= group.items();
+      continue;
+    }
+    const WeightSlot& weights = Weights(group.records.front().weights_slot);
+    // Blocks of the same columns follow each other, because they read the same weights.
+    const int64_t first = item % group.blocks * kTileRows;
+    cpu::ProjectRows({&kernels_, &projection, part}, group.records,
+                     {weights.shape, weights.projected.data()},
+                     static_cast<int32_t>(item / group.blocks), first,
+                     std::min<int64_t>(group.rows, first + kTileRows),
+                     scratch_[static_cast<size_t>(place)].data());
     return;
   }
 }

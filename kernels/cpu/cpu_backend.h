@@ -18,6 +18,7 @@
 #include "kernels/backend_registry.h"
 #include "kernels/cpu/items/item_runner.h"
 #include "kernels/cpu/items/launch_selects.h"
+#include "kernels/cpu/items/row_projection.h"
 #include "kernels/cpu/simd/kernel_set.h"
 #include "kernels/cpu/workers/worker_pool.h"
 #include "kernels/host_memory/host_backend.h"
@@ -50,8 +51,10 @@ class CpuBackend final : public HostBackend {
       kAppend,
       kSelect,
       kMergeSelected,
+      kQueries,
       kAbsorb,
       kProject,
+      kHiddens,
       kPrepareMerges,
       kAttend,
       kReadPages
@@ -67,9 +70,9 @@ class CpuBackend final : public HostBackend {
   // Bound of the phases for page ranges that depend on each other. Ranges after the last phase are
   // carried out by one thread.
   static constexpr int32_t kMaxPagePhases = 256;
-  // Page phases, page writes and reads, appends, selections and their merges, two projections, and
-  // attention in either form with its merges.
-  static constexpr int32_t kMaxPhases = kMaxPagePhases + 2 + 1 + 2 + 2 + 2 * 2;
+  // Page phases, page writes and reads, appends, selections and their merges, two projections of
+  // heads and two of rows, and attention in either form with its merges.
+  static constexpr int32_t kMaxPhases = kMaxPagePhases + 2 + 1 + 2 + 2 + 2 + 2 * 2;
   struct Job {
     const Launch* launch = nullptr;
     PoolView pool;
@@ -87,6 +90,10 @@ class CpuBackend final : public HostBackend {
   int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const override;
   void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk, const Bf16* w_uv,
                    std::byte* packed) const override;
+  int64_t PackedProjectedBytes(const Geometry& geometry,
+                               const ProjectedShape& shape) const override;
+  void PackProjected(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
+                     int32_t head, const Bf16* weights, std::byte* packed) const override;
   void Start(int32_t slot, const Launch& launch) override;
   bool Finished(int32_t slot) override;
   absl::StatusOr<int64_t> Finish(int32_t slot) override;
@@ -106,6 +113,19 @@ class CpuBackend final : public HostBackend {
   void RunItem(const cpu::RunContext& run, int64_t item, int32_t place);
   void MergeItem(const cpu::RunContext& run, int64_t item);
   void ProjectItem(const Projection& projection, bool absorb, int64_t item, int32_t place);
+  void ProjectRowsItem(const RowProjection& projection, ProjectedPart part, int64_t item,
+                       int32_t place);
+  // The first of the records that have the same weights, and their items.
+  struct RowGroup {
+    std::span<const RowProjectionRecord> records;
+    int64_t rows = 0;
+    int64_t blocks = 0;  // of kTileRows rows
+    int32_t columns = 0;
+    int64_t items() const { return blocks * columns; }
+  };
+  RowGroup FirstGroup(std::span<const RowProjectionRecord> records, const Geometry& geometry,
+                      ProjectedPart part) const;
+  void AddRowProjection(Job& job, const RowProjection& projection, ProjectedPart part) const;
   cpu::PackedWeights WeightsOf(int32_t slot) const;
 
   const cpu::KernelSet& kernels_;

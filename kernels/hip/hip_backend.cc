@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/status_macros.h"
 #include "kernels/hip/device_state/capabilities.h"
 #include "kernels/hip/self_test/host_memory.h"
 
@@ -66,23 +67,22 @@ std::string NoteOnGraphs(bool wanted, bool amd, GraphUse use, const absl::Status
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendOptions& options) {
-  auto runtime = GpuRuntime::Open(options.vendor, options.device, options.libraries);
-  if (!runtime.ok()) return runtime.status();
+  MLA_ASSIGN_OR_RETURN(auto runtime,
+                       GpuRuntime::Open(options.vendor, options.device, options.libraries));
   const std::vector<KernelImage> images =
       options.images.empty() ? BuiltInKernelImages() : options.images;
-  auto image = FindImage(images, **runtime);
-  if (!image.ok()) return image.status();
-  const ArchTraits* arch = FindArchTraits((*runtime)->arch());
+  MLA_ASSIGN_OR_RETURN(auto image, FindImage(images, *runtime));
+  const ArchTraits* arch = FindArchTraits(runtime->arch());
   if (arch == nullptr) {
     return absl::FailedPreconditionError(
-        absl::StrCat("no kernels are written for ", (*runtime)->arch()));
+        absl::StrCat("no kernels are written for ", runtime->arch()));
   }
-  std::unique_ptr<HipBackend> backend(new HipBackend(options, *std::move(runtime), *arch));
+  std::unique_ptr<HipBackend> backend(new HipBackend(options, std::move(runtime), *arch));
   if (auto sharing = DeviceSharing::Open(backend->runtime_.get()); sharing.ok()) {
     backend->sharing_ = *std::move(sharing);
   }
-  if (absl::Status s = backend->LoadKernels(*image); !s.ok()) return s;
-  if (absl::Status s = backend->CreateStreams(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(backend->LoadKernels(image));
+  MLA_RETURN_IF_ERROR(backend->CreateStreams());
   DeviceState& device = backend->device_;
   absl::Status prefill =
       FindPrefillKernels(*device.runtime, backend->module_, *arch, &device.kernels);
@@ -103,11 +103,10 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
   } else if (device.info.fp8_products) {
     absl::StrAppend(&device.info.fp8_compute, "; bf16 products in prefill: ", prefill.message());
   }
-  absl::StatusOr<int64_t> free_bytes = backend->runtime_->FreeMemory();
-  if (!free_bytes.ok()) return free_bytes.status();
-  backend->free_bytes_ = *free_bytes;
+  MLA_ASSIGN_OR_RETURN(int64_t free_bytes, backend->runtime_->FreeMemory());
+  backend->free_bytes_ = free_bytes;
   device.info.memory_bytes = std::max<int64_t>(
-      0, static_cast<int64_t>(static_cast<double>(*free_bytes) * options.memory_fraction) -
+      0, static_cast<int64_t>(static_cast<double>(free_bytes) * options.memory_fraction) -
              options.shared_bytes);
   return backend;
 }
@@ -127,9 +126,7 @@ HipBackend::~HipBackend() {
 }
 
 absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
-  absl::StatusOr<Module> module = runtime_->Load(image);
-  if (!module.ok()) return module.status();
-  module_ = *module;
+  MLA_ASSIGN_OR_RETURN(module_, runtime_->Load(image));
   return FindKernels(*runtime_, module_, *device_.arch, &device_.kernels);
 }
 
@@ -194,9 +191,7 @@ absl::Status HipBackend::SettleGraphs(SelfTestRun& run) {
 
 absl::Status HipBackend::CreateStreams() {
   for (Stream* stream : {&streams_.in, &streams_.compute, &streams_.out}) {
-    absl::StatusOr<Stream> made = runtime_->CreateStream();
-    if (!made.ok()) return made.status();
-    *stream = *made;
+    MLA_ASSIGN_OR_RETURN(*stream, runtime_->CreateStream());
   }
   return absl::OkStatus();
 }
@@ -281,29 +276,22 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
         std::tuple(&device_.meetings, "meetings of blocks", kMeetingBytes),
         std::tuple(&device_.expanded_workspace, "gpu.expanded_workspace_bytes",
                    ExpandedWorkspaceBytes(limits))}) {
-    absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(runtime_.get(), what, bytes);
-    if (!made.ok()) return made.status();
-    *buffer = *std::move(made);
+    MLA_ASSIGN_OR_RETURN(*buffer, DeviceBuffer::Create(runtime_.get(), what, bytes));
   }
-  absl::Status zeroed = runtime_->Fill(device_.meetings.at(), 0, kMeetingBytes, streams_.compute);
-  if (!zeroed.ok()) return zeroed;
+  MLA_RETURN_IF_ERROR(runtime_->Fill(device_.meetings.at(), 0, kMeetingBytes, streams_.compute));
   // Zeros, so that a table entry that was never published leads to the pool's first page.
   if (tables > 0) {
-    absl::Status cleared = runtime_->Fill(device_.table_mirror.at(), 0, tables, streams_.compute);
-    if (!cleared.ok()) return cleared;
+    MLA_RETURN_IF_ERROR(runtime_->Fill(device_.table_mirror.at(), 0, tables, streams_.compute));
   }
   const SlotSizes sizes{
       limits.page_ranges,          LaunchBuilder::MetadataBytes(limits, device_.info),
       limits.staging_in_bytes,     limits.staging_out_bytes,
       limits.slot_workspace_bytes, DigestCount(limits)};
   for (int32_t i = 0; i < limits.launch_slots; ++i) {
-    auto slot = LaunchSlot::Create(runtime_.get(), streams_, pinned_, sizes);
-    if (!slot.ok()) return slot.status();
-    slots_.push_back(*std::move(slot));
+    MLA_ASSIGN_OR_RETURN(auto slot, LaunchSlot::Create(runtime_.get(), streams_, pinned_, sizes));
+    slots_.push_back(std::move(slot));
   }
-  auto builder = LaunchBuilder::Create(device_, limits, streams_.compute);
-  if (!builder.ok()) return builder.status();
-  builder_ = *std::move(builder);
+  MLA_ASSIGN_OR_RETURN(builder_, LaunchBuilder::Create(device_, limits, streams_.compute));
   configured_ = true;
   return absl::OkStatus();
 }
@@ -325,9 +313,9 @@ void HipBackend::Release() {
 
 absl::StatusOr<std::unique_ptr<HostBuffer>> HipBackend::AllocateHost(size_t bytes) {
   const CallWatch::Scope scope(calls_, "an allocation of host memory");
-  auto buffer = PinnedBuffer::Create(runtime_.get(), "host buffer", std::max<int64_t>(1, bytes));
-  if (!buffer.ok()) return buffer.status();
-  return std::make_unique<ListedBuffer>(*std::move(buffer), pinned_);
+  MLA_ASSIGN_OR_RETURN(auto buffer, PinnedBuffer::Create(runtime_.get(), "host buffer",
+                                                         std::max<int64_t>(1, bytes)));
+  return std::make_unique<ListedBuffer>(std::move(buffer), pinned_);
 }
 
 absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
@@ -444,16 +432,18 @@ std::string HipBackend::StuckCall() const {
 absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
   const CallWatch::Scope scope(calls_, "the submission of a launch");
   if (!health_.ok()) return health_;
-  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckSlot(slot));
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
-  if (owner.running()) return absl::FailedPreconditionError("the launch slot is still running");
+  if (owner.submitted().running())
+    return absl::FailedPreconditionError("the launch slot is still running");
   const bool alone = std::none_of(slots_.begin(), slots_.end(),
-                                  [](const auto& other) { return other->running(); });
-  const Launch& taken = builder_->Take(owner, slot, launch);
-  owner.Begin(taken, alone);
-  absl::Status s = builder_->Build(owner, slot, taken);
+                                  [](const auto& other) { return other->submitted().running(); });
+  LaunchRecording& recording = owner.recording();
+  MLA_ASSIGN_OR_RETURN(const LaunchForm form, builder_->Choose(recording, slot, launch));
+  recording.Begin(launch, form.tensors, alone);
+  absl::Status s = builder_->Build(recording, slot, launch, form);
   if (s.ok()) {
-    s = owner.Submit(taken, device_.pool.at());
+    s = owner.Submit(launch, form.tensors, device_.pool.at());
   } else {
     owner.Abandon();
   }
@@ -470,18 +460,19 @@ absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
 
 bool HipBackend::Done(int32_t slot) {
   const CallWatch::Scope scope(calls_, "a look at a launch");
-  if (!CheckSlot(slot).ok() || !slots_[slot]->running()) return true;
-  absl::StatusOr<bool> done = slots_[slot]->Done();
+  if (!CheckSlot(slot).ok() || !slots_[slot]->submitted().running()) return true;
+  absl::StatusOr<bool> done = slots_[slot]->submitted().Done();
   return !done.ok() || *done;  // Wait reports the error
 }
 
 absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {
   const CallWatch::Scope scope(calls_, "the wait for a launch");
-  if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
-  if (!slots_[slot]->running()) {
+  MLA_RETURN_IF_ERROR(CheckSlot(slot));
+  if (!slots_[slot]->submitted().running()) {
     return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not running"));
   }
-  absl::StatusOr<int64_t> ns = slots_[slot]->Wait(std::chrono::milliseconds(options_.watchdog_ms));
+  absl::StatusOr<int64_t> ns =
+      slots_[slot]->submitted().Wait(std::chrono::milliseconds(options_.watchdog_ms));
   if (!ns.ok()) {
     (void)Fault(ns.status());
     return health_;

@@ -110,13 +110,13 @@ class HipBackend final : public AttentionBackend {
   bool Done(int32_t slot) override;
   absl::StatusOr<int64_t> Wait(int32_t slot) override;
   bool WasLate(int32_t slot) const override {
-    return CheckSlot(slot).ok() && slots_[static_cast<size_t>(slot)]->was_late();
+    return CheckSlot(slot).ok() && slots_[static_cast<size_t>(slot)]->submitted().was_late();
   }
   bool Signalled(int32_t slot) const override {
-    return CheckSlot(slot).ok() && slots_[static_cast<size_t>(slot)]->signals();
+    return CheckSlot(slot).ok() && slots_[static_cast<size_t>(slot)]->recording().signals();
   }
   int64_t GateNanos(int32_t slot) const override {
-    return CheckSlot(slot).ok() ? slots_[static_cast<size_t>(slot)]->waited_ns() : 0;
+    return CheckSlot(slot).ok() ? slots_[static_cast<size_t>(slot)]->submitted().waited_ns() : 0;
   }
 
   // The pool's device address, for tools that fill it directly.

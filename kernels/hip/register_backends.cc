@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/status_macros.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/hip/present_devices.h"
 
@@ -36,13 +37,12 @@ absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOpti
                 "backend.deterministic: got true, must be false: the cuts and kernels of a GPU's "
                 "launch depend on all of its requests; the CPU backend has it");
           }
-          auto backend = HipBackend::Create(OptionsOf(base, vendor, options));
-          if (!backend.ok()) return backend.status();
-          return std::unique_ptr<AttentionBackend>(*std::move(backend));
+          MLA_ASSIGN_OR_RETURN(auto backend, HipBackend::Create(OptionsOf(base, vendor, options)));
+          return std::unique_ptr<AttentionBackend>(std::move(backend));
         },
         [vendor] { return PresentDevices(vendor); }};
   };
-  if (absl::Status s = registry.Add(row("hip", 200, Vendor::kAmd)); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(registry.Add(row("hip", 200, Vendor::kAmd)));
   return registry.Add(row("cuda", 190, Vendor::kNvidia));
 }
 

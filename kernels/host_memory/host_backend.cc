@@ -128,10 +128,7 @@ absl::StatusOr<std::unique_ptr<HostBuffer>> HostBackend::AllocateHost(size_t byt
 
 absl::Status HostBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                       int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
-  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
-  }
+  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
   if (head_begin < 0 || head_end <= head_begin) {
     return absl::InvalidArgumentError(
         absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
@@ -151,11 +148,7 @@ absl::Status HostBackend::LoadWeights(int32_t slot, const Geometry& geometry, in
   for (int32_t head = head_begin; head < head_end; ++head) {
     if (!target.used || !target.loaded[head]) charged += head_bytes;
   }
-  if (weight_bytes_used_ + charged > limits_.weights_bytes) {
-    return absl::ResourceExhaustedError(absl::StrCat("weights: ", weight_bytes_used_,
-                                                     " bytes used, ", charged, " wanted, limit ",
-                                                     limits_.weights_bytes));
-  }
+  if (absl::Status fits = CheckBudget(charged); !fits.ok()) return fits;
   if (!target.used) {
     auto memory = MappedMemory::Create("weights", PackedWeightBytes(geometry, capacity), true);
     if (!memory.ok()) return memory.status();
@@ -172,11 +165,64 @@ absl::Status HostBackend::LoadWeights(int32_t slot, const Geometry& geometry, in
   return absl::OkStatus();
 }
 
-absl::Status HostBackend::FreeWeights(int32_t slot) {
-  if (slot < 0 || slot >= static_cast<int32_t>(weights_.size())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+absl::Status HostBackend::CheckWeightsSlot(int32_t slot) const {
+  if (slot >= 0 && slot < static_cast<int32_t>(weights_.size())) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("weights slot: got ", slot, ", limit ", weights_.size()));
+}
+
+absl::Status HostBackend::CheckBudget(int64_t charged) const {
+  if (weight_bytes_used_ + charged <= limits_.weights_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("weights: ", weight_bytes_used_, " bytes used, ",
+                                                   charged, " wanted, limit ",
+                                                   limits_.weights_bytes));
+}
+
+absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
+                                        const ProjectedShape& shape, ProjectedPart part,
+                                        int32_t head, const Bf16* weights) {
+  if (!Info().projects) {
+    return AttentionBackend::LoadProjected(slot, geometry, shape, part, head, weights);
   }
+  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
+  if (head < 0 || head >= geometry.num_heads || !shape.present()) {
+    return absl::InvalidArgumentError(absl::StrCat("weights head: got ", head, " of ",
+                                                   geometry.num_heads, ", q_lora_rank ",
+                                                   shape.q_lora_rank));
+  }
+  WeightSlot& target = weights_[slot];
+  const bool holds = target.shape.present();
+  if (holds && (target.shape != shape ||
+                target.projected_heads[0].size() != static_cast<size_t>(geometry.num_heads))) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("weights slot ", slot, " holds weights of another shape"));
+  }
+  const auto index = static_cast<size_t>(part);
+  const int64_t elements = part == ProjectedPart::kQueries
+                               ? int64_t{geometry.expanded_q_dim()} * shape.q_lora_rank
+                               : int64_t{shape.hidden_size} * geometry.v_dim;
+  const bool again = holds && target.projected_heads[index][static_cast<size_t>(head)];
+  const int64_t charged = again ? 0 : elements * static_cast<int64_t>(sizeof(Bf16));
+  if (absl::Status fits = CheckBudget(charged); !fits.ok()) return fits;
+  if (!holds) {
+    auto memory =
+        MappedMemory::Create("projected weights", PackedProjectedBytes(geometry, shape), true);
+    if (!memory.ok()) return memory.status();
+    target.projected = *std::move(memory);
+    target.shape = shape;
+    for (std::vector<bool>& heads : target.projected_heads) {
+      heads.assign(static_cast<size_t>(geometry.num_heads), false);
+    }
+  }
+  PackProjected(geometry, shape, part, head, weights, target.projected.data());
+  target.projected_heads[index][static_cast<size_t>(head)] = true;
+  target.charged_bytes += charged;
+  weight_bytes_used_ += charged;
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::FreeWeights(int32_t slot) {
+  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
   weight_bytes_used_ -= weights_[slot].charged_bytes;
   weights_[slot] = WeightSlot();
   return absl::OkStatus();
@@ -218,6 +264,23 @@ absl::Status HostBackend::CheckProjection(const char* part, const Projection& pr
   return absl::OkStatus();
 }
 
+absl::Status HostBackend::CheckRowProjection(const char* name, const RowProjection& projection,
+                                             ProjectedPart part) const {
+  for (size_t i = 0; i < projection.records.size(); ++i) {
+    const int32_t slot = projection.records[i].weights_slot;
+    if (CheckWeightsSlot(slot).ok()) {
+      const std::vector<bool>& heads = weights_[slot].projected_heads[static_cast<size_t>(part)];
+      if (static_cast<int32_t>(heads.size()) == projection.geometry.num_heads &&
+          std::all_of(heads.begin(), heads.end(), [](bool head) { return head; })) {
+        continue;
+      }
+    }
+    return absl::FailedPreconditionError(
+        absl::StrCat(name, ".records[", i, "]: weights slot ", slot, " does not hold all heads"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {
   if (absl::Status able = CanRun(params.desc); !able.ok()) return able;
   if (params.plan.partial_rows > limits_.partial_rows ||
@@ -253,6 +316,8 @@ absl::Status HostBackend::Check(const Launch& launch) const {
   }
   if (status.ok()) status = CheckProjection("absorb", launch.absorb);
   if (status.ok()) status = CheckProjection("project", launch.project);
+  if (status.ok()) status = CheckRowProjection("queries", launch.queries, ProjectedPart::kQueries);
+  if (status.ok()) status = CheckRowProjection("hiddens", launch.hiddens, ProjectedPart::kOutputs);
   for (const AttentionParams* params : {&launch.absorbed, &launch.expanded}) {
     if (status.ok() && !params->segments.empty()) status = CheckAttention(*params);
   }

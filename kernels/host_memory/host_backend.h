@@ -76,6 +76,8 @@ class HostBackend : public AttentionBackend {
   absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) override;
   absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                            int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) override;
+  absl::Status LoadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
+                             ProjectedPart part, int32_t head, const Bf16* weights) override;
   absl::Status FreeWeights(int32_t slot) override;
 
   SlotMemory Memory(int32_t slot) override;
@@ -91,6 +93,10 @@ class HostBackend : public AttentionBackend {
     Geometry geometry;
     std::vector<bool> loaded;  // by head
     MappedMemory memory;       // head after head; layout of one head chosen by the derived class
+    // Weights of PROJECTED for all heads; the derived class chooses their layout.
+    ProjectedShape shape;
+    std::vector<bool> projected_heads[kProjectedParts];  // loaded ones
+    MappedMemory projected;
     int64_t charged_bytes = 0;
   };
 
@@ -102,6 +108,11 @@ class HostBackend : public AttentionBackend {
   virtual int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const = 0;
   virtual void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                            const Bf16* w_uv, std::byte* packed) const = 0;
+  // As above, for the weights of PROJECTED of all heads, into which PackProjected packs one head.
+  // Called only if Info().projects.
+  virtual int64_t PackedProjectedBytes(const Geometry&, const ProjectedShape&) const { return 0; }
+  virtual void PackProjected(const Geometry&, const ProjectedShape&, ProjectedPart, int32_t,
+                             const Bf16*, std::byte*) const {}
   // Refuses attention that exceeds the configured limits or lacks weights.
   virtual absl::Status CheckAttention(const AttentionParams& params) const;
   // Called in submission order. The launch stays unchanged until Finish has returned.
@@ -122,6 +133,11 @@ class HostBackend : public AttentionBackend {
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status Check(const Launch& launch) const;
   absl::Status CheckProjection(const char* part, const Projection& projection) const;
+  absl::Status CheckRowProjection(const char* name, const RowProjection& projection,
+                                  ProjectedPart part) const;
+  absl::Status CheckWeightsSlot(int32_t slot) const;
+  // Refuses weights that would exceed the budget.
+  absl::Status CheckBudget(int64_t charged) const;
   bool HoldsHeads(int32_t slot, int32_t head_begin, int32_t heads) const;
 
   bool configured_ = false;

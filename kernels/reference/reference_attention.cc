@@ -261,4 +261,52 @@ void ReferenceProjectRow(const Geometry& geometry, DType in, DType out,
   }
 }
 
+void ReferenceQueryRow(const RowProjection& projection, const RowProjectionRecord& record,
+                       const ProjectedShape& shape, const Bf16* weights, int32_t row) {
+  const Geometry& g = projection.geometry;
+  const int32_t dim = g.expanded_q_dim(), pairs = g.rope_dim / 2;
+  const float* const rotation =
+      record.rotations == nullptr ? nullptr : record.rotations + int64_t{row} * g.rope_dim;
+  std::vector<double> query(static_cast<size_t>(dim));
+  for (int32_t head = 0; head < g.num_heads; ++head) {
+    for (int32_t i = 0; i < dim; ++i, weights += shape.q_lora_rank) {
+      query[i] = 0.0;
+      for (int32_t k = 0; k < shape.q_lora_rank; ++k) {
+        query[i] += static_cast<double>(
+                        LoadElement(record.in, projection.in, row * record.in_row_stride + k)) *
+                    ToFloat(weights[k]);
+      }
+    }
+    for (int32_t pair = 0; pair < pairs; ++pair) {
+      const bool halves = projection.rope == RopeLayout::kHalves;
+      double& x = query[g.nope_dim + (halves ? pair : 2 * pair)];
+      double& y = query[g.nope_dim + (halves ? pair + pairs : 2 * pair + 1)];
+      const double old = x, cosine = rotation[pair], sine = rotation[pairs + pair];
+      x = old * cosine - y * sine;
+      y = old * sine + y * cosine;
+    }
+    for (int32_t i = 0; i < dim; ++i) {
+      StoreElement(record.out, projection.out,
+                   row * record.out_row_stride + int64_t{head} * dim + i, query[i]);
+    }
+  }
+}
+
+void ReferenceHiddenRow(const RowProjection& projection, const RowProjectionRecord& record,
+                        const ProjectedShape& shape, const Bf16* weights, int32_t row) {
+  const Geometry& g = projection.geometry;
+  const int64_t head_weights = int64_t{shape.hidden_size} * g.v_dim;
+  for (int32_t i = 0; i < shape.hidden_size; ++i) {
+    double sum = 0.0;
+    for (int32_t head = 0; head < g.num_heads; ++head) {
+      const Bf16* const w = weights + head * head_weights + int64_t{i} * g.v_dim;
+      const int64_t in = row * record.in_row_stride + int64_t{head} * g.v_dim;
+      for (int32_t k = 0; k < g.v_dim; ++k) {
+        sum += static_cast<double>(LoadElement(record.in, projection.in, in + k)) * ToFloat(w[k]);
+      }
+    }
+    StoreElement(record.out, projection.out, row * record.out_row_stride + i, sum);
+  }
+}
+
 }  // namespace mla::kernels

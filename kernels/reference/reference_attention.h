@@ -14,6 +14,7 @@
 
 #include "kernels/host_memory/host_backend.h"
 #include "kernels/types/attention_params.h"
+#include "kernels/types/launch.h"
 
 namespace mla::kernels {
 
@@ -54,6 +55,13 @@ void ReferenceAbsorbRow(const Geometry& geometry, DType in, DType out,
 void ReferenceProjectRow(const Geometry& geometry, DType in, DType out,
                          const ProjectionRecord& record, const ReferenceWeights& weights,
                          int32_t row, int32_t head);
+
+// One row of Launch::queries and of Launch::hiddens, all heads. `weights` are those of the part,
+// head after head.
+void ReferenceQueryRow(const RowProjection& projection, const RowProjectionRecord& record,
+                       const ProjectedShape& shape, const Bf16* weights, int32_t row);
+void ReferenceHiddenRow(const RowProjection& projection, const RowProjectionRecord& record,
+                        const ProjectedShape& shape, const Bf16* weights, int32_t row);
 
 }  // namespace mla::kernels
 

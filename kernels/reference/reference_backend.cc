@@ -7,6 +7,15 @@
 #include "kernels/host_memory/transfers.h"
 
 namespace mla::kernels {
+namespace {
+
+// Weights of one head.
+int64_t ElementsOf(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part) {
+  return part == ProjectedPart::kQueries ? int64_t{geometry.expanded_q_dim()} * shape.q_lora_rank
+                                         : int64_t{shape.hidden_size} * geometry.v_dim;
+}
+
+}  // namespace
 
 ReferenceBackend::ReferenceBackend() {
   info_.name = "reference";
@@ -21,6 +30,7 @@ ReferenceBackend::ReferenceBackend() {
   info_.sparse = true;
   info_.selects = true;
   info_.windows = true;
+  info_.projects = true;
   info_.units = 1;
   info_.unified_memory = true;
   info_.splits_queries = true;
@@ -55,6 +65,24 @@ void ReferenceBackend::PackWeights(const Geometry& geometry, int32_t heads, cons
   }
 }
 
+// Packed as the heads come: W_UQ of all heads, then W_O of all heads.
+int64_t ReferenceBackend::PackedProjectedBytes(const Geometry& geometry,
+                                               const ProjectedShape& shape) const {
+  return static_cast<int64_t>(sizeof(Bf16)) * geometry.num_heads *
+         (ElementsOf(geometry, shape, ProjectedPart::kQueries) +
+          ElementsOf(geometry, shape, ProjectedPart::kOutputs));
+}
+
+void ReferenceBackend::PackProjected(const Geometry& geometry, const ProjectedShape& shape,
+                                     ProjectedPart part, int32_t head, const Bf16* weights,
+                                     std::byte* packed) const {
+  const int64_t queries = ElementsOf(geometry, shape, ProjectedPart::kQueries);
+  const int64_t own = ElementsOf(geometry, shape, part);
+  const int64_t first = part == ProjectedPart::kQueries ? 0 : geometry.num_heads * queries;
+  std::memcpy(packed + (first + head * own) * static_cast<int64_t>(sizeof(Bf16)), weights,
+              static_cast<size_t>(own) * sizeof(Bf16));
+}
+
 ReferenceWeights ReferenceBackend::WeightsOf(int32_t slot) const {
   if (slot < 0) return {};
   const WeightSlot& weights = Weights(slot);
@@ -73,10 +101,12 @@ void ReferenceBackend::Start(int32_t slot, const Launch& launch) {
   for (const SelectRecord& record : launch.selects) {
     for (int32_t row = 0; row < record.rows; ++row) ReferenceSelectRow(record, pool, row);
   }
+  ProjectRows(launch.queries, ProjectedPart::kQueries);
   Project(launch.absorb, /*absorb=*/true);
   Attend(launch.absorbed, pool);
   Project(launch.project, /*absorb=*/false);
   Attend(launch.expanded, pool);
+  ProjectRows(launch.hiddens, ProjectedPart::kOutputs);
   for (const PageTransfer& transfer : launch.page_reads) ReadPages(pool.base, transfer);
   if (static_cast<size_t>(slot) >= nanoseconds_.size()) nanoseconds_.resize(slot + 1);
   nanoseconds_[slot] =
@@ -94,6 +124,21 @@ void ReferenceBackend::Project(const Projection& projection, bool absorb) const 
       for (int32_t head = 0; head < record.num_heads; ++head) {
         project(projection.geometry, projection.in, projection.out, record, weights, row, head);
       }
+    }
+  }
+}
+
+void ReferenceBackend::ProjectRows(const RowProjection& projection, ProjectedPart part) const {
+  const Geometry& g = projection.geometry;
+  const auto project = part == ProjectedPart::kQueries ? ReferenceQueryRow : ReferenceHiddenRow;
+  for (const RowProjectionRecord& record : projection.records) {
+    const WeightSlot& weights = Weights(record.weights_slot);
+    const Bf16* first = weights.projected.As<const Bf16>();
+    if (part == ProjectedPart::kOutputs) {
+      first += g.num_heads * ElementsOf(g, weights.shape, ProjectedPart::kQueries);
+    }
+    for (int32_t row = 0; row < record.rows; ++row) {
+      project(projection, record, weights.shape, first, row);
     }
   }
 }

@@ -28,12 +28,17 @@ class ReferenceBackend final : public HostBackend {
   int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const override;
   void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk, const Bf16* w_uv,
                    std::byte* packed) const override;
+  int64_t PackedProjectedBytes(const Geometry& geometry,
+                               const ProjectedShape& shape) const override;
+  void PackProjected(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
+                     int32_t head, const Bf16* weights, std::byte* packed) const override;
   void Start(int32_t slot, const Launch& launch) override;
   bool Finished(int32_t) override { return true; }
   absl::StatusOr<int64_t> Finish(int32_t slot) override;
 
   ReferenceWeights WeightsOf(int32_t slot) const;
   void Project(const Projection& projection, bool absorb) const;
+  void ProjectRows(const RowProjection& projection, ProjectedPart part) const;
   void Attend(const AttentionParams& params, const PoolView& pool);
 
   BackendInfo info_;

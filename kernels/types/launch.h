@@ -8,10 +8,12 @@
 //   tables        entries of the page tables that have changed
 //   appends       new KV rows into their pages, or compared with what is there
 //   selects       index lists, where the indexer makes them
-//   absorb        queries of EXPANDED segments into latent space
+//   queries       rows of PROJECTED segments into queries, which are rotated
+//   absorb        queries of EXPANDED and PROJECTED segments into latent space
 //   absorbed      attention in the absorbed form
-//   project       latent outputs of EXPANDED segments out of latent space
+//   project       their latent outputs out of latent space
 //   expanded      attention in the expanded form
+//   hiddens       outputs of PROJECTED segments into rows of hidden states
 //   outputs       memory of the slot -> host memory
 //   page_reads    pool -> host memory, bytes as they are
 //
@@ -110,6 +112,53 @@ struct Projection {
   std::span<const FragmentedInput> fragments;
 };
 
+// Sizes of the rows that a worker of PROJECTED sends and receives; 0 in models without that
+// profile.
+struct ProjectedShape {
+  int32_t q_lora_rank = 0;  // elements of a normed query row (DeepSeek-V3: 1536)
+  int32_t hidden_size = 0;  // elements of a row of hidden states (7168)
+  bool present() const { return q_lora_rank > 0; }
+  friend bool operator==(const ProjectedShape&, const ProjectedShape&) = default;
+};
+
+// Pairs of the rotated part of a query head, of rope_dim elements.
+enum class RopeLayout : uint8_t {
+  kNone = 0,
+  kInterleaved = 1,  // elements 2 i and 2 i + 1
+  kHalves = 2,       // elements i and i + rope_dim / 2
+};
+
+// Weights of PROJECTED, in the order in which rows pass them.
+enum class ProjectedPart : uint8_t {
+  kQueries = 0,  // W_UQ [heads, nope_dim + rope_dim, q_lora_rank]
+  kOutputs = 1,  // W_O [hidden_size, heads, v_dim]
+};
+inline constexpr int32_t kProjectedParts = 2;
+
+// Products of whole rows with the weights of all heads. With e = nope_dim + rope_dim:
+//   queries: out[r, h, :] = rotate(W_UQ[h] x in[r, :]), out [rows, heads, e], in [rows,
+//   q_lora_rank] hiddens: out[r, :]    = W_O x in[r, :, :],          out [rows, hidden_size], in
+//   [rows, heads, v]
+struct RowProjectionRecord {
+  const void* in;
+  void* out;
+  int64_t in_row_stride, out_row_stride;  // elements
+  int32_t rows;
+  int32_t weights_slot;
+  // For queries: [rows, rope_dim], cosines of the pairs and then their sines; null if rope_dim is
+  // 0.
+  const float* rotations;
+};
+
+struct RowProjection {
+  Geometry geometry;
+  RopeLayout rope = RopeLayout::kNone;  // of queries
+  DType in = DType::kBf16;
+  DType out = DType::kBf16;
+  // Consecutive records of one weights slot are computed together.
+  std::span<const RowProjectionRecord> records;
+};
+
 struct Launch {
   std::span<const HostInput> inputs;
   std::span<const HostOutput> outputs;
@@ -133,10 +182,12 @@ struct Launch {
   std::span<const AppendRecord> appends;
   // They write the index lists of records of `absorbed`.
   std::span<const SelectRecord> selects;
+  RowProjection queries;
   Projection absorb;
   AttentionParams absorbed;
   Projection project;
   AttentionParams expanded;
+  RowProjection hiddens;
 };
 
 }  // namespace mla::kernels

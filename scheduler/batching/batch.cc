@@ -23,8 +23,7 @@ constexpr int64_t kNanosPerMilli = 1'000'000;
 // never does, the number is larger than the rows of any request.
 int32_t ExpandedMinRows(const StreamRequest& request, int32_t heads) {
   const AttendArgs& args = request.attend;
-  const bool may_expand =
-      args.profile == Profile::kExpanded && heads == args.num_heads && !IsSparse(args);
+  const bool may_expand = IsExpanded(args.profile) && heads == args.num_heads && !IsSparse(args);
   return may_expand ? request.engine.step->model->ExpandedMinRows(args.q_dtype)
                     : std::numeric_limits<int32_t>::max();
 }
@@ -144,6 +143,7 @@ BatchPolicy::Demand BatchPolicy::DemandOf(const StreamRequest& request) const {
   if (group == nullptr || group->members == 1) {
     demand.heads = Computes(request) ? request.attend.num_heads : 0;
     if (pieces_.split_rows > 0) demand.row_pieces = demand.heads * PiecesOf(request);
+    demand.gather_row_bytes = ProjectedRowBytes(request);
     return demand;
   }
   demand.members = group->members;

@@ -157,6 +157,9 @@ class BatchPolicy {
   // Lets the policy form runs, because staging brings the rows of several requests together at no
   // cost.
   void FormRuns() { forms_runs_ = true; }
+  // Sets the rate of launches that have not been measured (BackendInfo::nanos_per_kv_byte), and
+  // forgets what was learned.
+  void ExpectRate(double nanos_per_kv_byte) { cost_ = LaunchCost(nanos_per_kv_byte); }
 
   // Moves the work of the next launch from `waiting` and `work` into `batch`, which is cleared
   // first. Advances the `appended` counts of the steps whose KV rows it takes. Leaves the batch

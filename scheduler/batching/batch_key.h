@@ -4,6 +4,7 @@
 
 #include "kernels/formats/dtype.h"
 #include "kernels/types/attention_desc.h"
+#include "kernels/types/launch.h"
 #include "scheduler/request.h"
 
 namespace mla::scheduler {
@@ -18,8 +19,9 @@ struct BatchKey {
   kernels::AttentionKind attention = kernels::AttentionKind::kDense;
   kernels::DType products = kernels::DType::kBf16;            // of both forms
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;  // for kWindow
-  // for EXPANDED: QueryPrecision::kSplit
+  // for EXPANDED and PROJECTED: QueryPrecision::kSplit
   bool split_queries = false;
+  kernels::RopeLayout rope = kernels::RopeLayout::kNone;  // for PROJECTED
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
 };
 

@@ -177,6 +177,20 @@ TEST_F(BatchPolicyTest, LaunchesKeepTheirTimeOnFastAndSlowDevices) {
   }
 }
 
+// Rows that two launches merge round otherwise than rows of one launch.
+TEST_F(BatchPolicyTest, FirstLaunchOfAFastDeviceTakesAWholeStep) {
+  constexpr int32_t kRows = 32;
+  const auto rows_of_first_launch = [this](double nanos_per_kv_byte) {
+    policy_->ExpectRate(nanos_per_kv_byte);
+    waiting_ = WaitingRequests();
+    Add(1, 16'000, kRows, kRows);
+    policy_->Choose(waiting_, work_, now_, batch_);
+    return batch_.requests.empty() ? 0 : batch_.requests[0]->engine.rows_launched;
+  };
+  EXPECT_EQ(rows_of_first_launch(1e-3), kRows);
+  EXPECT_LT(rows_of_first_launch(kernels::kCoreNanosPerKvByte), kRows);
+}
+
 TEST_F(BatchPolicyTest, AnotherKeyGetsItsTurnBesideAFlood) {
   // More messages under way than a launch takes, so that each one cuts a message.
   for (int i = 0; i < 24; ++i) Add(1 + static_cast<TenantKey>(i % 3), 0, 4'000, 100);

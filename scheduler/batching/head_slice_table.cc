@@ -93,7 +93,7 @@ bool HeadSliceTable::JoinsSiblings(const StreamRequest& request) const {
     const int32_t rows = std::min(EndRow(request), entry->offset + entry->rows) -
                          std::max(FirstRow(request), entry->offset);
     // The expanded form computes each head separately, so a group would save nothing.
-    if (args.profile == Profile::kExpanded && rows >= model.ExpandedMinRows(args.q_dtype)) {
+    if (IsExpanded(args.profile) && rows >= model.ExpandedMinRows(args.q_dtype)) {
       return false;
     }
   }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "scheduler/tables/step_table.h"
+
 namespace mla::scheduler {
 namespace {
 
@@ -24,6 +26,17 @@ void Follow(double* rate, double share, double factor) {
 
 }  // namespace
 
+int64_t ProjectedRowBytes(const StreamRequest& request) {
+  const AttendArgs& args = request.attend;
+  if (args.profile != Profile::kProjected) return 0;
+  const ModelSpec& spec = *request.engine.step->model->spec;
+  const auto size = [](kernels::DType dtype) { return int64_t(kernels::ElementSize(dtype)); };
+  const int64_t latent = spec.geometry.absorbed_q_dim() + spec.geometry.kv_lora_rank;
+  return args.num_heads *
+         (spec.q_dim(args.profile) * size(args.q_dtype) +
+          spec.o_dim(args.profile) * size(args.o_dtype) + latent * size(kernels::DType::kF32));
+}
+
 AbsorbedCost::AbsorbedCost(const Model& model, Profile profile, int64_t heads, int64_t most_places)
     : heads_(heads),
       most_places_(most_places),
@@ -32,8 +45,10 @@ AbsorbedCost::AbsorbedCost(const Model& model, Profile profile, int64_t heads, i
       min_charged_rows_(model.min_charged_rows) {
   // W_UK and W_UV of a row and head cost as many products as attention to this many KV rows.
   const kernels::Geometry& g = model.spec->geometry;
-  if (profile != Profile::kExpanded) return;
-  projected_rows_ = g.kv_lora_rank * (g.nope_dim + g.v_dim) / (g.kv_row_dim() + g.kv_lora_rank);
+  if (!IsExpanded(profile)) return;
+  projected_rows_ = g.kv_lora_rank * (g.nope_dim + g.v_dim);
+  if (profile == Profile::kProjected) projected_rows_ = model.spec->head_weights();
+  projected_rows_ /= g.kv_row_dim() + g.kv_lora_rank;
 }
 
 int64_t LaunchCost::ExpandedUnits(const Model& model, int64_t rows, int64_t heads, int64_t cached) {

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "kernels/attention_backend.h"
 #include "scheduler/batching/batch_key.h"
 #include "scheduler/request.h"
 #include "scheduler/tables/model_table.h"
@@ -36,6 +37,10 @@ struct LaunchUnits {
   }
   friend LaunchUnits operator+(LaunchUnits a, const LaunchUnits& b) { return a += b; }
 };
+
+// Workspace of a row of PROJECTED: its queries and outputs, and at most as much for both in latent
+// space. Batches of that profile have no other tensors there. 0 for other profiles.
+int64_t ProjectedRowBytes(const StreamRequest& request);
 
 // KV rows that `rows` query rows see on average, if the first of them sees `cached` + 1.
 inline int64_t MeanKvRows(int64_t rows, int64_t cached) { return cached + (rows + 1) / 2; }
@@ -72,6 +77,12 @@ class AbsorbedCost {
 
 class LaunchCost {
  public:
+  // Until launches have been measured, a byte of KV rows takes `nanos_per_kv_byte`
+  // (BackendInfo::nanos_per_kv_byte), and a byte of page work a third of that.
+  explicit LaunchCost(double nanos_per_kv_byte = kernels::kCoreNanosPerKvByte)
+      : initial_{.key = {}, .absorbed = nanos_per_kv_byte, .expanded = nanos_per_kv_byte},
+        pages_(nanos_per_kv_byte / 3) {}
+
   // Units of EXPANDED in the expanded form: K and V of all rows are projected up first.
   static int64_t ExpandedUnits(const Model& model, int64_t rows, int64_t heads, int64_t cached);
 
@@ -102,12 +113,9 @@ class LaunchCost {
  private:
   // Keys whose rates are kept; the one unused for longest makes room.
   static constexpr int kKeys = 16;
-  // Nanoseconds that a CPU core takes for a byte of KV rows under 128 heads; a GPU takes a
-  // ten-thousandth.
-  static constexpr double kInitialRate = 1.5;
-  Rates initial_ = {.key = {}, .absorbed = kInitialRate, .expanded = kInitialRate};
+  Rates initial_;
   std::array<Rates, kKeys> rates_;
-  double pages_ = 0.5;
+  double pages_;  // nanoseconds a byte
   uint64_t observed_ = 0;
 };
 

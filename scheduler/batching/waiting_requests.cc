@@ -15,8 +15,8 @@ BatchKey KeyOf(const StreamRequest& request) {
   key.geometry = spec.geometry;
   key.kv_format = spec.kv_format;
   key.products = spec.products();
-  key.split_queries =
-      args.profile == Profile::kExpanded && spec.query_precision == QueryPrecision::kSplit;
+  key.split_queries = IsExpanded(args.profile) && spec.query_precision == QueryPrecision::kSplit;
+  key.rope = spec.rope;
   if (spec.windowed()) {
     key.attention = spec.attention;
     key.entry_format = spec.entry_format;

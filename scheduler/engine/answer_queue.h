@@ -24,7 +24,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
-#include "scheduler/engine.h"
+#include "scheduler/engine_types.h"
 #include "scheduler/request.h"
 
 namespace mla::scheduler {

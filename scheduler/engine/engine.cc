@@ -1,4 +1,6 @@
 #include "scheduler/engine.h"
+#include "base/random_bytes.h"
+#include "base/status_macros.h"
 
 #include <algorithm>
 #include <cstring>
@@ -50,18 +52,18 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
     Clock* clock) {
   auto impl = std::make_unique<Impl>(options, clock);
   impl->info_ = backend->Info();
-  absl::StatusOr<std::unique_ptr<EngineCore>> core =
+  MLA_ASSIGN_OR_RETURN(
+      std::unique_ptr<EngineCore> core,
       EngineCore::Create(options, std::move(backend), clock,
-                         options.ids != nullptr ? options.ids : std::function(kvcache::RandomId));
-  if (!core.ok()) return core.status();
-  (*core)->CollectAnswers();
+                         options.ids != nullptr ? options.ids : std::function(RandomNumber)));
+  core->answers().Collect();
   Impl* raw = impl.get();
-  if (TierMoves* const tiers = (*core)->tiers()) {
+  if (TierMoves* const tiers = core->tiers()) {
     tiers->set_wake([raw] { raw->inbox_.Wake(); });
   }
-  (*core)->models().set_on_gone(
+  core->models().set_on_gone(
       [raw](const Model& model) { raw->directory_.Erase(model.account->name(), model.spec->id); });
-  impl->core_ = *std::move(core);
+  impl->core_ = std::move(core);
   if (options.dedicated_thread) {
     impl->answers_.Start([raw] {
       if (!raw->inbox_.empty()) raw->inbox_.Wake();
@@ -74,7 +76,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
 
 Engine::~Engine() {
   impl_->WithRole([](EngineCore& core) {
-    core.AbortAllSteps("the server stops");
+    core.steps().AbortAll("the server stops");
     core.FailMoves("the server stops");
   });
   impl_->stopping_ = true;
@@ -85,11 +87,11 @@ Engine::~Engine() {
 }
 
 StreamId Engine::OpenStream(const std::string& tenant, std::shared_ptr<const StreamSteps>* steps) {
-  return impl_->WithRole([&](EngineCore& core) { return core.OpenStream(tenant, steps); });
+  return impl_->WithRole([&](EngineCore& core) { return core.steps().OpenStream(tenant, steps); });
 }
 
 void Engine::CloseStream(StreamId stream) {
-  impl_->WithRole([&](EngineCore& core) { core.CloseStream(stream); });
+  impl_->WithRole([&](EngineCore& core) { core.steps().CloseStream(stream); });
   impl_->answers_.Flush();
 }
 
@@ -98,17 +100,17 @@ absl::Status Engine::Submit(StreamRequest* request) {
     return MakeError(absl::StatusCode::kUnavailable, "the server stops",
                      {.reason = "stopped", .retry_after_ms = 1000});
   }
-  const absl::Status admitted = impl_->AnyThread().Admit(request);
-  if (!admitted.ok()) return admitted;
-  request->engine.arrival_ns = impl_->clock_->Now();
+  MLA_RETURN_IF_ERROR(impl_->AnyThread().answers().Admit(request));
+  const MonotonicNanos now = impl_->clock_->Now();
+  request->engine.arrival_ns = now;
   if (request->handed_back == HandedBack::kNo) {
-    request->engine.first_arrival_ns = request->engine.arrival_ns;
+    request->engine.first_arrival_ns = now;
   }
   // The request may be answered from Push on, so it is read before.
   const bool leave = request->leave_launch;
   const Submitter* const submitter = request->submitter;
   impl_->inbox_.Push(request);
-  if (impl_->options_.dedicated_thread) impl_->RunInline(leave, submitter);
+  if (impl_->options_.dedicated_thread) impl_->RunInline(leave, submitter, now);
   return absl::OkStatus();
 }
 
@@ -116,29 +118,23 @@ absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const
                                                 int64_t lease_ms, std::span<const float> kv_scales,
                                                 std::span<const float> sinks) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<ModelInfo> {
-    const absl::StatusOr<TenantRef> row = core.tenants().Enter(tenant);
-    if (!row.ok()) return row.status();
+    MLA_ASSIGN_OR_RETURN(const TenantRef row, core.tenants().Enter(tenant));
     if (!kv_scales.empty()) {
-      absl::Status good = CheckKvScales(spec, kv_scales, "kv_scales");
-      if (!good.ok()) return good;
+      MLA_RETURN_IF_ERROR(CheckKvScales(spec, kv_scales, "kv_scales"));
     }
     if (!sinks.empty()) {
       SinkSlice all;
-      absl::Status good = CheckSinks(spec, sinks, "sinks", &all);
-      if (!good.ok()) return good;
+      MLA_RETURN_IF_ERROR(CheckSinks(spec, sinks, "sinks", &all));
     }
-    absl::StatusOr<Model*> model = core.models().Register((*row)->key(), spec, lease_ms);
-    if (!model.ok()) return model.status();
-    impl_->directory_.Put(tenant, (*model)->spec);
+    MLA_ASSIGN_OR_RETURN(Model* const model, core.models().Register(row->key(), spec, lease_ms));
+    impl_->directory_.Put(tenant, model->spec);
     if (!kv_scales.empty()) {
-      absl::Status set = core.models().SetScales(**model, kv_scales, "kv_scales");
-      if (!set.ok()) return set;
+      MLA_RETURN_IF_ERROR(core.models().SetScales(*model, kv_scales, "kv_scales"));
     }
     if (!sinks.empty()) {
-      absl::Status set = core.models().SetSinks(**model, {}, sinks, "sinks");
-      if (!set.ok()) return set;
+      MLA_RETURN_IF_ERROR(core.models().SetSinks(*model, {}, sinks, "sinks"));
     }
-    return core.models().Info(**model);
+    return core.models().Info(*model);
   });
 }
 
@@ -169,9 +165,9 @@ std::shared_ptr<const ModelSpec> Engine::FindModel(const std::string& tenant,
 absl::Status Engine::SetScales(const std::string& tenant, const std::string& id,
                                std::span<const float> scales) {
   return impl_->WithRole([&](EngineCore& core) -> absl::Status {
-    absl::StatusOr<Model*> model = core.models().Find(core.FindTenant(tenant), id, "model_id");
-    if (!model.ok()) return model.status();
-    return core.models().SetScales(**model, scales, "scales");
+    MLA_ASSIGN_OR_RETURN(Model* const model,
+                         core.models().Find(core.FindTenant(tenant), id, "model_id"));
+    return core.models().SetScales(*model, scales, "scales");
   });
 }
 
@@ -179,11 +175,10 @@ absl::StatusOr<std::vector<int32_t>> Engine::SetSinks(const std::string& tenant,
                                                       const std::string& id, const SinkSlice& slice,
                                                       std::span<const float> sinks) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
-    absl::StatusOr<Model*> model = core.models().Find(core.FindTenant(tenant), id, "model_id");
-    if (!model.ok()) return model.status();
-    absl::Status set = core.models().SetSinks(**model, slice, sinks, "sinks");
-    if (!set.ok()) return set;
-    return core.models().LayersWithoutSinks(**model);
+    MLA_ASSIGN_OR_RETURN(Model* const model,
+                         core.models().Find(core.FindTenant(tenant), id, "model_id"));
+    MLA_RETURN_IF_ERROR(core.models().SetSinks(*model, slice, sinks, "sinks"));
+    return core.models().LayersWithoutSinks(*model);
   });
 }
 
@@ -219,13 +214,25 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
   return status;
 }
 
+absl::Status Engine::LoadProjected(const std::string& tenant, const std::string& id,
+                                   UploadId upload, kernels::ProjectedPart part, int32_t layer,
+                                   int32_t head, std::span<const kernels::Bf16> weights) {
+  const absl::Status status = impl_->WithRole([&](EngineCore& core) {
+    absl::StatusOr<Model*> model =
+        core.models().Find(core.FindTenant(tenant), id, "header.model_id");
+    return model.ok() ? core.models().LoadProjected(**model, upload, part, layer, head, weights)
+                      : model.status();
+  });
+  impl_->LetOthersIn();
+  return status;
+}
+
 absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& tenant,
                                                            const std::string& id, UploadId upload) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
-    absl::StatusOr<Model*> model =
-        core.models().Find(core.FindTenant(tenant), id, "header.model_id");
-    if (!model.ok()) return model.status();
-    return core.models().CommitWeights(**model, upload);
+    MLA_ASSIGN_OR_RETURN(Model* const model,
+                         core.models().Find(core.FindTenant(tenant), id, "header.model_id"));
+    return core.models().CommitWeights(*model, upload);
   });
 }
 
@@ -242,29 +249,28 @@ absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args) {
   if (!args.prefix.empty()) {
     prefix.spec = FindModel(args.tenant, args.model_id);
     if (prefix.spec != nullptr) {
-      absl::Status status = impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix);
-      if (!status.ok()) return status;
+      MLA_RETURN_IF_ERROR(impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix));
     }
   }
-  const absl::Status awaited = impl_->AwaitTiers(prefix, args.most_wait_ms, [&](EngineCore& core) {
-    return core.RestoreForOpen(args, prefix);
-  });
-  if (!awaited.ok()) return awaited;
-  return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args, prefix); });
+  MLA_RETURN_IF_ERROR(impl_->AwaitTiers(prefix, args.most_wait_ms, [&](EngineCore& core) {
+    return core.sequences().RestoreForOpen(args, prefix);
+  }));
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Open(args, prefix); });
 }
 
 absl::StatusOr<SequenceInfo> Engine::MatchSequence(const MatchArgs& args) {
   int64_t committed = 0;
-  absl::StatusOr<PrefixPlan> plan =
-      impl_->WithRole([&](EngineCore& core) { return core.PlanMatch(args, &committed); });
+  absl::StatusOr<PrefixPlan> plan = impl_->WithRole(
+      [&](EngineCore& core) { return core.sequences().PlanMatch(args, &committed); });
   if (!plan.ok()) return plan.status();
   absl::Status status =
       impl_->prefixes_.Fill(args.tenant, args.prefix, args.first_row, committed, &*plan);
   if (!status.ok()) return status;
-  status = impl_->AwaitTiers(*plan, args.most_wait_ms,
-                             [&](EngineCore& core) { return core.RestoreForMatch(args, *plan); });
+  status = impl_->AwaitTiers(*plan, args.most_wait_ms, [&](EngineCore& core) {
+    return core.sequences().RestoreForMatch(args, *plan);
+  });
   if (!status.ok()) return status;
-  return impl_->WithRole([&](EngineCore& core) { return core.MatchSequence(args, *plan); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Match(args, *plan); });
 }
 
 absl::StatusOr<ProbeAnswer> Engine::Probe(const std::string& tenant, const std::string& model_id,
@@ -273,9 +279,8 @@ absl::StatusOr<ProbeAnswer> Engine::Probe(const std::string& tenant, const std::
   ProbeAnswer answer;
   const std::shared_ptr<const ModelSpec> spec = FindModel(tenant, model_id);
   if (spec != nullptr) {
-    absl::Status status = impl_->prefixes_.CountHeld(tenant, *spec, prefix,
-                                                     core.cache().prefixes().directory(), &answer);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(impl_->prefixes_.CountHeld(tenant, *spec, prefix,
+                                                   core.cache().prefixes().directory(), &answer));
   } else if (!model_id.empty()) {
     return MakeError(absl::StatusCode::kNotFound,
                      absl::StrCat("model ", model_id, " is not registered"),
@@ -287,7 +292,7 @@ absl::StatusOr<ProbeAnswer> Engine::Probe(const std::string& tenant, const std::
   core.load().Fill(&answer);
   const TenantTable& tenants = *core.shared_tenants();
   answer.sequences = static_cast<int32_t>(tenants.server_used(Resource::kSequences));
-  answer.queued_requests = core.owned();
+  answer.queued_requests = core.answers().owned();
   if (answer.queued_requests == 0) answer.wait_ns = 0;
   answer.kv_bytes_free =
       std::min(answer.kv_bytes_free, tenants.Usage(tenant).bound[Resource::kKvBytes]);
@@ -299,15 +304,14 @@ absl::StatusOr<HintAnswer> Engine::Hint(const HintArgs& args) {
   if (args.id == 0) {
     prefix.spec = FindModel(args.tenant, args.model_id);
     if (prefix.spec != nullptr) {
-      absl::Status status = impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix);
-      if (!status.ok()) return status;
+      MLA_RETURN_IF_ERROR(impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix));
     }
   }
-  return impl_->WithRole([&](EngineCore& core) { return core.Hint(args, prefix); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Hint(args, prefix); });
 }
 
 absl::StatusOr<SequenceInfo> Engine::ForkSequence(const ForkArgs& args) {
-  return impl_->WithRole([&](EngineCore& core) { return core.ForkSequence(args); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Fork(args); });
 }
 
 absl::StatusOr<MovingPages> Engine::BeginExport(const ExportArgs& args) {
@@ -315,7 +319,7 @@ absl::StatusOr<MovingPages> Engine::BeginExport(const ExportArgs& args) {
 }
 
 absl::StatusOr<MovingPages> Engine::BeginImport(const ImportArgs& args) {
-  return impl_->WithRole([&](EngineCore& core) { return core.BeginImport(args); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().BeginImport(args); });
 }
 
 absl::Status Engine::StartMove(PageMove* move) {
@@ -343,19 +347,19 @@ void Engine::AbortImport(const std::string& tenant, const MovingPages& pages) {
 
 absl::StatusOr<SequenceInfo> Engine::TruncateSequence(const std::string& tenant, SequenceId id,
                                                       int64_t length, uint64_t expected_epoch) {
-  return impl_->WithRole(
-      [&](EngineCore& core) { return core.TruncateSequence(tenant, id, length, expected_epoch); });
+  return impl_->WithRole([&](EngineCore& core) {
+    return core.sequences().Truncate(tenant, id, length, expected_epoch);
+  });
 }
 
 SequenceList Engine::GetSequences(const SequenceSelection& selection) {
-  return impl_->WithRole([&](EngineCore& core) { return core.GetSequences(selection); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Get(selection); });
 }
 
 absl::StatusOr<std::shared_ptr<Tail>> Engine::MakeTail(const TenantRef& tenant, int64_t bytes,
                                                        const char* field) {
   TenantTable* const table = tenants().get();
-  absl::Status taken = table->Take(*tenant, Resource::kTailBytes, bytes, field);
-  if (!taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(table->Take(*tenant, Resource::kTailBytes, bytes, field));
   return std::make_shared<Tail>(static_cast<size_t>(bytes),
                                 TenantUse(table, tenant, Resource::kTailBytes, bytes));
 }
@@ -363,19 +367,19 @@ absl::StatusOr<std::shared_ptr<Tail>> Engine::MakeTail(const TenantRef& tenant, 
 absl::StatusOr<SequenceTail> Engine::ReadTail(const std::string& tenant, SequenceId id,
                                               uint64_t expected_epoch) {
   return impl_->WithRole(
-      [&](EngineCore& core) { return core.ReadTail(tenant, id, expected_epoch); });
+      [&](EngineCore& core) { return core.sequences().ReadTail(tenant, id, expected_epoch); });
 }
 
 int32_t Engine::ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                                  std::vector<SequenceId>* not_found) {
   return impl_->WithRole(
-      [&](EngineCore& core) { return core.ReleaseSequences(tenant, ids, not_found); });
+      [&](EngineCore& core) { return core.sequences().Release(tenant, ids, not_found); });
 }
 
 int32_t Engine::RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
                             std::vector<SequenceId>* not_found) {
   return impl_->WithRole(
-      [&](EngineCore& core) { return core.RenewLeases(selection, lease_ms, not_found); });
+      [&](EngineCore& core) { return core.sequences().Renew(selection, lease_ms, not_found); });
 }
 
 EngineStats Engine::Stats() {
@@ -393,11 +397,11 @@ const std::shared_ptr<kvcache::EventLog>& Engine::events() const {
 int32_t Engine::EvictSequences(const SequenceSelection& selection,
                                std::vector<SequenceId>* not_found) {
   return impl_->WithRole(
-      [&](EngineCore& core) { return core.EvictSequences(selection, not_found); });
+      [&](EngineCore& core) { return core.sequences().Evict(selection, not_found); });
 }
 
 absl::StatusOr<int32_t> Engine::EvictModel(const std::string& tenant, const std::string& id) {
-  return impl_->WithRole([&](EngineCore& core) { return core.EvictModel(tenant, id); });
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().EvictModel(tenant, id); });
 }
 
 const kernels::BackendInfo& Engine::backend_info() const { return impl_->info_; }
@@ -433,11 +437,11 @@ absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> Engine::AllocateSha
 }
 
 void Engine::StartDrain(const std::string& peer) {
-  impl_->WithRole([&](EngineCore& core) { core.StartDrain(peer); });
+  impl_->WithRole([&](EngineCore& core) { core.draining().Start(peer); });
 }
 
 void Engine::CancelDrain() {
-  impl_->WithRole([](EngineCore& core) { core.CancelDrain(); });
+  impl_->WithRole([](EngineCore& core) { core.draining().Cancel(); });
 }
 
 std::vector<TenantSequence> Engine::AllSequences() {
@@ -446,14 +450,14 @@ std::vector<TenantSequence> Engine::AllSequences() {
 
 absl::Status Engine::EndHandOver(const TenantSequence& sequence, const std::string& peer) {
   return impl_->WithRole([&](EngineCore& core) {
-    return core.draining() ? core.transfers().EndHandOver(sequence, peer)
-                           : absl::AbortedError("the server does not drain");
+    return core.draining().on() ? core.transfers().EndHandOver(sequence, peer)
+                                : absl::AbortedError("the server does not drain");
   });
 }
 
 int32_t Engine::AbortAllSteps() {
   const int32_t aborted = impl_->WithRole(
-      [](EngineCore& core) { return core.AbortAllSteps("the server aborts all open steps"); });
+      [](EngineCore& core) { return core.steps().AbortAll("the server aborts all open steps"); });
   impl_->answers_.Flush();
   return aborted;
 }

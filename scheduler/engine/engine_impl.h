@@ -13,12 +13,12 @@
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
 #include "base/pause_watch.h"
+#include "base/status_macros.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/answer_queue.h"
 #include "scheduler/engine/engine_core.h"
 #include "scheduler/engine/inbox.h"
 #include "scheduler/engine/model_directory.h"
-#include "scheduler/kvcache/prefix/random_ids.h"
 #include "scheduler/tables/prefix_plan.h"
 
 namespace mla::scheduler {
@@ -62,10 +62,10 @@ class Engine::Impl {
       impl_.core_->NoteLoad();
       // Requests waiting for siblings or KV rows are not work left; NextTick wakes the engine for
       // them.
-      const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
-      const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
-      const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->TakeAnswers());
-      const LaunchReports reports = impl_.core_->TakeReports();
+      const bool work_left = impl_.core_->steps().inflight() || impl_.core_->steps().MayLaunch();
+      const bool sooner = impl_.core_->steps().NextTick() < impl_.wake_at_;
+      const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->answers().TakeAnswers());
+      const LaunchReports reports = impl_.core_->answers().TakeReports();
       impl_.role_.Unlock();
       if (std::this_thread::get_id() == impl_.engine_thread_) {
         impl_.answers_.Deliver(answers);
@@ -99,36 +99,38 @@ class Engine::Impl {
   template <typename Fn>
   auto WithRole(Fn&& fn) {
     Role role(*this);
-    Drain();
-    if (clock_->Now() >= core_->NextTick()) core_->Tick();
+    const MonotonicNanos now = clock_->Now();
+    Drain(now);
+    if (now >= core_->steps().NextTick()) core_->steps().Tick();
     return fn(*core_);
   }
 
-  void Drain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
+  // Accepts all submitted requests. `now` decides whether the process was paused before them.
+  void Drain(MonotonicNanos now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
     if (options_.dedicated_thread && options_.notes_pauses) {
-      if (const int64_t paused = pauses_.Take(); paused > 0) core_->NotePause(paused);
+      if (const int64_t paused = pauses_.Take(now); paused > 0) core_->steps().NotePause(paused);
     }
     StreamRequest* request = inbox_.TakeAll();
     while (request != nullptr) {
       StreamRequest* const next = request->engine.next;
       request->engine.next = nullptr;
-      core_->Accept(request);
+      core_->steps().Accept(request);
       request = next;
     }
   }
 
   // Runs one round of the engine; returns true if there may be more to do.
   bool Round() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
-    Drain();
     const MonotonicNanos now = clock_->Now();
-    if (now >= core_->NextTick()) core_->Tick();
+    Drain(now);
+    if (now >= core_->steps().NextTick()) core_->steps().Tick();
     core_->NoteLoad();
-    bool busy = core_->StartLaunch();
+    bool busy = core_->steps().StartLaunch();
     if (core_->backend().Info().unified_memory) {
-      busy |= core_->CompleteLaunch(/*wait=*/true);
+      busy |= core_->steps().CompleteLaunch(/*wait=*/true);
     } else {
-      busy |= core_->CompleteLaunch(/*wait=*/false);
-      if (!busy && core_->inflight()) {
+      busy |= core_->steps().CompleteLaunch(/*wait=*/false);
+      if (!busy && core_->steps().inflight()) {
         if (options_.dedicated_thread) std::this_thread::yield();
         busy = true;
       }
@@ -142,9 +144,9 @@ class Engine::Impl {
     bool busy = true;
     while (busy && waiting_for_role_ == 0 && !stopping_) {
       busy = Round();
-      if (!core_->has_answers()) continue;
-      if (!core_->MayLaunch() && !core_->inflight() && inbox_.empty()) return true;
-      answers_.Push(core_->TakeAnswers());
+      if (!core_->answers().has_answers()) continue;
+      if (!core_->steps().MayLaunch() && !core_->steps().inflight() && inbox_.empty()) return true;
+      answers_.Push(core_->answers().TakeAnswers());
     }
     return false;
   }
@@ -157,10 +159,10 @@ class Engine::Impl {
         Role role(*this);
         const bool answered = RunRounds();
         const MonotonicNanos now = clock_->Now();
-        const MonotonicNanos tick = core_->NextTick();
+        const MonotonicNanos tick = core_->steps().NextTick();
         sleep = std::clamp<int64_t>(tick - now, 0, kLongestSleepNanos);
         wake_at_ = now + sleep;
-        if (answered || core_->inflight() || waiting_for_role_ > 0) sleep = 0;
+        if (answered || core_->steps().inflight() || waiting_for_role_ > 0) sleep = 0;
       }
       while (waiting_for_role_ > 0 && !stopping_) std::this_thread::yield();
       if (sleep > 0) inbox_.Wait(sleep);
@@ -173,10 +175,9 @@ class Engine::Impl {
   template <typename Restore>
   absl::Status AwaitTiers(const PrefixPlan& prefix, int64_t most_ms, Restore&& restore) {
     if (options_.limits.host_tier_bytes == 0 || prefix.chain == nullptr) return absl::OkStatus();
-    const absl::StatusOr<std::shared_ptr<TierWait>> wait = WithRole(restore);
-    if (!wait.ok()) return wait.status();
-    if (*wait != nullptr && options_.dedicated_thread) {
-      (*wait)->WaitFor(std::min(options_.limits.tier_wait_ms, most_ms));
+    MLA_ASSIGN_OR_RETURN(const std::shared_ptr<TierWait> wait, WithRole(restore));
+    if (wait != nullptr && options_.dedicated_thread) {
+      wait->WaitFor(std::min(options_.limits.tier_wait_ms, most_ms));
     }
     return absl::OkStatus();
   }
@@ -202,15 +203,15 @@ class Engine::Impl {
   // Awaits the launch on behalf of an idle submitter. Returns false if other threads want the role
   // or the submitter has work again.
   bool AwaitLaunch(const Submitter& submitter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
-    while (!core_->CompleteLaunch(/*wait=*/false)) {
+    while (!core_->steps().CompleteLaunch(/*wait=*/false)) {
       if (waiting_for_role_ > 0 || !inbox_.empty() || !submitter.IsIdle()) return false;
     }
     return true;
   }
 
   // The submitting thread takes the role if it is free and runs small launches, unless
-  // `leave_launch` leaves them to the engine's thread.
-  void RunInline(bool leave_launch, const Submitter* submitter) {
+  // `leave_launch` leaves them to the engine's thread. `arrival` is the time of the submission.
+  void RunInline(bool leave_launch, const Submitter* submitter, MonotonicNanos arrival) {
     if (answers_.IsDelivering()) return;  // called from Done, whose caller looks again afterwards
     if (options_.inline_work <= 0 || leave_launch) return inbox_.Wake();
     bool work_left = false;
@@ -219,13 +220,13 @@ class Engine::Impl {
       work_left = false;
       {
         Role role(*this, std::adopt_lock);
-        Drain();
-        if (core_->pending().empty()) return;
-        const int64_t work = core_->ReadyWork();
+        Drain(arrival);
+        if (core_->steps().pending().empty()) return;
+        const int64_t work = core_->steps().ReadyWork();
         const bool small = work <= options_.inline_work;
-        if (!(small || MayAwait(submitter, work)) || !core_->StartLaunch()) return;
+        if (!(small || MayAwait(submitter, work)) || !core_->steps().StartLaunch()) return;
         if (small) {
-          core_->CompleteLaunch(/*wait=*/true);
+          core_->steps().CompleteLaunch(/*wait=*/true);
         } else if (!AwaitLaunch(*submitter)) {
           return;
         }

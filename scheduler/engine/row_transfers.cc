@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
 
 namespace mla::scheduler {
@@ -75,37 +76,33 @@ MovingPages RowTransfers::Moving(const Sequence& sequence, int64_t first_row, in
 
 absl::StatusOr<MovingPages> RowTransfers::BeginExport(const ExportArgs& args) {
   const TenantKey tenant = tenants_->Find(args.tenant);
-  absl::StatusOr<Sequence*> sequence = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
-  if (!sequence.ok()) return sequence.status();
-  if (absl::Status s = CheckWhole(*(*sequence)->model, args.first_row == 0, "first_row"); !s.ok()) {
-    return s;
-  }
-  const int64_t committed = cache_->length((*sequence)->slot);
+  MLA_ASSIGN_OR_RETURN(Sequence* const sequence,
+                       sequences_->FindIdle(tenant, args.id, args.expected_epoch));
+  MLA_RETURN_IF_ERROR(CheckWhole(*sequence->model, args.first_row == 0, "first_row"));
+  const int64_t committed = cache_->length(sequence->slot);
   const int64_t end = args.end_row.value_or(committed);
-  if (absl::Status s = CheckRange("end_row", end, 0, committed); !s.ok()) return s;
-  const int32_t page_size = (*sequence)->model->spec->page_size;
+  MLA_RETURN_IF_ERROR(CheckRange("end_row", end, 0, committed));
+  const int32_t page_size = sequence->model->spec->page_size;
   if (args.first_row < 0 || args.first_row > end || args.first_row % page_size != 0) {
     return RefuseField("first_row", absl::StrCat(args.first_row),
                        absl::StrCat("0..", end, ", and the first row of a page of ", page_size),
                        "out_of_range");
   }
-  if (args.in_place) return Moving(**sequence, args.first_row, end - args.first_row);
+  if (args.in_place) return Moving(*sequence, args.first_row, end - args.first_row);
   ForkArgs fork;
   fork.parent = args.id;
   fork.expected_epoch = args.expected_epoch;
   fork.length = end;
   fork.client_id = kExportClient;
-  absl::StatusOr<Sequence*> held = sequences_->Fork(tenant, fork);
-  if (!held.ok()) return held.status();
-  (*held)->exports = true;
-  MovingPages pages = Moving(**held, args.first_row, end - args.first_row);
+  MLA_ASSIGN_OR_RETURN(Sequence* const held, sequences_->Fork(tenant, fork));
+  held->exports = true;
+  MovingPages pages = Moving(*held, args.first_row, end - args.first_row);
   pages.state.id = args.id;
   pages.state.epoch = args.expected_epoch;
-  pages.state.client_id = (*sequence)->client_id;
+  pages.state.client_id = sequence->client_id;
   // The fork's rows are declared only as far as the tenant's bound has room to count them twice.
-  pages.state.chain = cache_->chain((*sequence)->slot);
-  pages.state.declared =
-      std::min(cache_->declared((*sequence)->slot), cache_->length((*held)->slot));
+  pages.state.chain = cache_->chain(sequence->slot);
+  pages.state.declared = std::min(cache_->declared(sequence->slot), cache_->length(held->slot));
   return pages;
 }
 
@@ -194,23 +191,21 @@ absl::StatusOr<Sequence*> RowTransfers::ImportTarget(const ImportArgs& args, Mod
 
 absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
   const TenantKey tenant = tenants_->Find(args.tenant);
-  absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "target.model_id");
-  if (!model.ok()) return model.status();
-  if (absl::Status s = CheckWhole(**model, args.id == 0, "target.sequence_id"); !s.ok()) return s;
-  if (absl::Status same = CheckTags(**model, args.tags); !same.ok()) return same;
-  absl::StatusOr<Sequence*> target = ImportTarget(args, *model);
-  if (!target.ok()) return target.status();
-  Sequence* const sequence = *target;
+  MLA_ASSIGN_OR_RETURN(Model* const model, models_->Find(tenant, args.model_id, "target.model_id"));
+  MLA_RETURN_IF_ERROR(CheckWhole(*model, args.id == 0, "target.sequence_id"));
+  MLA_RETURN_IF_ERROR(CheckTags(*model, args.tags));
+  MLA_ASSIGN_OR_RETURN(Sequence* const target, ImportTarget(args, model));
+  Sequence* const sequence = target;
   const int64_t length = cache_->length(sequence->slot);
   const int64_t room =
       std::min<int64_t>(limits_.max_sequence_rows, cache_->max_rows(sequence->slot)) - length;
   absl::Status status;
-  if (args.tags.first_row != length || length % (*model)->spec->page_size != 0) {
+  if (args.tags.first_row != length || length % model->spec->page_size != 0) {
     status = RefuseField(
         {.field = "part.header.first_row",
          .got = absl::StrCat(args.tags.first_row),
          .limit = absl::StrCat(length, ", the rows that the sequence has, and whole pages of ",
-                               (*model)->spec->page_size),
+                               model->spec->page_size),
          .reason = "position_mismatch",
          .last_good_position = length},
         absl::StatusCode::kFailedPrecondition);
@@ -227,7 +222,7 @@ absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
     pages.tags.tail_position = args.tags.tail_position;
   }
   if (status.ok()) {
-    status = opener_->ReservePages({{sequence, static_cast<int32_t>(length), rows, 0}}, **model,
+    status = opener_->ReservePages({{sequence, static_cast<int32_t>(length), rows, 0}}, *model,
                                    "part.header.rows");
   }
   if (!status.ok()) {
@@ -242,9 +237,9 @@ absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
 
 absl::Status RowTransfers::Start(PageMove* move) {
   const TenantKey tenant = tenants_->Find(move->tenant);
-  absl::StatusOr<Sequence*> found = sequences_->FindOrRefuse(tenant, move->id, "sequence_id");
-  if (!found.ok()) return found.status();
-  Sequence& sequence = **found;
+  MLA_ASSIGN_OR_RETURN(Sequence* const found,
+                       sequences_->FindOrRefuse(tenant, move->id, "sequence_id"));
+  Sequence& sequence = *found;
   const Model& model = *sequence.model;
   const kvcache::GroupLayout& layout =
       move->window ? model.contents->window_layout : model.contents->layout;
@@ -285,10 +280,9 @@ absl::StatusOr<SequenceInfo> RowTransfers::EndImport(const std::string& tenant, 
                                                      const SequenceState* state,
                                                      SequenceTail tail) {
   importing_.erase(id);
-  absl::StatusOr<Sequence*> found =
-      sequences_->FindOrRefuse(tenants_->Find(tenant), id, "sequence_id");
-  if (!found.ok()) return found.status();
-  Sequence& sequence = **found;
+  MLA_ASSIGN_OR_RETURN(Sequence* const found,
+                       sequences_->FindOrRefuse(tenants_->Find(tenant), id, "sequence_id"));
+  Sequence& sequence = *found;
   if (!sequence.imports) {
     return MakeError(absl::StatusCode::kAborted, "no rows are being imported into the sequence",
                      {.field = "sequence_id",
@@ -337,18 +331,18 @@ std::vector<TenantSequence> RowTransfers::AllSequences() const {
 }
 
 absl::Status RowTransfers::EndHandOver(const TenantSequence& moved, const std::string& peer) {
-  absl::StatusOr<Sequence*> sequence =
-      sequences_->FindIdle(tenants_->Find(moved.tenant), moved.info.id, moved.info.epoch);
-  if (!sequence.ok()) return sequence.status();
-  if (cache_->length((*sequence)->slot) != moved.info.length) {
+  MLA_ASSIGN_OR_RETURN(
+      Sequence* const sequence,
+      sequences_->FindIdle(tenants_->Find(moved.tenant), moved.info.id, moved.info.epoch));
+  if (cache_->length(sequence->slot) != moved.info.length) {
     return MakeError(absl::StatusCode::kAborted, "the sequence got rows while it was handed over",
                      {.field = "sequence_id",
                       .got = absl::StrCat(moved.info.id),
                       .limit = "a sequence that stays while its rows move",
                       .reason = "changed_meanwhile"});
   }
-  cache_->Note((*sequence)->slot, kvcache::EventKind::kPreempted);
-  sequences_->ReleaseMoved(*sequence, peer);
+  cache_->Note(sequence->slot, kvcache::EventKind::kPreempted);
+  sequences_->ReleaseMoved(sequence, peer);
   return absl::OkStatus();
 }
 

@@ -16,7 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/formats/fp8.h"
-#include "scheduler/engine.h"
+#include "scheduler/engine_types.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/limits.h"
 #include "scheduler/moves/page_mover.h"

@@ -40,7 +40,7 @@ class PooledRequest final : public StreamRequest {
 class Worker {
  public:
   Worker(EngineHarness& harness, StepId step)
-      : h_(harness), stream_(h_.core().OpenStream(h_.tenant())), step_(step) {
+      : h_(harness), stream_(h_.core().steps().OpenStream(h_.tenant())), step_(step) {
     sequence_ = h_.Open("", 3'000'000);
     begin_.kind = RequestKind::kBeginStep;
     begin_.begin.model_id = h_.model().id;
@@ -69,7 +69,7 @@ class Worker {
     ok &= Send(end_);
     // A sequence of bounded length: the steady state of a long run.
     if (++length_ == 40) {
-      ok &= h_.core().TruncateSequence(h_.tenant(), sequence_.id, 20, epoch_++).ok();
+      ok &= h_.core().sequences().Truncate(h_.tenant(), sequence_.id, 20, epoch_++).ok();
       length_ = 20;
     }
     return ok;
@@ -81,8 +81,8 @@ class Worker {
     request.step_id = step_;
     request.engine.arrival_ns = h_.clock().Now();
     const int before = request.answers;
-    h_.core().owned().fetch_add(1);
-    h_.core().Accept(&request);
+    h_.core().answers().owned().fetch_add(1);
+    h_.core().steps().Accept(&request);
     h_.Run();
     return request.answers == before + 1 && request.ok;
   }
@@ -105,7 +105,7 @@ class Ranks {
  public:
   explicit Ranks(EngineHarness& harness) : h_(harness), sequence_(h_.Open("", 3'000'000)) {
     for (Rank& rank : ranks_) {
-      rank.stream = h_.core().OpenStream(h_.tenant());
+      rank.stream = h_.core().steps().OpenStream(h_.tenant());
       rank.begin.kind = RequestKind::kBeginStep;
       rank.begin.begin.model_id = h_.model().id;
       rank.begin.begin.participants = 2;
@@ -161,8 +161,8 @@ class Ranks {
     request.stream = rank.stream;
     request.step_id = 7;
     request.engine.arrival_ns = h_.clock().Now();
-    h_.core().owned().fetch_add(1);
-    h_.core().Accept(&request);
+    h_.core().answers().owned().fetch_add(1);
+    h_.core().steps().Accept(&request);
   }
 
   EngineHarness& h_;

@@ -71,7 +71,7 @@ TEST_F(EngineCoreTest, AFullPoolRefusesTheStepAsAWhole) {
   options.limits.max_pages_per_sequence = 1000;
   options.limits.max_step_rows = 3000;
   EngineHarness small(std::move(options));
-  const StreamId stream = small.core().OpenStream(small.tenant());
+  const StreamId stream = small.core().steps().OpenStream(small.tenant());
   const SequenceInfo a = small.Open();
   const SequenceInfo b = small.Open();
   const int64_t used = small.core().Stats().kv_bytes_used;
@@ -162,8 +162,8 @@ TEST_F(EngineCoreTest, DeadlinesAreHonouredBeforeTheLaunch) {
   request->kv_rows.assign(24, 0);
   request->attend.kv = reinterpret_cast<const std::byte*>(request->kv_rows.data());
   request->engine.arrival_ns = h_.clock().Now();
-  h_.core().owned().fetch_add(1);
-  h_.core().Accept(request.get());
+  h_.core().answers().owned().fetch_add(1);
+  h_.core().steps().Accept(request.get());
   auto after = h_.AppendOnly(stream_, 1, 0, 2, Rows(2, 2));
   h_.clock().Advance(2'000'000);
   h_.Run();
@@ -227,8 +227,8 @@ TEST_F(EngineCoreTest, LongPrefillIsCutAndDecodeGoesFirst) {
   ASSERT_TRUE(h_.Begin(stream_, 2, {{chat.id, 1, 3, 1}})->status.ok());
   auto prefill = h_.Attend(stream_, 1, 0, 0, Rows(14, 40), 5);
   auto decode = h_.Attend(stream_, 2, 1, 0, Rows(1, 60), 6);
-  ASSERT_TRUE(h_.core().StartLaunch());
-  ASSERT_TRUE(h_.core().CompleteLaunch(true));
+  ASSERT_TRUE(h_.core().steps().StartLaunch());
+  ASSERT_TRUE(h_.core().steps().CompleteLaunch(true));
   // In the first launch, together with the first piece of the prefill.
   EXPECT_TRUE(decode->answered());
   EXPECT_FALSE(prefill->answered());

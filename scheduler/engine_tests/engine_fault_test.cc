@@ -26,7 +26,7 @@ class FaultyEngine {
     backend_ = faulty.get();
     h_ = std::make_unique<EngineHarness>(testing::HarnessOptions{
         testing::TinyLimits(), testing::TinyModel(), std::move(faulty), nullptr});
-    stream_ = h_->core().OpenStream(h_->tenant());
+    stream_ = h_->core().steps().OpenStream(h_->tenant());
   }
 
   FaultyBackend* backend_ = nullptr;
@@ -73,7 +73,7 @@ TEST_P(EngineFaultTest, AFailedLaunchFailsItsStepsAndNothingElse) {
   ASSERT_TRUE(again->status.ok()) << again->status;
   const std::vector<Row> rows_a = Rows(2, 4);
   EXPECT_LT(h_->Error(*again, Pointers(rows_a), {1, 2}, 6), 2e-5);
-  EXPECT_EQ(h_->core().owned(), 0);
+  EXPECT_EQ(h_->core().answers().owned(), 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Points, EngineFaultTest,
@@ -93,7 +93,7 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
   ASSERT_TRUE(h_->core().models().Register(other->key(), h_->model()).ok());
   // Tenant A fills the whole pool once, so that every page has been its.
   for (int round = 0; round < 14; ++round) h_->Open();
-  const SequenceList all = h_->core().GetSequences({h_->tenant(), {}, ""});
+  const SequenceList all = h_->core().sequences().Get({h_->tenant(), {}, ""});
   std::vector<SequenceId> ids;
   StepId step = 100;
   for (const SequenceInfo& sequence : all.sequences) {
@@ -105,14 +105,14 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
     ASSERT_TRUE(h_->End(stream_, step)->status.ok());
   }
   std::vector<SequenceId> absent;
-  h_->core().ReleaseSequences(h_->tenant(), ids, &absent);
+  h_->core().sequences().Release(h_->tenant(), ids, &absent);
 
   OpenArgs open;
   open.tenant = "tenant-b";
   open.model_id = h_->model().id;
-  const auto seq = h_->core().OpenSequence(open);
+  const auto seq = h_->core().sequences().Open(open);
   ASSERT_TRUE(seq.ok()) << seq.status();
-  const StreamId foreign = h_->core().OpenStream("tenant-b");
+  const StreamId foreign = h_->core().steps().OpenStream("tenant-b");
   ASSERT_TRUE(h_->Begin(foreign, 1, {{seq->id, 1, 0, 5}})->status.ok());
   ASSERT_GT(h_->core().Stats().page_groups_scrubbed, 0u);
   backend_->FailAt(GetParam());
@@ -185,14 +185,14 @@ TEST_F(EngineFaultTest, AbandonedStepsLeaveNoPageWork) {
     fork.tenant = h_->tenant();
     fork.parent = parent.id;
     fork.expected_epoch = 1;
-    const auto child = h_->core().ForkSequence(fork);
+    const auto child = h_->core().sequences().Fork(fork);
     ASSERT_TRUE(child.ok()) << child.status();
     const StepId step = 10 + static_cast<StepId>(round);
     ASSERT_TRUE(h_->Begin(stream_, step, {{child->id, 1, 2, 1}})->status.ok());
     ASSERT_TRUE(h_->Abort(stream_, step)->status.ok());
     const std::vector<SequenceId> ids = {child->id};
     std::vector<SequenceId> absent;
-    h_->core().ReleaseSequences(h_->tenant(), ids, &absent);
+    h_->core().sequences().Release(h_->tenant(), ids, &absent);
   }
   EXPECT_EQ(h_->core().Stats().copies_on_write, 0u);
   EXPECT_EQ(h_->core().cache().work().queued(), 0);
@@ -263,10 +263,10 @@ TEST_F(TwoSlotsTest, LaunchThatDoesNotStartSparesTheOneThatRuns) {
   ASSERT_TRUE(h_->Begin(stream_, 1, {{a.id, 1, 0, 2}})->status.ok());
   ASSERT_TRUE(h_->Begin(stream_, 2, {{b.id, 1, 0, 2}})->status.ok());
   auto runs = h_->Attend(stream_, 1, 0, 0, Rows(2, 1), 5);
-  ASSERT_TRUE(h_->core().StartLaunch());
+  ASSERT_TRUE(h_->core().steps().StartLaunch());
   auto lost = h_->Attend(stream_, 2, 0, 0, Rows(2, 2), 5);
   backend_->FailAt(FaultPoint::kSubmit);
-  ASSERT_TRUE(h_->core().StartLaunch());
+  ASSERT_TRUE(h_->core().steps().StartLaunch());
   EXPECT_EQ(lost->status.code(), absl::StatusCode::kInternal);
   EXPECT_FALSE(runs->answered());
   h_->Run();
@@ -282,12 +282,12 @@ TEST_F(TwoSlotsTest, StepWithAFailedRequestIsNotCommittedByWhatCompletesMeanwhil
   ASSERT_TRUE(h_->Begin(stream_, 1, {{a.id, 1, 0, 1}})->status.ok());
   auto layer0 = h_->AppendOnly(stream_, 1, 0, 0, Rows(1, 1));
   auto layer1 = h_->AppendOnly(stream_, 1, 1, 0, Rows(1, 2));
-  ASSERT_TRUE(h_->core().StartLaunch());
+  ASSERT_TRUE(h_->core().steps().StartLaunch());
   auto lost = h_->Query(stream_, 1, 0, 0, 1, 0, 2, 5);
   auto end = h_->End(stream_, 1);
   EXPECT_FALSE(end->answered());
   backend_->FailAt(FaultPoint::kSubmit);
-  ASSERT_TRUE(h_->core().StartLaunch());
+  ASSERT_TRUE(h_->core().steps().StartLaunch());
   EXPECT_EQ(lost->status.code(), absl::StatusCode::kInternal);
   h_->Run();
   EXPECT_TRUE(layer0->status.ok() && layer1->status.ok());
@@ -309,16 +309,16 @@ TEST_F(TwoSlotsTest, PageWorkOfALaunchThatRanIsNotDoneAgain) {
   fork.tenant = h_->tenant();
   fork.parent = parent.id;
   fork.expected_epoch = 1;
-  const auto child = h_->core().ForkSequence(fork);
+  const auto child = h_->core().sequences().Fork(fork);
   ASSERT_TRUE(child.ok()) << child.status();
   const SequenceInfo other = h_->Open();
   ASSERT_TRUE(h_->Begin(stream_, 2, {{child->id, 1, 2, 1}})->status.ok());
   ASSERT_TRUE(h_->Begin(stream_, 3, {{other.id, 1, 0, 1}})->status.ok());
   auto copied = h_->Attend(stream_, 2, 0, 0, Rows(1, 2), 5);
-  ASSERT_TRUE(h_->core().StartLaunch());
+  ASSERT_TRUE(h_->core().steps().StartLaunch());
   auto lost = h_->Attend(stream_, 3, 0, 0, Rows(1, 3), 5);
   backend_->FailAt(FaultPoint::kSubmit);
-  ASSERT_TRUE(h_->core().StartLaunch());
+  ASSERT_TRUE(h_->core().steps().StartLaunch());
   EXPECT_EQ(lost->status.code(), absl::StatusCode::kInternal);
   h_->Run();
   ASSERT_TRUE(copied->status.ok()) << copied->status;

@@ -57,7 +57,7 @@ TEST_P(EngineFormatsTest, AStepComputesOnWhatRowsStandFor) {
     ASSERT_TRUE(SetScales().ok());
   }
   const SequenceInfo seq = h_.Open();
-  const StreamId stream = h_.core().OpenStream(h_.tenant());
+  const StreamId stream = h_.core().steps().OpenStream(h_.tenant());
   for (StepId step = 1; step <= 2; ++step) {
     const int before = step == 1 ? 0 : 5;
     ASSERT_TRUE(h_.Begin(stream, step, {{seq.id, 1, before, 5}})->status.ok());
@@ -78,7 +78,7 @@ TEST_P(EngineFormatsTest, AStepComputesOnWhatRowsStandFor) {
 
 TEST_P(EngineFormatsTest, RowsWaitForTheScalesThatTheyNeed) {
   const SequenceInfo seq = h_.Open();
-  const StreamId stream = h_.core().OpenStream(h_.tenant());
+  const StreamId stream = h_.core().steps().OpenStream(h_.tenant());
   ASSERT_TRUE(h_.Begin(stream, 1, {{seq.id, 1, 0, 1}})->status.ok());
   auto early = h_.Attend(stream, 1, 0, 0, Rows(1, 10), 5);
   h_.Run();

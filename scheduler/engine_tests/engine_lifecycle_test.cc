@@ -18,7 +18,7 @@ using testing::TestRequest;
 
 TEST_F(EngineCoreTest, AnotherTenantSeesNothing) {
   const SequenceInfo seq = h_.Open();
-  const StreamId foreign = h_.core().OpenStream("tenant-b");
+  const StreamId foreign = h_.core().steps().OpenStream("tenant-b");
   ExpectCode(*h_.Begin(foreign, 1, {{seq.id, 1, 0, 1}}), absl::StatusCode::kNotFound,
              "model_not_found");
   const TenantRef other = *h_.core().tenants().Enter("tenant-b");
@@ -27,7 +27,7 @@ TEST_F(EngineCoreTest, AnotherTenantSeesNothing) {
   auto absent_begin = h_.Begin(foreign, 1, {{12345, 1, 0, 1}});
   ExpectCode(*foreign_begin, absl::StatusCode::kNotFound, "sequence_not_found");
   EXPECT_EQ(foreign_begin->status.code(), absent_begin->status.code());
-  EXPECT_EQ(h_.core().GetSequences({"tenant-b", {}, ""}).sequences.size(), 0u);
+  EXPECT_EQ(h_.core().sequences().Get({"tenant-b", {}, ""}).sequences.size(), 0u);
   // A step id used by two tenants names two steps.
   EXPECT_TRUE(h_.Begin(stream_, 7, {{seq.id, 1, 0, 1}})->status.ok());
   ExpectCode(*h_.Query(foreign, 7, 0, 0, 1, 0, 2, 1), absl::StatusCode::kNotFound,
@@ -36,14 +36,14 @@ TEST_F(EngineCoreTest, AnotherTenantSeesNothing) {
 
 TEST_F(EngineCoreTest, HeadSlicesShareOneCopyOfTheRows) {
   const SequenceInfo seq = h_.Open();
-  const StreamId second = h_.core().OpenStream(h_.tenant());
+  const StreamId second = h_.core().steps().OpenStream(h_.tenant());
   const StepSequenceArgs args{seq.id, 1, 0, 2};
   ASSERT_TRUE(h_.Begin(stream_, 1, {args}, 2)->status.ok());
   ExpectCode(*h_.Query(second, 1, 0, 0, 2, 1, 1, 5), absl::StatusCode::kNotFound, "step_not_found");
   auto join = h_.Begin(second, 1, {args}, 2);
   ASSERT_TRUE(join->status.ok()) << join->status;
   EXPECT_EQ(join->joined, 2);
-  ExpectCode(*h_.Begin(h_.core().OpenStream(h_.tenant()), 1, {args}, 2),
+  ExpectCode(*h_.Begin(h_.core().steps().OpenStream(h_.tenant()), 1, {args}, 2),
              absl::StatusCode::kFailedPrecondition, "step_full");
   ExpectCode(*h_.Begin(second, 1, {{seq.id, 1, 0, 1}}, 2), absl::StatusCode::kAlreadyExists,
              "step_exists");
@@ -72,19 +72,19 @@ TEST_F(EngineCoreTest, OnlyOneSliceBringsTheRows) {
   other.attend.head_offset = 1;
   other.attend.profile = Profile::kAppendOnly;
   other.attend.has_kv = true;
-  h_.core().owned().fetch_add(1);
-  h_.core().Accept(&other);
+  h_.core().answers().owned().fetch_add(1);
+  h_.core().steps().Accept(&other);
   ExpectCode(other, absl::StatusCode::kFailedPrecondition, "kv_writer_taken");
 }
 
 TEST_F(EngineCoreTest, ALostParticipantAbortsTheStep) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 2, 3);
-  const StreamId second = h_.core().OpenStream(h_.tenant());
+  const StreamId second = h_.core().steps().OpenStream(h_.tenant());
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 2, 2}}, 2)->status.ok());
   ASSERT_TRUE(h_.Begin(second, 1, {{seq.id, 1, 2, 2}}, 2)->status.ok());
   auto waiting = h_.Query(stream_, 1, 0, 0, 2, 0, 2, 5);
-  h_.core().CloseStream(second);
+  h_.core().steps().CloseStream(second);
   ASSERT_TRUE(waiting->answered());
   EXPECT_EQ(waiting->status.code(), absl::StatusCode::kCancelled);
   EXPECT_TRUE(waiting->step_aborted);
@@ -98,12 +98,12 @@ TEST_F(EngineCoreTest, ALostParticipantAbortsTheStep) {
 
 TEST_F(EngineCoreTest, AStepDiesWithItsStreamAndMayBeBegunAnew) {
   const SequenceInfo seq = h_.Open();
-  const StreamId first = h_.core().OpenStream(h_.tenant());
+  const StreamId first = h_.core().steps().OpenStream(h_.tenant());
   ASSERT_TRUE(h_.Begin(first, 1, {{seq.id, 1, 0, 2}})->status.ok());
   auto rows = h_.AppendOnly(first, 1, 0, 0, Rows(2, 1));
   h_.Run();
   ASSERT_TRUE(rows->status.ok());
-  h_.core().CloseStream(first);
+  h_.core().steps().CloseStream(first);
   ASSERT_TRUE(h_.Begin(stream_, 2, {{seq.id, 1, 0, 2}})->status.ok());
   auto fresh = h_.Attend(stream_, 2, 0, 0, Rows(2, 9), 5);
   h_.Run();
@@ -153,12 +153,12 @@ TEST_F(EngineCoreTest, SequenceLeasesExpireAndAreRenewed) {
   const SequenceInfo slow = h_.Open("", 3000);
   h_.Advance(900);
   std::vector<SequenceId> absent;
-  EXPECT_EQ(h_.core().RenewLeases({h_.tenant(), {quick.id}, ""}, 0, &absent), 1);
+  EXPECT_EQ(h_.core().sequences().Renew({h_.tenant(), {quick.id}, ""}, 0, &absent), 1);
   h_.Advance(900);
-  EXPECT_EQ(h_.core().GetSequences({h_.tenant(), {}, ""}).sequences.size(), 2u);
+  EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), {}, ""}).sequences.size(), 2u);
   ASSERT_TRUE(h_.Begin(stream_, 1, {{slow.id, 1, 0, 1}})->status.ok());
   h_.Advance(200);
-  EXPECT_EQ(h_.core().GetSequences({h_.tenant(), {quick.id}, ""}).not_found.size(), 1u);
+  EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), {quick.id}, ""}).not_found.size(), 1u);
   EXPECT_EQ(h_.core().Stats().leases_expired, 1u);
   h_.Advance(1900);  // the step expires, the sequence was alive through it
   EXPECT_FALSE(h_.Get(slow.id).in_step);
@@ -191,13 +191,13 @@ TEST_F(EngineCoreTest, AnOpenIsNoRepeatOfOneWhoseNamesJoinToTheSameText) {
   first.model_id = "a/b";
   first.request_id = "r";
   first.client_id = "c";
-  const auto opened = h_.core().OpenSequence(first);
+  const auto opened = h_.core().sequences().Open(first);
   ASSERT_TRUE(opened.ok()) << opened.status();
-  EXPECT_EQ(h_.core().OpenSequence(first)->id, opened->id);
+  EXPECT_EQ(h_.core().sequences().Open(first)->id, opened->id);
   OpenArgs second = first;
   second.model_id = "a";
   second.client_id = "b/c";
-  EXPECT_EQ(DetailOf(h_.core().OpenSequence(second).status()).reason, "request_id_reused");
+  EXPECT_EQ(DetailOf(h_.core().sequences().Open(second).status()).reason, "request_id_reused");
 }
 
 // Messages that clients sent during the pause have yet to be read.
@@ -211,18 +211,18 @@ TEST_F(EngineCoreTest, APauseOfTheProcessCountsAgainstNothingThatClientsMustSend
   ASSERT_TRUE(h_.Begin(stream_, 1, {{used.id, 1, 0, 2}})->status.ok());
   const auto query = h_.Query(stream_, 1, 0, 0, 2, 0, 2, 5);  // its KV rows have not come
   h_.clock().Advance(kPauseMs * 1'000'000);
-  h_.core().NotePause(kPauseMs * 1'000'000);
-  h_.core().Tick();
+  h_.core().steps().NotePause(kPauseMs * 1'000'000);
+  h_.core().steps().Tick();
   EXPECT_FALSE(query->answered()) << query->status;
   std::vector<SequenceId> absent;
-  EXPECT_EQ(h_.core().RenewLeases({h_.tenant(), {idle.id, used.id}, ""}, 0, &absent), 2);
+  EXPECT_EQ(h_.core().sequences().Renew({h_.tenant(), {idle.id, used.id}, ""}, 0, &absent), 2);
   EXPECT_TRUE(h_.Get(used.id).in_step);
   EXPECT_EQ(h_.core().models().size(), 2);
   EXPECT_EQ(h_.core().Stats().leases_expired, 0u);
   EXPECT_EQ(h_.core().Stats().pauses, 1u);
   // Later time counts.
   h_.Advance(1000);
-  EXPECT_EQ(h_.core().GetSequences({h_.tenant(), {idle.id}, ""}).not_found.size(), 1u);
+  EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), {idle.id}, ""}).not_found.size(), 1u);
   EXPECT_EQ(h_.core().models().size(), 1);
   ExpectCode(*query, absl::StatusCode::kFailedPrecondition, "kv_rows_missing");
 }
@@ -235,11 +235,11 @@ TEST_F(EngineCoreTest, ForksShareRowsAndPartWays) {
   args.parent = seq.id;
   args.expected_epoch = 1;
   args.request_id = "fork-1";
-  auto child = h_.core().ForkSequence(args);
+  auto child = h_.core().sequences().Fork(args);
   ASSERT_TRUE(child.ok()) << child.status();
-  EXPECT_EQ(h_.core().ForkSequence(args)->id, child->id);
+  EXPECT_EQ(h_.core().sequences().Fork(args)->id, child->id);
   args.length = 2;
-  EXPECT_EQ(h_.core().ForkSequence(args).status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(h_.core().sequences().Fork(args).status().code(), absl::StatusCode::kAlreadyExists);
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 4, 1}, {child->id, 1, 4, 1}})->status.ok());
   const std::vector<Row> both = Rows(2, 30);
   auto attend = h_.Attend(stream_, 1, 0, 0, both, 5);
@@ -276,7 +276,7 @@ TEST_F(EngineCoreTest, AForkCopiesWhatItWrites) {
   args.tenant = h_.tenant();
   args.parent = seq.id;
   args.expected_epoch = 1;
-  const auto child = h_.core().ForkSequence(args);
+  const auto child = h_.core().sequences().Fork(args);
   ASSERT_TRUE(child.ok()) << child.status();
   const auto copied = [&] { return h_.core().Stats().kv_bytes_copied; };
   ASSERT_TRUE(h_.Begin(stream_, 1, {{child->id, 1, 2, 2}})->status.ok());
@@ -315,27 +315,29 @@ TEST_F(EngineCoreTest, ForksOfWhatTheClientDoesNotKnowAreRefused) {
   args.tenant = h_.tenant();
   args.parent = seq.id;
   args.expected_epoch = 2;  // it is at 1
-  EXPECT_EQ(h_.core().ForkSequence(args).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).reason, "epoch_mismatch");
-  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).field, "expected_epoch");
+  EXPECT_EQ(h_.core().sequences().Fork(args).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DetailOf(h_.core().sequences().Fork(args).status()).reason, "epoch_mismatch");
+  EXPECT_EQ(DetailOf(h_.core().sequences().Fork(args).status()).field, "expected_epoch");
   args.expected_epoch = 1;
   args.length = 5;
-  EXPECT_EQ(h_.core().ForkSequence(args).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).field, "length");
-  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).limit, "0..4");
+  EXPECT_EQ(h_.core().sequences().Fork(args).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(DetailOf(h_.core().sequences().Fork(args).status()).field, "length");
+  EXPECT_EQ(DetailOf(h_.core().sequences().Fork(args).status()).limit, "0..4");
   args.length = 4;
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 4, 1}})->status.ok());
-  EXPECT_EQ(h_.core().ForkSequence(args).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(DetailOf(h_.core().ForkSequence(args).status()).reason, "in_step");
+  EXPECT_EQ(h_.core().sequences().Fork(args).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DetailOf(h_.core().sequences().Fork(args).status()).reason, "in_step");
   ASSERT_TRUE(h_.Abort(stream_, 1)->status.ok());
-  EXPECT_TRUE(h_.core().ForkSequence(args).ok());
+  EXPECT_TRUE(h_.core().sequences().Fork(args).ok());
   EXPECT_EQ(h_.core().Stats().sequences, 2);
 }
 
 TEST_F(EngineCoreTest, ARepeatOfTruncateIsOneOnlyWithItsOwnLength) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 5, 1);
-  ASSERT_TRUE(h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1).ok());
+  ASSERT_TRUE(h_.core().sequences().Truncate(h_.tenant(), seq.id, 2, 1).ok());
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 2, 2, 1}})->status.ok());
   auto first = h_.AppendOnly(stream_, 1, 0, 0, Rows(1, 9));
   auto second = h_.AppendOnly(stream_, 1, 1, 0, Rows(1, 9));
@@ -344,12 +346,13 @@ TEST_F(EngineCoreTest, ARepeatOfTruncateIsOneOnlyWithItsOwnLength) {
   ASSERT_EQ(h_.Get(seq.id).length, 3);
   // Late messages of the old epoch: one that names today's length, and the old one again.
   for (const int64_t length : {3, 2}) {
-    EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, length, 1).status().code(),
+    EXPECT_EQ(h_.core().sequences().Truncate(h_.tenant(), seq.id, length, 1).status().code(),
               absl::StatusCode::kFailedPrecondition)
         << length;
-    EXPECT_EQ(DetailOf(h_.core().TruncateSequence(h_.tenant(), seq.id, length, 1).status()).reason,
-              "epoch_mismatch");
-    EXPECT_EQ(DetailOf(h_.core().TruncateSequence(h_.tenant(), seq.id, length, 1).status())
+    EXPECT_EQ(
+        DetailOf(h_.core().sequences().Truncate(h_.tenant(), seq.id, length, 1).status()).reason,
+        "epoch_mismatch");
+    EXPECT_EQ(DetailOf(h_.core().sequences().Truncate(h_.tenant(), seq.id, length, 1).status())
                   .last_good_position,
               3);
   }
@@ -360,18 +363,18 @@ TEST_F(EngineCoreTest, ARepeatOfTruncateIsOneOnlyWithItsOwnLength) {
 TEST_F(EngineCoreTest, TruncateFencesTheDroppedBranch) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 5, 1);
-  auto cut = h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1);
+  auto cut = h_.core().sequences().Truncate(h_.tenant(), seq.id, 2, 1);
   ASSERT_TRUE(cut.ok()) << cut.status();
   EXPECT_EQ(cut->epoch, 2u);
-  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 2, 1)->epoch, 2u);
-  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 1, 1).status().code(),
+  EXPECT_EQ(h_.core().sequences().Truncate(h_.tenant(), seq.id, 2, 1)->epoch, 2u);
+  EXPECT_EQ(h_.core().sequences().Truncate(h_.tenant(), seq.id, 1, 1).status().code(),
             absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 3, 2).status().code(),
+  EXPECT_EQ(h_.core().sequences().Truncate(h_.tenant(), seq.id, 3, 2).status().code(),
             absl::StatusCode::kInvalidArgument);
   ExpectCode(*h_.Begin(stream_, 1, {{seq.id, 1, 2, 1}}), absl::StatusCode::kFailedPrecondition,
              "epoch_mismatch");
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 2, 2, 1}})->status.ok());
-  EXPECT_EQ(h_.core().TruncateSequence(h_.tenant(), seq.id, 1, 2).status().code(),
+  EXPECT_EQ(h_.core().sequences().Truncate(h_.tenant(), seq.id, 1, 2).status().code(),
             absl::StatusCode::kFailedPrecondition);
 }
 
@@ -381,7 +384,7 @@ TEST_F(EngineCoreTest, DefaultLeasesAreThoseInForceWhenSomethingBegins) {
   h_.core().SetDefaultLeases({.sequence_ms = 4321, .model_ms = 5432, .step_ms = 654});
   const SequenceInfo after = h_.Open();
   EXPECT_EQ(after.lease_ms, 4321);
-  const auto kept = h_.core().GetSequences({h_.tenant(), {before.id}, ""}).sequences;
+  const auto kept = h_.core().sequences().Get({h_.tenant(), {before.id}, ""}).sequences;
   ASSERT_EQ(kept.size(), 1u);
   EXPECT_EQ(kept[0].lease_ms, before.lease_ms);
   ModelSpec another = h_.model();
@@ -399,8 +402,8 @@ TEST_F(EngineCoreTest, ReleaseAbortsTheStepThatHoldsTheSequence) {
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 1}, {other.id, 1, 0, 1}})->status.ok());
   auto waiting = h_.AppendOnly(stream_, 1, 0, 0, Rows(2, 1));
   std::vector<SequenceId> absent;
-  EXPECT_EQ(h_.core().ReleaseSequences(h_.tenant(), std::vector<SequenceId>{seq.id, 77}, &absent),
-            1);
+  EXPECT_EQ(
+      h_.core().sequences().Release(h_.tenant(), std::vector<SequenceId>{seq.id, 77}, &absent), 1);
   EXPECT_EQ(absent, std::vector<SequenceId>{77});
   ExpectCode(*waiting, absl::StatusCode::kAborted, "step_aborted");
   EXPECT_FALSE(h_.Get(other.id).in_step);
@@ -411,7 +414,7 @@ TEST_F(EngineCoreTest, DrainRefusesNewWorkAndKeepsOpenSteps) {
   const SequenceInfo seq = h_.Open();
   const SequenceInfo other = h_.Open();
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 1}})->status.ok());
-  h_.core().StartDrain();
+  h_.core().draining().Start();
   ExpectCode(*h_.Begin(stream_, 2, {{other.id, 1, 0, 1}}), absl::StatusCode::kUnavailable,
              "draining");
   auto a = h_.AppendOnly(stream_, 1, 0, 0, Rows(1, 1));
@@ -419,7 +422,7 @@ TEST_F(EngineCoreTest, DrainRefusesNewWorkAndKeepsOpenSteps) {
   auto end = h_.End(stream_, 1);
   h_.Run();
   EXPECT_TRUE(end->status.ok()) << end->status;
-  EXPECT_EQ(h_.core().AbortAllSteps("drained"), 0);
+  EXPECT_EQ(h_.core().steps().AbortAll("drained"), 0);
 }
 
 // Remembers the sequences that were closed.
@@ -436,7 +439,7 @@ class ClosedSequences final : public EngineObserver {
 TEST(EngineObserverTest, HearsOfEverySequenceThatGoes) {
   ClosedSequences observer;
   testing::EngineHarness h({testing::TinyLimits(), testing::TinyModel(), nullptr, &observer});
-  const StreamId stream = h.core().OpenStream(h.tenant());
+  const StreamId stream = h.core().steps().OpenStream(h.tenant());
   const SequenceInfo released = h.Open("", 60000);
   h.Open("", 8000);
   ASSERT_TRUE(h.Begin(stream, 1, {{released.id, 1, 0, 2}})->status.ok());
@@ -447,7 +450,7 @@ TEST(EngineObserverTest, HearsOfEverySequenceThatGoes) {
   ASSERT_TRUE(h.End(stream, 1)->status.ok());
   h.Advance(3000);
   std::vector<SequenceId> absent;
-  h.core().ReleaseSequences(h.tenant(), std::vector<SequenceId>{released.id}, &absent);
+  h.core().sequences().Release(h.tenant(), std::vector<SequenceId>{released.id}, &absent);
   h.Advance(6000);
   const EngineStats stats = h.core().Stats();
   EXPECT_EQ(stats.leases_expired, 1u);

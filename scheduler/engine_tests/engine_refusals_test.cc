@@ -24,9 +24,9 @@ class EngineRefusalsTest : public EngineCoreTest {
     OpenArgs open;
     open.tenant = "tenant-b";
     open.model_id = h_.model().id;
-    const auto seq = h_.core().OpenSequence(open);
+    const auto seq = h_.core().sequences().Open(open);
     EXPECT_TRUE(seq.ok()) << seq.status();
-    const StreamId stream = h_.core().OpenStream("tenant-b");
+    const StreamId stream = h_.core().steps().OpenStream("tenant-b");
     EXPECT_TRUE(h_.Begin(stream, 500, {{seq->id, 1, 0, 1}})->status.ok());
     return stream;
   }
@@ -38,7 +38,7 @@ TEST_F(EngineRefusalsTest, JoiningMeansRepeatingTheSameBegin) {
   Fill(a, 2, 1);
   const std::vector<StepSequenceArgs> begun = {{a.id, 1, 2, 2}, {b.id, 1, 0, 1}};
   ASSERT_TRUE(h_.Begin(stream_, 1, begun, 3)->status.ok());
-  const StreamId rank = h_.core().OpenStream(h_.tenant());
+  const StreamId rank = h_.core().steps().OpenStream(h_.tenant());
   const std::vector<std::vector<StepSequenceArgs>> kOthers = {
       {{a.id, 2, 2, 2}, {b.id, 1, 0, 1}},
       {{a.id, 1, 1, 2}, {b.id, 1, 0, 1}},
@@ -60,7 +60,7 @@ TEST_F(EngineRefusalsTest, JoiningMeansRepeatingTheSameBegin) {
 TEST_F(EngineRefusalsTest, AStreamThatDidNotJoinHasNoSay) {
   const SequenceInfo seq = h_.Open();
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 1}}, 2)->status.ok());
-  const StreamId stranger = h_.core().OpenStream(h_.tenant());
+  const StreamId stranger = h_.core().steps().OpenStream(h_.tenant());
   // It has a step of its own, so it is a stream like any other.
   const SequenceInfo own = h_.Open();
   ASSERT_TRUE(h_.Begin(stranger, 2, {{own.id, 1, 0, 1}})->status.ok());
@@ -132,7 +132,7 @@ class EngineCutRequestTest : public EngineCoreTest {
 // the refusal names the row from which to send again.
 TEST_F(EngineCutRequestTest, RowsOfACutMessageThatAreStoredStay) {
   testing::EngineHarness h(TwoRowsALaunch());
-  const StreamId stream = h.core().OpenStream(h.tenant());
+  const StreamId stream = h.core().steps().OpenStream(h.tenant());
   const SequenceInfo seq = h.Open();
   ASSERT_TRUE(h.Begin(stream, 1, {{seq.id, 1, 0, 6}})->status.ok());
   const std::vector<Row> rows = Rows(6, 1);
@@ -144,8 +144,8 @@ TEST_F(EngineCutRequestTest, RowsOfACutMessageThatAreStoredStay) {
   h.Submit(cut.get());
   auto behind = h.Attend(stream, 1, 0, 5, part(5, 6), 7);
   auto waits = h.Query(stream, 1, 0, 1, 1, 0, 2, 9);  // of a stored row
-  ASSERT_TRUE(h.core().StartLaunch());
-  ASSERT_TRUE(h.core().CompleteLaunch(/*wait=*/true));
+  ASSERT_TRUE(h.core().steps().StartLaunch());
+  ASSERT_TRUE(h.core().steps().CompleteLaunch(/*wait=*/true));
   EXPECT_FALSE(cut->answered());
   h.AdvanceMicros(2000);
   ExpectCode(*cut, absl::StatusCode::kDeadlineExceeded, "deadline");
@@ -182,7 +182,7 @@ TEST_F(EngineCutRequestTest, RowsOfACutMessageThatAreStoredStay) {
 
 TEST_F(EngineCutRequestTest, StoredRowsOfACutMessageMayBeCommitted) {
   testing::EngineHarness h(TwoRowsALaunch());
-  const StreamId stream = h.core().OpenStream(h.tenant());
+  const StreamId stream = h.core().steps().OpenStream(h.tenant());
   const SequenceInfo seq = h.Open();
   ASSERT_TRUE(h.Begin(stream, 1, {{seq.id, 1, 0, 5}})->status.ok());
   const std::vector<Row> rows = Rows(5, 1);
@@ -191,8 +191,8 @@ TEST_F(EngineCutRequestTest, StoredRowsOfACutMessageMayBeCommitted) {
   auto cut = h.Unsent(stream, 1, 0, 0, 5, rows, 0, 2, 5);
   cut->attend.timeout_us = 1000;
   h.Submit(cut.get());
-  ASSERT_TRUE(h.core().StartLaunch());
-  ASSERT_TRUE(h.core().CompleteLaunch(/*wait=*/true));
+  ASSERT_TRUE(h.core().steps().StartLaunch());
+  ASSERT_TRUE(h.core().steps().CompleteLaunch(/*wait=*/true));
   h.AdvanceMicros(2000);
   ASSERT_EQ(cut->detail.next_row, 2);
   ASSERT_TRUE(h.End(stream, 1, {2})->status.ok());
@@ -258,7 +258,7 @@ TEST_F(EngineRefusalsTest, WaitingRequestsOfADroppedStepSayWhatIsCommitted) {
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 3, 2}})->status.ok());
   auto waiting = h_.Query(stream_, 1, 0, 0, 1, 0, 2, 5);
   std::vector<SequenceId> not_found;
-  h_.core().ReleaseSequences(h_.tenant(), std::vector<SequenceId>{seq.id}, &not_found);
+  h_.core().sequences().Release(h_.tenant(), std::vector<SequenceId>{seq.id}, &not_found);
   ExpectCode(*waiting, absl::StatusCode::kAborted, "step_aborted");
   EXPECT_EQ(waiting->detail.last_good_position, 3);
 }

@@ -38,7 +38,7 @@ class EngineResultsTest : public ::testing::TestWithParam<bool> {
       options.backend = *kernels::CpuBackend::Create(cpu);
     }
     h_ = std::make_unique<EngineHarness>(std::move(options));
-    stream_ = h_->core().OpenStream(h_->tenant());
+    stream_ = h_->core().steps().OpenStream(h_->tenant());
   }
 
   // Two rows of step `step`, unsent, with answers that hold no NaN yet.
@@ -159,7 +159,7 @@ TEST_P(EngineResultsTest, ASequenceKeepsWhatItsRowsHold) {
   fork.tenant = h_->tenant();
   fork.parent = sequence.id;
   fork.expected_epoch = 1;
-  const auto child = h_->core().ForkSequence(fork);
+  const auto child = h_->core().sequences().Fork(fork);
   ASSERT_TRUE(child.ok()) << child.status();
   StepId step = 2;
   for (const SequenceId id : {sequence.id, child->id}) {
@@ -214,18 +214,18 @@ TEST_P(EngineResultsTest, RowsThatAreGoneExcuseNothing) {
   fork.tenant = h_->tenant();
   fork.parent = sequence.id;
   fork.expected_epoch = 1;
-  const auto whole = h_->core().ForkSequence(fork);
+  const auto whole = h_->core().sequences().Fork(fork);
   fork.length = 4;
-  const auto part = h_->core().ForkSequence(fork);
+  const auto part = h_->core().sequences().Fork(fork);
   ASSERT_TRUE(whole.ok() && part.ok());
   auto expected = overflow(7, whole->id, 1, 5);
   EXPECT_TRUE(expected->status.ok() && AllNaN(*expected, 0, 0)) << expected->status;
   ExpectRefused(*overflow(8, part->id, 1, 4), "row 0, head 0");
-  const auto kept = h_->core().TruncateSequence(h_->tenant(), sequence.id, 5, 1);
+  const auto kept = h_->core().sequences().Truncate(h_->tenant(), sequence.id, 5, 1);
   ASSERT_TRUE(kept.ok()) << kept.status();
   expected = overflow(9, sequence.id, 2, 5);
   EXPECT_TRUE(expected->status.ok() && AllNaN(*expected, 0, 0)) << expected->status;
-  const auto cut = h_->core().TruncateSequence(h_->tenant(), sequence.id, 4, 2);
+  const auto cut = h_->core().sequences().Truncate(h_->tenant(), sequence.id, 4, 2);
   ASSERT_TRUE(cut.ok()) << cut.status();
   ExpectRefused(*overflow(10, sequence.id, 3, 4), "row 0, head 0");
 }
@@ -274,7 +274,7 @@ TEST(EngineRowsTest, RowsThatChangeMeanwhileAreReadWithinTheirBounds) {
   limits.launch_rows = limits.prefill_rows = kRows;
   limits.launch_packed_rows = 2 * kRows;
   EngineHarness h(std::move(options));
-  const StreamId stream = h.core().OpenStream(h.tenant());
+  const StreamId stream = h.core().steps().OpenStream(h.tenant());
   void* const mapped =
       mmap(nullptr, kMapped + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(mapped, MAP_FAILED);
@@ -302,7 +302,7 @@ TEST(EngineRowsTest, RowsThatChangeMeanwhileAreReadWithinTheirBounds) {
     h.Run();
     EXPECT_TRUE(request.status.ok()) << request.status;
     std::vector<SequenceId> missing;
-    h.core().ReleaseSequences(h.tenant(), {&sequence.id, 1}, &missing);
+    h.core().sequences().Release(h.tenant(), {&sequence.id, 1}, &missing);
   }
   stop = true;
   writer.join();

@@ -45,7 +45,7 @@ absl::StatusOr<SequenceInfo> OpenFor(EngineHarness& h, const std::string& tenant
   args.tenant = tenant;
   args.model_id = model;
   args.lease_ms = 1000000;
-  return h.core().OpenSequence(args);
+  return h.core().sequences().Open(args);
 }
 
 void ExpectTenantBound(const ErrorDetail& detail, const char* reason, int64_t bound) {
@@ -61,18 +61,18 @@ TEST(EngineTenantsTest, OneTenantCannotHoldAllSequences) {
   absl::Status refused = OpenFor(*h, h->tenant(), h->model().id).status();
   EXPECT_TRUE(absl::IsResourceExhausted(refused));
   ExpectTenantBound(DetailOf(refused), "sequences_exhausted", 3);
-  const SequenceInfo parent = h->core().GetSequences({h->tenant(), {}, ""}).sequences[0];
+  const SequenceInfo parent = h->core().sequences().Get({h->tenant(), {}, ""}).sequences[0];
   ForkArgs fork;
   fork.tenant = h->tenant();
   fork.parent = parent.id;
   fork.expected_epoch = parent.epoch;
-  refused = h->core().ForkSequence(fork).status();
+  refused = h->core().sequences().Fork(fork).status();
   EXPECT_TRUE(absl::IsResourceExhausted(refused));
   ExpectTenantBound(DetailOf(refused), "sequences_exhausted", 3);
   ASSERT_TRUE(RegisterFor(*h, "b", h->model()).ok());
   EXPECT_TRUE(OpenFor(*h, "b", h->model().id).ok());
   std::vector<SequenceId> missing;
-  h->core().ReleaseSequences(h->tenant(), std::vector{parent.id}, &missing);
+  h->core().sequences().Release(h->tenant(), std::vector{parent.id}, &missing);
   EXPECT_TRUE(OpenFor(*h, h->tenant(), h->model().id).ok()) << "what is released is free";
 }
 
@@ -97,7 +97,7 @@ TEST(EngineTenantsTest, OneTenantCannotHoldAllModelsOrWeights) {
 
 TEST(EngineTenantsTest, OneTenantCannotHoldAllOpenSteps) {
   const auto h = HarnessWith({{Resource::kOpenSteps, 2}});
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   std::vector<SequenceInfo> own;
   for (int i = 0; i < 3; ++i) own.push_back(h->Open());
   for (StepId step : {1, 2}) {
@@ -109,7 +109,7 @@ TEST(EngineTenantsTest, OneTenantCannotHoldAllOpenSteps) {
   EXPECT_FALSE(h->Get(own[0].id).in_step);
   ASSERT_TRUE(RegisterFor(*h, "b", h->model()).ok());
   const SequenceInfo other = *OpenFor(*h, "b", h->model().id);
-  EXPECT_TRUE(h->Begin(h->core().OpenStream("b"), 1, {{other.id, 1, 0, 1}})->status.ok());
+  EXPECT_TRUE(h->Begin(h->core().steps().OpenStream("b"), 1, {{other.id, 1, 0, 1}})->status.ok());
   ASSERT_TRUE(h->Abort(stream, 1)->status.ok());
   EXPECT_TRUE(h->Begin(stream, 3, {{own[0].id, 1, 0, 1}})->status.ok());
 }
@@ -118,7 +118,7 @@ TEST(EngineTenantsTest, AStepLeaseIsBounded) {
   Limits limits = testing::TinyLimits();
   limits.max_step_lease_ms = 5000;
   const auto h = HarnessWith({}, limits);
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   const SequenceInfo sequence = h->Open();
   for (const auto& [lease_ms, code] : {std::pair(5001, absl::StatusCode::kInvalidArgument),
                                        std::pair(5000, absl::StatusCode::kOk)}) {
@@ -137,7 +137,7 @@ TEST(EngineTenantsTest, AStepLeaseIsBounded) {
 // All pages, including copies on write, count until they are back in the pool.
 TEST(EngineTenantsTest, OneTenantCannotHoldAllPages) {
   const auto h = HarnessWith({});
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   const SequenceInfo sequence = h->Open();
   const Model& model =
       **h->core().models().Find(h->core().FindTenant(h->tenant()), h->model().id, "");
@@ -162,7 +162,7 @@ TEST(EngineTenantsTest, OneTenantCannotHoldAllPages) {
 
 TEST(EngineTenantsTest, AFullPoolIsNotTheTenantsBound) {
   const auto h = HarnessWith({});
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   Limits limits = testing::TinyLimits();
   ModelSpec wide = h->model();
   wide.id = "wide";
@@ -193,7 +193,7 @@ TEST(EngineTenantsTest, FewPagesCannotKeepAllSlabs) {
   Limits limits = testing::TinyLimits();
   limits.max_sequences = 1024;
   const auto h = HarnessWith({{Resource::kKvSlabBytes, limits.kv_cache_bytes / 2}}, limits);
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   // Opens sequences of eight pages each until the tenant gets no more.
   std::vector<SequenceId> held;
   bool refused = false;
@@ -214,7 +214,7 @@ TEST(EngineTenantsTest, FewPagesCannotKeepAllSlabs) {
   ASSERT_TRUE(refused) << held.size() << " sequences";
   // One page of each stays, and with it every slab.
   for (const SequenceId id : held) {
-    ASSERT_TRUE(h->core().TruncateSequence(h->tenant(), id, 3, 1).ok());
+    ASSERT_TRUE(h->core().sequences().Truncate(h->tenant(), id, 3, 1).ok());
   }
   EXPECT_GT(h->core().tenants().Usage(h->tenant()).used[Resource::kKvSlabBytes],
             limits.kv_cache_bytes / 4);
@@ -225,7 +225,7 @@ TEST(EngineTenantsTest, FewPagesCannotKeepAllSlabs) {
   spec.page_size = 64;
   ASSERT_TRUE(RegisterFor(*h, "b", spec).ok());
   const SequenceInfo other = *OpenFor(*h, "b", spec.id);
-  auto begin = h->Begin(h->core().OpenStream("b"), 1, {{other.id, 1, 0, 20}});
+  auto begin = h->Begin(h->core().steps().OpenStream("b"), 1, {{other.id, 1, 0, 20}});
   EXPECT_TRUE(begin->status.ok()) << begin->status;
 }
 
@@ -237,10 +237,10 @@ TEST(EngineTenantsTest, ATenantThatComesBackGetsScrubbedPages) {
   const auto visit = [&](const std::string& tenant) {
     ASSERT_TRUE(RegisterFor(*h, tenant, h->model()).ok()) << tenant;
     const SequenceInfo sequence = *OpenFor(*h, tenant, h->model().id);
-    const StreamId stream = h->core().OpenStream(tenant);
+    const StreamId stream = h->core().steps().OpenStream(tenant);
     ASSERT_TRUE(h->Begin(stream, 1, {{sequence.id, 1, 0, 3}})->status.ok());
-    h->core().CloseStream(stream);
-    EXPECT_TRUE(h->core().EvictModel(tenant, h->model().id).ok());
+    h->core().steps().CloseStream(stream);
+    EXPECT_TRUE(h->core().sequences().EvictModel(tenant, h->model().id).ok());
   };
   visit("b");
   const uint64_t before = h->core().Stats().page_groups_scrubbed;
@@ -267,10 +267,10 @@ TEST(EngineTenantsTest, AModelGoesWhenItsLeaseRunsOut) {
   h->Advance(5000);
   EXPECT_EQ(models(), 2u) << "an open sequence keeps its model";
   std::vector<SequenceId> missing;
-  h->core().ReleaseSequences(h->tenant(), std::vector{sequence.id}, &missing);
+  h->core().sequences().Release(h->tenant(), std::vector{sequence.id}, &missing);
   h->Advance(999);
   EXPECT_EQ(models(), 2u);
-  EXPECT_LE(h->core().NextTick(), h->clock().Now() + 1'000'000);
+  EXPECT_LE(h->core().steps().NextTick(), h->clock().Now() + 1'000'000);
   h->Advance(1);
   EXPECT_EQ(models(), 1u) << "the model without a lease stays";
   EXPECT_EQ(h->core().Stats().models_expired, 1u);
@@ -326,11 +326,11 @@ TEST(EngineTenantsTest, AModelIsUsedWhileAStreamOfItsStepsIsOpen) {
   limits.max_models = 2;
   limits.model_yield_ms = 60'000;
   const auto h = HarnessWith({}, limits);
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   const SequenceInfo sequence = h->Open();
   ASSERT_TRUE(h->Begin(stream, 1, {{sequence.id, 1, 0, 1}})->status.ok());
   std::vector<SequenceId> missing;
-  h->core().ReleaseSequences(h->tenant(), std::vector{sequence.id}, &missing);
+  h->core().sequences().Release(h->tenant(), std::vector{sequence.id}, &missing);
   const TenantKey other = (*h->core().tenants().Enter("other"))->key();
   const auto add = [&](const char* id) {
     return h->core().models().Register(other, Named(*h, id)).status();
@@ -340,7 +340,7 @@ TEST(EngineTenantsTest, AModelIsUsedWhileAStreamOfItsStepsIsOpen) {
   ASSERT_TRUE(add("second").ok()) << "in the place of the first";
   EXPECT_EQ(h->core().models().OfTenant((*h->core().tenants().Enter(h->tenant()))->key()).size(),
             1u);
-  h->core().CloseStream(stream);
+  h->core().steps().CloseStream(stream);
   h->Advance(5'999);
   EXPECT_FALSE(add("third").ok());
   h->Advance(1);
@@ -366,7 +366,7 @@ TEST(EngineTenantsTest, AnEngineThatStartsAgainUnderNewNamesFindsRoom) {
 
 TEST(EngineTenantsTest, TheOldestWaitingRequestIsToldByStage) {
   const auto h = HarnessWith({});
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   const SequenceInfo sequence = h->Open();
   ASSERT_TRUE(h->Begin(stream, 1, {{sequence.id, 1, 0, 2}})->status.ok());
   const auto early = h->Query(stream, 1, 0, 0, 2, 0, 2, 5);  // its KV rows have not come
@@ -377,29 +377,29 @@ TEST(EngineTenantsTest, TheOldestWaitingRequestIsToldByStage) {
   EXPECT_EQ(stats.oldest_waiting_ns[3], 120'000'000);
   EXPECT_EQ(stats.oldest_waiting_ns[2], 20'000'000);
   EXPECT_EQ(stats.oldest_waiting_ns[0], 0);
-  h->core().CloseStream(stream);
+  h->core().steps().CloseStream(stream);
 }
 
 TEST(EngineTenantsTest, OperatorsEvictSequencesAndModelsOfAnyTenant) {
   const auto h = HarnessWith({});
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   const SequenceInfo first = h->Open(), second = h->Open();
   ASSERT_TRUE(h->Begin(stream, 1, {{first.id, 1, 0, 2}})->status.ok());
   auto waiting = h->Query(stream, 1, 0, 0, 2, 0, 2, 5);
   std::vector<SequenceId> missing;
-  EXPECT_EQ(h->core().EvictSequences({h->tenant(), {first.id, first.id, 77}, ""}, &missing), 1);
+  EXPECT_EQ(h->core().sequences().Evict({h->tenant(), {first.id, first.id, 77}, ""}, &missing), 1);
   EXPECT_EQ(missing, std::vector<SequenceId>{77});
   ASSERT_TRUE(waiting->answered());
   EXPECT_TRUE(absl::IsAborted(waiting->status)) << waiting->status;
   // A selection for a tenant without a row must not reach rows of other tenants.
-  EXPECT_EQ(h->core().EvictSequences({"unknown", {}, ""}, &missing), 0);
+  EXPECT_EQ(h->core().sequences().Evict({"unknown", {}, ""}, &missing), 0);
   EXPECT_EQ(h->Get(second.id).id, second.id);
   ASSERT_TRUE(h->Begin(stream, 2, {{second.id, 1, 0, 2}})->status.ok());
-  EXPECT_EQ(*h->core().EvictModel(h->tenant(), h->model().id), 1);
+  EXPECT_EQ(*h->core().sequences().EvictModel(h->tenant(), h->model().id), 1);
   EXPECT_EQ(h->core().models().size(), 0);
   EXPECT_EQ(h->core().Stats().open_steps, 0);
   EXPECT_EQ(h->core().Stats().page_groups_used, 0);
-  EXPECT_TRUE(absl::IsNotFound(h->core().EvictModel(h->tenant(), "tiny").status()));
+  EXPECT_TRUE(absl::IsNotFound(h->core().sequences().EvictModel(h->tenant(), "tiny").status()));
 }
 
 // If the layout were removed before the weights are freed, the model would keep the id of a layout
@@ -423,14 +423,14 @@ TEST(EngineTenantsTest, AnUnregisterThatFailsLeavesAModelThatWorks) {
   Model* const still = *models.Find(tenant, h.model().id, "model_id");
   Model* const other = *models.Find(tenant, "wide", "model_id");
   EXPECT_NE(still->contents->layout_id, other->contents->layout_id);
-  const StreamId stream = h.core().OpenStream(h.tenant());
+  const StreamId stream = h.core().steps().OpenStream(h.tenant());
   const SequenceInfo sequence = h.Open();
   ASSERT_TRUE(h.Begin(stream, 1, {{sequence.id, 1, 0, 4}})->status.ok());
   EXPECT_EQ(h.Get(sequence.id).page_groups, 2);
   EXPECT_EQ(h.core().Stats().kv_bytes_used, 2 * still->contents->layout.group_bytes());
   ASSERT_TRUE(h.Abort(stream, 1)->status.ok());
   std::vector<SequenceId> missing;
-  h.core().ReleaseSequences(h.tenant(), std::vector{sequence.id}, &missing);
+  h.core().sequences().Release(h.tenant(), std::vector{sequence.id}, &missing);
   EXPECT_TRUE(models.Unregister(tenant, h.model().id).ok()) << "and can go after all";
 }
 
@@ -439,7 +439,8 @@ TEST(EngineTenantsTest, AbortedStepsOfOneTenantAreNotForgottenForAnothers) {
   const auto h = HarnessWith({});
   ASSERT_TRUE(RegisterFor(*h, "b", h->model()).ok());
   const SequenceInfo of_b = *OpenFor(*h, "b", h->model().id);
-  const StreamId b = h->core().OpenStream("b"), a = h->core().OpenStream(h->tenant());
+  const StreamId b = h->core().steps().OpenStream("b"),
+                 a = h->core().steps().OpenStream(h->tenant());
   ASSERT_TRUE(h->Begin(b, 1, {{of_b.id, 1, 0, 1}})->status.ok());
   ASSERT_TRUE(h->Abort(b, 1)->status.ok());
   const SequenceInfo of_a = h->Open();

@@ -73,6 +73,11 @@ enum class Freed : uint8_t {
 };
 inline constexpr size_t kFreedReasons = 5;
 
+// The part of KvCacheStats that is read with every launch.
+struct PoolBytes {
+  int64_t total, used, cached;  // as bytes_total, bytes_used and bytes_cached of KvCacheStats
+};
+
 struct KvCacheStats {
   int64_t bytes_total = 0;
   int64_t bytes_used = 0;  // bytes of groups in use
@@ -233,6 +238,12 @@ class KvCache final {
   int64_t idle_groups(LayoutId layout) const { return pool_.idle_groups(layout); }
   int64_t pinned_groups() const { return pool_.stats().groups_pinned; }
   KvCacheStats stats() const;
+  PoolBytes bytes() const {
+    const SlabPoolStats& pool = pool_.stats();
+    return {pool.bytes_total,
+            pool.bytes_used - pool.bytes_pinned - pool.bytes_cached - restoring_bytes_,
+            pool.bytes_cached};
+  }
   // Checks all accounts; returns an empty string if the conservation invariant holds, else a
   // description of the fault.
   std::string CheckInvariants() const;

@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "base/status_macros.h"
+
 namespace mla::scheduler {
 
 void FormRecords::Reserve(int32_t count) {
@@ -40,7 +42,8 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   batch.runs.reserve(count);
   batch.run_segments.reserve(count);
   layout = kernels::LaunchLayout(backend, index);
-  // Inputs of each request: KV rows, entries, queries, sinks and both parts of the index lists.
+  // Inputs of each request: KV rows, entries, queries, rotations or sinks, and both parts of the
+  // index lists.
   // Outputs of each request: the output, log-sum-exps, and lists or a device copy of the
   // log-sum-exps. In addition to these, unwanted log-sum-exps and comparisons.
   layout.Reserve(6 * count, 3 * count + 2);
@@ -52,16 +55,16 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   // For fused slices one for each slice; for other requests one for each record.
   absorbs.Reserve(2 * requests);
   projects.Reserve(2 * requests);
+  queries.reserve(count);
+  hiddens.reserve(count);
   lse.reserve(count);
   differs.reserve(count);
   signals.reserve(count);
-  auto floats =
-      backend.AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float));
-  if (!floats.ok()) return floats.status();
-  unwanted_lse = *std::move(floats);
-  auto flags = backend.AllocateHost(static_cast<size_t>(limits.launch_rows) * 2 * sizeof(int32_t));
-  if (!flags.ok()) return flags.status();
-  compared = *std::move(flags);
+  MLA_ASSIGN_OR_RETURN(
+      unwanted_lse,
+      backend.AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float)));
+  MLA_ASSIGN_OR_RETURN(compared, backend.AllocateHost(static_cast<size_t>(limits.launch_rows) * 2 *
+                                                      sizeof(int32_t)));
   return absl::OkStatus();
 }
 

@@ -79,7 +79,8 @@ struct BatchLaunch {
   std::vector<kernels::SelectRecord> selects;
   FormRecords absorbed, expanded;
   ProjectionRecords absorbs, projects;
-  RecordsOrigin origin;  // of the present records
+  std::vector<kernels::RowProjectionRecord> queries, hiddens;  // ordered by their weights
+  RecordsOrigin origin;                                        // of the present records
   // Log-sum-exps of the computed rows, by position in batch.requests. They are in the client's
   // memory, or in `unwanted_lse` for requests that do not ask for them.
   struct LseRows {

@@ -44,8 +44,13 @@ int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& ba
   const auto between = static_cast<int64_t>(ElementSize(info.widest_absorbed_q()) +
                                             ElementSize(info.latent_o_dtype));
   const auto widest = static_cast<int64_t>(2 * ElementSize(DType::kF32));
-  return limits.max_row_dim *
-         std::max(limits.launch_packed_rows * between, limits.max_heads * widest);
+  const int64_t latents =
+      limits.max_row_dim * std::max(limits.launch_packed_rows * between, limits.max_heads * widest);
+  if (!info.projects) return latents;
+  // Queries and outputs of one row of PROJECTED, in addition to its latent ones.
+  const int64_t sent = limits.max_v_dim + limits.max_row_dim + limits.max_v_dim;
+  return std::max(latents, limits.max_heads * (limits.max_row_dim * widest +
+                                               sent * int64_t(ElementSize(DType::kF32))));
 }
 
 // Calls visit(traits) for one form and number of heads, with every format of rows and every type of

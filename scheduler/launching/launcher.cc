@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "base/status_macros.h"
 #include "scheduler/launching/launch_sizes.h"
 
 namespace mla::scheduler {
@@ -85,9 +86,7 @@ absl::StatusOr<std::unique_ptr<Launcher>> Launcher::Create(
   if (options.rounds.units > 0) options.round_plans = kRoundPlansPerSlot * options.launch_slots;
   options.plans = kPlansPerSlot * options.launch_slots + options.round_plans;
   options.plan_segments = limits.launch_requests;
-  absl::StatusOr<std::unique_ptr<PlanCache>> plans = PlanCache::Create(options, *backend);
-  if (!plans.ok()) return plans.status();
-  launcher->plans_ = *std::move(plans);
+  MLA_ASSIGN_OR_RETURN(launcher->plans_, PlanCache::Create(options, *backend));
   return launcher;
 }
 
@@ -109,7 +108,7 @@ absl::Status Launcher::Submit(BatchLaunch* launch, MonotonicNanos chosen_from) {
   const MonotonicNanos begin = clock_->Now();
   launch->report.schedule_ns = begin - chosen_from;
   if (status.ok()) status = Plan(launch);
-  if (absl::IsResourceExhausted(status) && !launch->expanded.records.empty()) {
+  if (!status.ok() && absl::IsResourceExhausted(status) && !launch->expanded.records.empty()) {
     status = PlanAbsorbedAlone(launch);
   }
   launch->report.plan_ns = clock_->Now() - begin;
@@ -172,7 +171,7 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   desc.entry_format = key.entry_format;
   const kernels::BackendInfo& info = backend_->Info();
   if (form == AttentionForm::kAbsorbed) desc.products = key.products;
-  const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
+  const bool between = IsExpanded(key.profile) && form == AttentionForm::kAbsorbed;
   desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype, key.split_queries) : key.q_dtype;
   desc.o_dtype = between ? info.latent_o_dtype : key.o_dtype;
   return desc;
@@ -230,8 +229,7 @@ absl::Status Launcher::Plan(BatchLaunch* launch) {
     params.desc.streamed =
         form.form == AttentionForm::kAbsorbed && IsStreamed(*launch, backend_->Info().stream_bytes);
     form.params = params;
-    absl::Status s = PlanRecords(form.records, launch, &form.params);
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(PlanRecords(form.records, launch, &form.params));
   }
   launch->report.plan_reused = plans_->stats().misses == misses;
   return absl::OkStatus();
@@ -282,6 +280,13 @@ void Launcher::Assemble(BatchLaunch* launch) const {
       launch->absorbs.records, launch->absorbs.fragments.Of(launch->absorbs.records.size())};
   backend_launch.project = {
       key.geometry, info.latent_o_dtype, key.o_dtype, launch->projects.records, {}};
+  if (key.profile != Profile::kProjected) {
+    backend_launch.queries.records = backend_launch.hiddens.records = {};
+    return;
+  }
+  // Between these and the attention, tensors have the dtypes of the client's.
+  backend_launch.queries = {key.geometry, key.rope, key.q_dtype, key.q_dtype, launch->queries};
+  backend_launch.hiddens = {key.geometry, key.rope, key.o_dtype, key.o_dtype, launch->hiddens};
 }
 
 void Launcher::Report(BatchLaunch* launch) {

@@ -194,7 +194,7 @@ std::vector<float> Answer(int beside) {
   options.model.geometry = {kHeads, 64, kRowDim - 64, 6, 5};
   options.backend = Deterministic();
   testing::EngineHarness h(std::move(options));
-  const StreamId stream = h.core().OpenStream(h.tenant());
+  const StreamId stream = h.core().steps().OpenStream(h.tenant());
   std::vector<SequenceInfo> sequences = {h.Open(), h.Open()};
   constexpr int kCached = 2040;
   StepId step = 1;
@@ -230,7 +230,7 @@ std::vector<float> Layers(bool disturbed) {
   options.model.layers = 4;
   options.limits.launch_rows = options.limits.prefill_rows = 16;  // a layer is one launch
   testing::EngineHarness h(std::move(options));
-  const StreamId stream = h.core().OpenStream(h.tenant());
+  const StreamId stream = h.core().steps().OpenStream(h.tenant());
   std::vector<StepSequenceArgs> begin;
   for (const int rows : {1, 3, 2}) begin.push_back({h.Open().id, 1, 0, rows});
   std::vector<float> all;
@@ -245,7 +245,7 @@ std::vector<float> Layers(bool disturbed) {
       if (!disturbed) continue;
       const SequenceId other = h.Open().id;
       std::vector<SequenceId> not_found;
-      EXPECT_EQ(h.core().ReleaseSequences(h.tenant(), {&other, 1}, &not_found), 1);
+      EXPECT_EQ(h.core().sequences().Release(h.tenant(), {&other, 1}, &not_found), 1);
     }
     EXPECT_TRUE(h.End(stream, step)->status.ok());
     for (StepSequenceArgs& sequence : begin) sequence.start_position += sequence.rows;

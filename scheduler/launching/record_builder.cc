@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/status_macros.h"
+
 namespace mla::scheduler {
 
 using kernels::DType;
@@ -83,7 +85,7 @@ void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& stag
   kernels::SegmentRecord& sent = shared.sent;
   sent = Record(segment);
   sent.q_head_stride = model.spec->q_dim(args.profile);
-  sent.q_row_stride = sent.q_head_stride * args.num_heads;
+  sent.q_row_stride = sent.q_head_stride * args.num_heads;  // PROJECTED: of its workspace
   sent.o_head_stride = model.spec->o_dim(args.profile);
   sent.o_row_stride = sent.o_head_stride * args.num_heads;
   sent.lse_head_stride = 1;
@@ -92,7 +94,8 @@ void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& stag
   shared.o_row_bytes = sent.o_row_stride * int64_t(ElementSize(args.o_dtype));
   if (args.profile == Profile::kAbsorbed) return;
 
-  // The rest is for EXPANDED in the absorbed form, whose attention lies between two projections.
+  // The rest is for EXPANDED and PROJECTED in the absorbed form, whose attention lies between two
+  // projections.
   shared.expanded_min_rows =
       IsSparse(args) ? std::numeric_limits<int32_t>::max() : model.ExpandedMinRows(args.q_dtype);
   kernels::SegmentRecord& latent = shared.latent;
@@ -254,12 +257,10 @@ absl::Status RecordBuilder::TakeLatents(BatchLaunch* launch, size_t index, int64
     if (segment.request != shared->request || segment.rows >= shared->expanded_min_rows) break;
     rows += segment.rows;
   }
-  absl::StatusOr<void*> q = launch->layout.Workspace(rows * shared->latent_q_row_bytes);
-  if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o = launch->layout.Workspace(rows * shared->latent_o_row_bytes);
-  if (!o.ok()) return o.status();
-  shared->latent_q = static_cast<std::byte*>(*q);
-  shared->latent_o = static_cast<std::byte*>(*o);
+  MLA_ASSIGN_OR_RETURN(void* const q, launch->layout.Workspace(rows * shared->latent_q_row_bytes));
+  MLA_ASSIGN_OR_RETURN(void* const o, launch->layout.Workspace(rows * shared->latent_o_row_bytes));
+  shared->latent_q = static_cast<std::byte*>(q);
+  shared->latent_o = static_cast<std::byte*>(o);
   shared->latent_rows = rows;
   return absl::OkStatus();
 }
@@ -298,7 +299,7 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* launch, size_t index, int64_
     }
     rows = run.rows;
   }
-  const bool is_expanded = args.profile == Profile::kExpanded;
+  const bool is_expanded = IsExpanded(args.profile);
   const bool expands = is_expanded && rows >= shared->expanded_min_rows;
   const bool projects = is_expanded && !expands;
   FormRecords& form = expands ? launch->expanded : launch->absorbed;
@@ -354,7 +355,7 @@ absl::Status RecordBuilder::PlaceLatents(BatchLaunch* launch, size_t index, Segm
                                          kernels::ProjectionRecord* absorb,
                                          kernels::ProjectionRecord* project) {
   if (shared->latent_rows == 0) {
-    if (absl::Status s = TakeLatents(launch, index, record->q_rows, shared); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(TakeLatents(launch, index, record->q_rows, shared));
   }
   const int64_t rows = record->q_rows;
   absorb->in = record->q;
@@ -416,9 +417,8 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* launc
     if (request.attend.profile == Profile::kAppendOnly) continue;
     if (segment.slices >= 0) {
       AddFused(launch, segment, staged.slices(static_cast<size_t>(segment.slices)));
-    } else if (absl::Status s = AddCompute(launch, i, page_table, &shared); !s.ok()) {
-      return s;
-    }
+    } else
+      MLA_RETURN_IF_ERROR(AddCompute(launch, i, page_table, &shared));
   }
   launch->origin.Note(launch->batch, cache_->version());
   return absl::OkStatus();
@@ -441,16 +441,14 @@ absl::Status RecordBuilder::Update(const TensorStager& staged, BatchLaunch* laun
       ++append;
     }
     if (args.profile == Profile::kAppendOnly) continue;
-    const bool expands =
-        args.profile == Profile::kExpanded && segment.rows >= shared.expanded_min_rows;
+    const bool expands = IsExpanded(args.profile) && segment.rows >= shared.expanded_min_rows;
     kernels::SegmentRecord& record = expands ? *expanded++ : *absorbed++;
     SetPlane(shared.sent, &record);
     record.weights_slot = shared.sent.weights_slot;
     SetTensors(segment, shared, &record);
     if (expands || args.profile == Profile::kAbsorbed) continue;
     absorb->weights_slot = project->weights_slot = record.weights_slot;
-    absl::Status placed = PlaceLatents(launch, i, &shared, &record, &*absorb++, &*project++);
-    if (!placed.ok()) return placed;
+    MLA_RETURN_IF_ERROR(PlaceLatents(launch, i, &shared, &record, &*absorb++, &*project++));
   }
   launch->origin.Note(launch->batch, cache_->version());
   return absl::OkStatus();

@@ -19,7 +19,7 @@ bool IsPlain(const Batch& batch) {
 
 RecordsOrigin::Rows RecordsOrigin::RowsOf(const StreamRequest& request) {
   const AttendArgs& args = request.attend;
-  const bool may_expand = args.profile == Profile::kExpanded;
+  const bool may_expand = IsExpanded(args.profile);
   return {.step = request.engine.step,
           .first = FirstRow(request),
           .count = request.engine.rows_launched,

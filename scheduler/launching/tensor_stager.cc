@@ -5,6 +5,8 @@
 #include <limits>
 #include <span>
 
+#include "base/status_macros.h"
+
 namespace mla::scheduler {
 
 using kernels::ElementSize;
@@ -54,10 +56,10 @@ int64_t OutputBytes(const Batch& batch) {
     const AttendArgs& args = request->attend;
     if (args.profile == Profile::kAppendOnly) continue;
     if (args.on_device && args.want_lse) return std::numeric_limits<int64_t>::max();
-    const int64_t o_dim =
-        args.on_device ? 0 : request->engine.step->model->spec->o_dim(args.profile);
-    const int64_t head = o_dim * int64_t(ElementSize(args.o_dtype)) + int64_t{sizeof(float)};
-    bytes += int64_t{request->engine.rows_launched} * args.num_heads * head;
+    const ModelSpec& spec = *request->engine.step->model->spec;
+    const int64_t o_row = args.on_device ? 0 : spec.o_row_dim(args.profile, args.num_heads);
+    bytes += request->engine.rows_launched *
+             (o_row * int64_t(ElementSize(args.o_dtype)) + args.num_heads * int64_t{sizeof(float)});
   }
   return bytes;
 }
@@ -88,18 +90,17 @@ absl::Status TensorStager::StageKv(BatchLaunch* launch, const StreamRequest& req
     staged->kv = static_cast<const std::byte*>(launch->layout.SharedInput(from, bytes));
     return absl::OkStatus();
   }
-  absl::StatusOr<const void*> kv = launch->layout.InputReadOnce(from, bytes);
-  if (!kv.ok()) return kv.status();
-  staged->kv = static_cast<const std::byte*>(*kv);
+  MLA_ASSIGN_OR_RETURN(const void* const kv, launch->layout.InputReadOnce(from, bytes));
+  staged->kv = static_cast<const std::byte*>(kv);
   const Step& step = *request.engine.step;
   const int32_t first = FirstRow(request), end = first + request.engine.rows_launched;
   const int64_t whole = EntriesOfRows(step, args.layer, first, end);
   if (whole == 0) return absl::OkStatus();
   const int64_t before = EntriesOfRows(step, args.layer, args.row_begin, first);
-  absl::StatusOr<const void*> entries =
-      launch->layout.InputReadOnce(args.kv + (args.row_count + before) * row, whole * row);
-  if (!entries.ok()) return entries.status();
-  staged->entries = static_cast<const std::byte*>(*entries);
+  MLA_ASSIGN_OR_RETURN(
+      const void* const entries,
+      launch->layout.InputReadOnce(args.kv + (args.row_count + before) * row, whole * row));
+  staged->entries = static_cast<const std::byte*>(entries);
   return absl::OkStatus();
 }
 
@@ -146,9 +147,9 @@ absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* launch, const Stream
   const int64_t first = request.engine.rows_done;
   const int64_t rows = request.engine.rows_launched;
   const int64_t q_row =
-      int64_t{args.num_heads} * spec.q_dim(args.profile) * int64_t(ElementSize(args.q_dtype));
+      spec.q_row_dim(args.profile, args.num_heads) * int64_t(ElementSize(args.q_dtype));
   const int64_t o_row =
-      int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
+      spec.o_row_dim(args.profile, args.num_heads) * int64_t(ElementSize(args.o_dtype));
   if (args.on_device) {
     staged->q = static_cast<const std::byte*>(
         launch->layout.SharedInput(args.q + first * q_row, rows * q_row));
@@ -157,15 +158,52 @@ absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* launch, const Stream
     return absl::OkStatus();
   }
   if (args.q_fragments.empty()) {
-    absl::StatusOr<const void*> q = launch->layout.Input(args.q + first * q_row, rows * q_row);
-    if (!q.ok()) return q.status();
-    staged->q = static_cast<const std::byte*>(*q);
+    MLA_ASSIGN_OR_RETURN(const void* const q,
+                         launch->layout.Input(args.q + first * q_row, rows * q_row));
+    staged->q = static_cast<const std::byte*>(q);
   } else {
     staged->q_fragments = {args.q_fragments, args.q_fragments_offset + first * q_row, rows * q_row};
   }
-  absl::StatusOr<void*> o = launch->layout.Output(args.o + first * o_row, rows * o_row);
+  MLA_ASSIGN_OR_RETURN(void* const o, launch->layout.Output(args.o + first * o_row, rows * o_row));
+  staged->o = static_cast<std::byte*>(o);
+  return absl::OkStatus();
+}
+
+absl::Status TensorStager::StageProjected(BatchLaunch* launch, const StreamRequest& request,
+                                          StagedTensors* staged) {
+  const AttendArgs& args = request.attend;
+  const Step& step = *request.engine.step;
+  const ModelSpec& spec = *step.model->spec;
+  const int32_t rows = request.engine.rows_launched;
+  const int32_t rope = spec.geometry.rope_dim;
+  kernels::RowProjectionRecord queries{}, hiddens{};
+  queries.rows = hiddens.rows = rows;
+  queries.weights_slot = hiddens.weights_slot = models_->weights_slot(*step.model, args.layer);
+  queries.in = staged->q;
+  queries.in_row_stride = spec.projected.q_lora_rank;
+  queries.out_row_stride = int64_t{args.num_heads} * spec.q_dim(args.profile);
+  hiddens.out = staged->o;
+  hiddens.out_row_stride = spec.projected.hidden_size;
+  hiddens.in_row_stride = int64_t{args.num_heads} * spec.o_dim(args.profile);
+  if (rope > 0) {
+    const int64_t row_bytes = rope * int64_t{sizeof(float)};
+    absl::StatusOr<const void*> rotations = launch->layout.Input(
+        step.rotations->data.get() + FirstRow(request) * row_bytes, rows * row_bytes);
+    if (!rotations.ok()) return rotations.status();
+    queries.rotations = static_cast<const float*>(*rotations);
+  }
+  absl::StatusOr<void*> q =
+      launch->layout.Workspace(rows * queries.out_row_stride * int64_t(ElementSize(args.q_dtype)));
+  if (!q.ok()) return q.status();
+  absl::StatusOr<void*> o =
+      launch->layout.Workspace(rows * hiddens.in_row_stride * int64_t(ElementSize(args.o_dtype)));
   if (!o.ok()) return o.status();
+  queries.out = *q;
+  hiddens.in = *o;
+  staged->q = static_cast<const std::byte*>(*q);
   staged->o = static_cast<std::byte*>(*o);
+  launch->queries.push_back(queries);
+  launch->hiddens.push_back(hiddens);
   return absl::OkStatus();
 }
 
@@ -176,15 +214,14 @@ absl::Status TensorStager::StageLists(BatchLaunch* launch, const StreamRequest& 
   constexpr int64_t kSize = sizeof(int32_t);
   const int64_t rows = request.engine.rows_launched;
   const int32_t* const begin = args.list_begin + request.engine.rows_done;
-  absl::StatusOr<const void*> begins = launch->layout.Input(begin, (rows + 1) * kSize);
-  if (!begins.ok()) return begins.status();
-  staged->list_begin = static_cast<const int32_t*>(*begins);
+  MLA_ASSIGN_OR_RETURN(const void* const begins, launch->layout.Input(begin, (rows + 1) * kSize));
+  staged->list_begin = static_cast<const int32_t*>(begins);
   if (Selects(args)) return StageSelection(launch, request, staged);
   if (begin[rows] == begin[0]) return absl::OkStatus();
-  absl::StatusOr<const void*> list =
-      launch->layout.Input(args.list + begin[0], (begin[rows] - begin[0]) * kSize);
-  if (!list.ok()) return list.status();
-  staged->list = static_cast<const int32_t*>(*list);
+  MLA_ASSIGN_OR_RETURN(
+      const void* const list,
+      launch->layout.Input(args.list + begin[0], (begin[rows] - begin[0]) * kSize));
+  staged->list = static_cast<const int32_t*>(list);
   return absl::OkStatus();
 }
 
@@ -196,28 +233,30 @@ absl::Status TensorStager::StageSelection(BatchLaunch* launch, const StreamReque
   const int64_t first = request.engine.rows_done;
   const int64_t rows = request.engine.rows_launched;
   const int64_t row_bytes = spec.indexer.input_bytes(args.q_dtype);
-  absl::StatusOr<const void*> inputs =
-      launch->layout.Input(args.index_inputs + first * row_bytes, rows * row_bytes);
-  if (!inputs.ok()) return inputs.status();
-  staged->index_inputs = static_cast<const std::byte*>(*inputs);
+  MLA_ASSIGN_OR_RETURN(
+      const void* const inputs,
+      launch->layout.Input(args.index_inputs + first * row_bytes, rows * row_bytes));
+  staged->index_inputs = static_cast<const std::byte*>(inputs);
   const int32_t entries = args.list_begin[first + rows] - args.list_begin[first];
-  absl::StatusOr<void*> list = launch->layout.Workspace(entries * kSize);
-  if (!list.ok()) return list.status();
-  staged->selected = static_cast<int32_t*>(*list);
+  MLA_ASSIGN_OR_RETURN(void* const list, launch->layout.Workspace(entries * kSize));
+  staged->selected = static_cast<int32_t*>(list);
   staged->list = staged->selected;
   if (args.lists_out == nullptr) return absl::OkStatus();
-  absl::StatusOr<void*> wanted =
-      launch->layout.Output(args.lists_out + first * spec.top_k, rows * spec.top_k * kSize);
-  if (!wanted.ok()) return wanted.status();
-  staged->wanted = static_cast<int32_t*>(*wanted);
+  MLA_ASSIGN_OR_RETURN(
+      void* const wanted,
+      launch->layout.Output(args.lists_out + first * spec.top_k, rows * spec.top_k * kSize));
+  staged->wanted = static_cast<int32_t*>(wanted);
   return absl::OkStatus();
 }
 
 absl::Status TensorStager::StageRequest(BatchLaunch* launch, size_t index, StagedTensors* staged) {
   const StreamRequest& request = *launch->batch.requests[index];
-  if (absl::Status s = StageQueryAndOutput(launch, request, staged); !s.ok()) return s;
-  if (absl::Status s = StageLists(launch, request, staged); !s.ok()) return s;
-  if (absl::Status s = StageSinks(launch, request, staged); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(StageQueryAndOutput(launch, request, staged));
+  if (request.attend.profile == Profile::kProjected) {
+    MLA_RETURN_IF_ERROR(StageProjected(launch, request, staged));
+  }
+  MLA_RETURN_IF_ERROR(StageLists(launch, request, staged));
+  MLA_RETURN_IF_ERROR(StageSinks(launch, request, staged));
   const AttendArgs& args = request.attend;
   BatchLaunch::LseRows& seen = launch->lse[index];
   seen.row_stride = args.num_heads;
@@ -261,10 +300,9 @@ absl::Status TensorStager::StageUnwantedLse(BatchLaunch* launch) {
                                    [](const auto* r) { return r->attend.done.word != nullptr; });
   std::byte* const host = launch->unwanted_lse->bytes().data();
   const int64_t bytes = count * int64_t{sizeof(float)};
-  absl::StatusOr<void*> lse =
-      chained ? launch->layout.PrivateOutput(host, bytes) : launch->layout.Output(host, bytes);
-  if (!lse.ok()) return lse.status();
-  launch->unwanted_staged = static_cast<float*>(*lse);
+  MLA_ASSIGN_OR_RETURN(void* const lse, chained ? launch->layout.PrivateOutput(host, bytes)
+                                                : launch->layout.Output(host, bytes));
+  launch->unwanted_staged = static_cast<float*>(lse);
   return absl::OkStatus();
 }
 
@@ -286,12 +324,10 @@ absl::Status TensorStager::StageAbsorbedSlices(BatchLaunch* launch, const FusedS
     out_parts_.push_back({args.o + request.engine.rows_done * o_row, o_row, args.on_device});
     rows = request.engine.rows_launched;
   }
-  absl::StatusOr<const void*> q = launch->layout.InputParts(rows, in_parts_);
-  if (!q.ok()) return q.status();
-  staged->q = static_cast<const std::byte*>(*q);
-  absl::StatusOr<void*> o = launch->layout.OutputParts(rows, out_parts_);
-  if (!o.ok()) return o.status();
-  staged->o = static_cast<std::byte*>(*o);
+  MLA_ASSIGN_OR_RETURN(const void* const q, launch->layout.InputParts(rows, in_parts_));
+  staged->q = static_cast<const std::byte*>(q);
+  MLA_ASSIGN_OR_RETURN(void* const o, launch->layout.OutputParts(rows, out_parts_));
+  staged->o = static_cast<std::byte*>(o);
   return absl::OkStatus();
 }
 
@@ -302,13 +338,12 @@ absl::Status TensorStager::StageExpandedSlices(BatchLaunch* launch, const FusedS
       info_.absorbed_q_dtype(launch->batch.key.q_dtype, launch->batch.key.split_queries));
   const int64_t o_size = ElementSize(info_.latent_o_dtype);
   const int64_t rows = launch->batch.requests[slices.first]->engine.rows_launched;
-  absl::StatusOr<void*> q =
-      launch->layout.Workspace(rows * slices.heads * g.absorbed_q_dim() * q_size);
-  if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o = launch->layout.Workspace(rows * slices.heads * g.kv_lora_rank * o_size);
-  if (!o.ok()) return o.status();
-  staged->q = static_cast<const std::byte*>(*q);
-  staged->o = static_cast<std::byte*>(*o);
+  MLA_ASSIGN_OR_RETURN(void* const q,
+                       launch->layout.Workspace(rows * slices.heads * g.absorbed_q_dim() * q_size));
+  MLA_ASSIGN_OR_RETURN(void* const o,
+                       launch->layout.Workspace(rows * slices.heads * g.kv_lora_rank * o_size));
+  staged->q = static_cast<const std::byte*>(q);
+  staged->o = static_cast<std::byte*>(o);
   int64_t head = 0;  // first head of the slice in the fused tensors
   for (int32_t i = 0; i < slices.count; ++i) {
     const StreamRequest& request = *launch->batch.requests[slices.first + i];
@@ -317,12 +352,12 @@ absl::Status TensorStager::StageExpandedSlices(BatchLaunch* launch, const FusedS
     StagedTensors slice_tensors;
     // Without its log-sum-exps: StageLse has staged them for all slices, and uninitialized memory
     // must not be copied over them.
-    if (absl::Status s = StageQueryAndOutput(launch, request, &slice_tensors); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(StageQueryAndOutput(launch, request, &slice_tensors));
     kernels::ProjectionRecord absorb;
     absorb.in = slice_tensors.q;
     absorb.in_head_stride = model.spec->q_dim(args.profile);
     absorb.in_row_stride = absorb.in_head_stride * args.num_heads;
-    absorb.out = static_cast<std::byte*>(*q) + head * g.absorbed_q_dim() * q_size;
+    absorb.out = static_cast<std::byte*>(q) + head * g.absorbed_q_dim() * q_size;
     absorb.out_head_stride = g.absorbed_q_dim();
     absorb.out_row_stride = absorb.out_head_stride * slices.heads;
     absorb.rows = static_cast<int32_t>(rows);
@@ -330,7 +365,7 @@ absl::Status TensorStager::StageExpandedSlices(BatchLaunch* launch, const FusedS
     absorb.head_offset = args.head_offset;
     absorb.weights_slot = models_->weights_slot(model, args.layer);
     kernels::ProjectionRecord project = absorb;
-    project.in = static_cast<const std::byte*>(*o) + head * g.kv_lora_rank * o_size;
+    project.in = static_cast<const std::byte*>(o) + head * g.kv_lora_rank * o_size;
     project.in_head_stride = g.kv_lora_rank;
     project.in_row_stride = project.in_head_stride * slices.heads;
     project.out = slice_tensors.o;
@@ -374,9 +409,9 @@ absl::Status TensorStager::StageLse(BatchLaunch* launch, const FusedSlices& slic
     lse_parts_.push_back({const_cast<float*>(seen.at), args.num_heads * int64_t{sizeof(float)}});
   }
   if (!wanted) return absl::OkStatus();
-  absl::StatusOr<void*> lse = launch->layout.OutputParts(static_cast<int32_t>(rows), lse_parts_);
-  if (!lse.ok()) return lse.status();
-  staged->lse = static_cast<float*>(*lse);
+  MLA_ASSIGN_OR_RETURN(void* const lse,
+                       launch->layout.OutputParts(static_cast<int32_t>(rows), lse_parts_));
+  staged->lse = static_cast<float*>(lse);
   int64_t head = 0;
   for (int32_t i = 0; i < slices.count; ++i) {
     const StreamRequest& request = *launch->batch.requests[slices.first + i];
@@ -388,7 +423,7 @@ absl::Status TensorStager::StageLse(BatchLaunch* launch, const FusedSlices& slic
 
 absl::Status TensorStager::StageSlices(BatchLaunch* launch, const FusedSlices& slices,
                                        StagedTensors* staged) {
-  if (absl::Status s = StageLse(launch, slices, staged); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(StageLse(launch, slices, staged));
   return launch->batch.key.profile == Profile::kAbsorbed
              ? StageAbsorbedSlices(launch, slices, staged)
              : StageExpandedSlices(launch, slices, staged);
@@ -428,41 +463,54 @@ absl::Status TensorStager::StageRun(BatchLaunch* launch, const RowRun& run) {
     }
   }
   // Staged as a matrix of one row, so that its parts follow each other without gaps.
-  absl::StatusOr<const void*> q = launch->layout.InputParts(1, in_parts_);
-  if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o = launch->layout.OutputParts(1, out_parts_);
-  if (!o.ok()) return o.status();
-  staged.q = static_cast<const std::byte*>(*q);
-  staged.o = static_cast<std::byte*>(*o);
+  MLA_ASSIGN_OR_RETURN(const void* const q, launch->layout.InputParts(1, in_parts_));
+  MLA_ASSIGN_OR_RETURN(void* const o, launch->layout.OutputParts(1, out_parts_));
+  staged.q = static_cast<const std::byte*>(q);
+  staged.o = static_cast<std::byte*>(o);
   if (lse_parts_.empty()) return absl::OkStatus();
-  absl::StatusOr<void*> lse = launch->layout.OutputParts(1, lse_parts_);
-  if (!lse.ok()) return lse.status();
-  staged.lse = static_cast<float*>(*lse);
+  MLA_ASSIGN_OR_RETURN(void* const lse, launch->layout.OutputParts(1, lse_parts_));
+  staged.lse = static_cast<float*>(lse);
   return absl::OkStatus();
 }
 
 absl::Status TensorStager::Stage(BatchLaunch* launch) {
   const Batch& batch = launch->batch;
   launch->layout.ExpectOutputs(OutputBytes(batch));
+  launch->queries.clear();
+  launch->hiddens.clear();
   requests_.assign(batch.requests.size(), StagedTensors());
   slices_.assign(batch.slices.size(), StagedTensors());
   in_run_.assign(batch.requests.size(), false);
   launch->lse.assign(batch.requests.size(), BatchLaunch::LseRows());
-  if (absl::Status s = StageUnwantedLse(launch); !s.ok()) return s;
-  if (absl::Status s = StageComparisons(launch); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(StageUnwantedLse(launch));
+  MLA_RETURN_IF_ERROR(StageComparisons(launch));
   for (size_t i = 0; i < batch.requests.size(); ++i) {
-    if (absl::Status s = StageKv(launch, *batch.requests[i], &requests_[i]); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(StageKv(launch, *batch.requests[i], &requests_[i]));
   }
   for (size_t i = 0; i < batch.slices.size(); ++i) {
-    if (absl::Status s = StageSlices(launch, batch.slices[i], &slices_[i]); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(StageSlices(launch, batch.slices[i], &slices_[i]));
   }
   for (const RowRun& run : batch.runs) {
-    if (absl::Status s = StageRun(launch, run); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(StageRun(launch, run));
     for (int32_t i = 0; i < run.count; ++i) {
       const Segment& member = batch.segments[batch.run_segments[run.first + i]];
       in_run_[member.request->engine.batch_index] = true;
     }
   }
+  absl::Status staged = StageOthers(launch);
+  // Rows of all clients that need the same weights are computed together.
+  const auto by_weights = [](const kernels::RowProjectionRecord& a,
+                             const kernels::RowProjectionRecord& b) {
+    return a.weights_slot < b.weights_slot;
+  };
+  std::sort(launch->queries.begin(), launch->queries.end(), by_weights);
+  std::sort(launch->hiddens.begin(), launch->hiddens.end(), by_weights);
+  return staged;
+}
+
+// Stages requests that are in neither slices nor runs.
+absl::Status TensorStager::StageOthers(BatchLaunch* launch) {
+  const Batch& batch = launch->batch;
   size_t fused = 0;  // index of the next one in batch.slices, which has the order of the requests
   for (size_t i = 0; i < batch.requests.size(); ++i) {
     if (fused < batch.slices.size() && static_cast<int32_t>(i) == batch.slices[fused].first) {
@@ -470,7 +518,7 @@ absl::Status TensorStager::Stage(BatchLaunch* launch) {
       continue;
     }
     if (batch.requests[i]->attend.profile == Profile::kAppendOnly || in_run_[i]) continue;
-    if (absl::Status s = StageRequest(launch, i, &requests_[i]); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(StageRequest(launch, i, &requests_[i]));
   }
   return absl::OkStatus();
 }

@@ -42,7 +42,8 @@ class TensorStager final {
   TensorStager(const Limits& limits, const kernels::BackendInfo& info, const ModelTable* models);
 
   // Lays out the tensors of launch->batch in launch->layout. Head slices of the EXPANDED profile
-  // get their projections, too. RESOURCE_EXHAUSTED names the exhausted resource.
+  // get their projections, too, and requests of PROJECTED their row projections. RESOURCE_EXHAUSTED
+  // names the exhausted resource.
   absl::Status Stage(BatchLaunch* launch);
   // Results of the last Stage, by position in batch.requests and in batch.slices.
   const StagedTensors& request(size_t index) const { return requests_[index]; }
@@ -54,6 +55,11 @@ class TensorStager final {
   absl::Status StageComparisons(BatchLaunch* launch);
   absl::Status StageQueryAndOutput(BatchLaunch* launch, const StreamRequest& request,
                                    StagedTensors* staged);
+  // For PROJECTED: takes workspace for queries and outputs, which `staged` then has in place of the
+  // client's rows, and adds the products between the two.
+  absl::Status StageProjected(BatchLaunch* launch, const StreamRequest& request,
+                              StagedTensors* staged);
+  absl::Status StageOthers(BatchLaunch* launch);
   absl::Status StageLists(BatchLaunch* launch, const StreamRequest& request, StagedTensors* staged);
   absl::Status StageSinks(BatchLaunch* launch, const StreamRequest& request, StagedTensors* staged);
   absl::Status StageSelection(BatchLaunch* launch, const StreamRequest& request,

@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::scheduler {
 namespace {
@@ -55,9 +56,8 @@ int64_t PlanCapacity::bytes() const {
 absl::StatusOr<std::unique_ptr<MetadataBuffers>> MetadataBuffers::Create(
     const PlanCapacity& capacity, kernels::AttentionBackend& backend) {
   if (auto s = Check(capacity); !s.ok()) return s;
-  auto memory = backend.AllocateHost(static_cast<size_t>(capacity.bytes()));
-  if (!memory.ok()) return memory.status();
-  return Create(capacity, *std::move(memory));
+  MLA_ASSIGN_OR_RETURN(auto memory, backend.AllocateHost(static_cast<size_t>(capacity.bytes())));
+  return Create(capacity, std::move(memory));
 }
 
 absl::StatusOr<std::unique_ptr<MetadataBuffers>> MetadataBuffers::Create(

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::scheduler {
 namespace {
@@ -94,10 +95,10 @@ absl::StatusOr<RoundView> RoundPlanner::Build(const PlanView& plan,
   traits_ = traits.rounds;
   units_ = traits.units;
   out_ = &out;
-  if (absl::Status s = PlaceExpansions(segments); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(PlaceExpansions(segments));
   tiles_.clear();
-  if (absl::Status s = CollectWhole(plan, segments); !s.ok()) return s;
-  if (absl::Status s = Deal(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CollectWhole(plan, segments));
+  MLA_RETURN_IF_ERROR(Deal());
   RoundView view;
   view.units = units_;
   const int64_t least = static_cast<int64_t>(out.rounds_.size()) * kCostOfMerge;
@@ -105,8 +106,8 @@ absl::StatusOr<RoundView> RoundPlanner::Build(const PlanView& plan,
                 KeepsPieces(plan);
   if (view.merges) {
     tiles_.clear();
-    if (absl::Status s = CollectPieces(plan); !s.ok()) return s;
-    if (absl::Status s = Deal(); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(CollectPieces(plan));
+    MLA_RETURN_IF_ERROR(Deal());
   }
   view.rounds = out.rounds_;
   view.expansions = out.expansions_;
@@ -130,7 +131,7 @@ absl::Status RoundPlanner::PlaceExpansions(std::span<const PlanSegment> segments
     placed_.push_back({static_cast<int32_t>(out_->expansions_.size()), 0, 0});
     const PlanSegment& r = segments[i];
     if (r.q_rows == 0 || r.kv_rows == 0 || r.num_heads == 0) continue;
-    if (absl::Status s = PlaceSegment(static_cast<int32_t>(i), r, used); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(PlaceSegment(static_cast<int32_t>(i), r, used));
   }
   return absl::OkStatus();
 }
@@ -154,7 +155,7 @@ absl::Status RoundPlanner::PlaceSegment(int32_t index, const PlanSegment& segmen
       expansion.heads = std::min(placed.heads_per_expansion, segment.num_heads - head);
       const bool fits =
           used + ExpansionBytes(traits_.dims, padded, expansion.heads) <= traits_.workspace_bytes;
-      if (absl::Status s = AddExpansion(expansion, !fits, used); !s.ok()) return s;
+      MLA_RETURN_IF_ERROR(AddExpansion(expansion, !fits, used));
     }
     return absl::OkStatus();
   }
@@ -171,7 +172,7 @@ absl::Status RoundPlanner::PlaceSegment(int32_t index, const PlanSegment& segmen
       expansion.kv_begin = row;
       expansion.rows = std::min(placed.rows_per_chunk, segment.kv_rows - row);
       // Rows that carry results hold one segment and head only, so rounds are not shared.
-      if (absl::Status s = AddExpansion(expansion, true, used); !s.ok()) return s;
+      MLA_RETURN_IF_ERROR(AddExpansion(expansion, true, used));
     }
   }
   used = traits_.workspace_bytes;
@@ -225,8 +226,7 @@ absl::Status RoundPlanner::AddTiles(const PlanSegment& record, int32_t segment, 
   for (int32_t q = q_begin; q < q_end; q += kExpandedRows) {
     const int32_t end = std::min(q_end, q + kExpandedRows);
     for (int32_t head = head_begin; head < head_end; ++head) {
-      absl::Status s = AddTile({segment, q, end, head, 0, Seen(record, end), kUnsplit});
-      if (!s.ok()) return s;
+      MLA_RETURN_IF_ERROR(AddTile({segment, q, end, head, 0, Seen(record, end), kUnsplit}));
     }
   }
   return absl::OkStatus();
@@ -237,14 +237,12 @@ absl::Status RoundPlanner::CollectWhole(const PlanView& plan,
                                         std::span<const PlanSegment> segments) {
   for (const WorkInfo& w : plan.work_info) {
     if (w.partial_row != kUnsplit) continue;
-    absl::Status s = AddTiles(segments[static_cast<size_t>(w.segment)], w.segment, w.q_begin,
-                              w.q_end, w.head_begin(), w.head_end());
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(AddTiles(segments[static_cast<size_t>(w.segment)], w.segment, w.q_begin,
+                                 w.q_end, w.head_begin(), w.head_end()));
   }
   for (const kernels::ReduceTile& t : plan.reduce_final_map) {
-    absl::Status s = AddTiles(segments[static_cast<size_t>(t.segment)], t.segment, t.q_begin,
-                              t.q_end, t.head_begin(), t.head_end());
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(AddTiles(segments[static_cast<size_t>(t.segment)], t.segment, t.q_begin,
+                                 t.q_end, t.head_begin(), t.head_end()));
   }
   return absl::OkStatus();
 }
@@ -258,9 +256,8 @@ bool RoundPlanner::KeepsPieces(const PlanView& plan) const {
 
 absl::Status RoundPlanner::CollectPieces(const PlanView& plan) {
   for (const WorkInfo& w : plan.work_info) {
-    absl::Status s = AddTile(
-        {w.segment, w.q_begin, w.q_end, w.head_begin(), w.kv_begin, w.kv_end, w.partial_row});
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(AddTile(
+        {w.segment, w.q_begin, w.q_end, w.head_begin(), w.kv_begin, w.kv_end, w.partial_row}));
   }
   return absl::OkStatus();
 }
@@ -301,7 +298,7 @@ absl::Status RoundPlanner::AddEntries(int32_t tile_index) {
   const int32_t end = std::max(tile.kv_end, tile.kv_begin + 1);  // even an empty tile has an item
   for (int32_t row = tile.kv_begin / placed.rows_per_chunk * placed.rows_per_chunk; row < end;
        row += placed.rows_per_chunk, ++expansion) {
-    if (absl::Status s = AddEntry(tile_index, expansion); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(AddEntry(tile_index, expansion));
   }
   return absl::OkStatus();
 }
@@ -342,7 +339,7 @@ ExpandedItem RoundPlanner::MakeItem(const Entry& entry) const {
 absl::Status RoundPlanner::Deal() {
   entries_.clear();
   for (size_t i = 0; i < tiles_.size(); ++i) {
-    if (absl::Status s = AddEntries(static_cast<int32_t>(i)); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(AddEntries(static_cast<int32_t>(i)));
   }
   std::sort(entries_.begin(), entries_.end(), [](const Entry& a, const Entry& b) {
     return a.key != b.key ? a.key < b.key : a.tile < b.tile;

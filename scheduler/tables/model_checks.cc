@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "kernels/types/window.h"
 
 namespace mla::scheduler {
@@ -43,6 +44,28 @@ absl::Status CheckWindow(const ModelSpec& spec) {
   return absl::OkStatus();
 }
 
+absl::Status CheckProjected(const ModelSpec& spec, const Limits& limits) {
+  const bool present = spec.projected.present();
+  const int32_t most = present ? limits.max_hidden_size : 0, least = present ? 1 : 0;
+  absl::Status status = CheckRange("model.q_lora_rank", spec.projected.q_lora_rank, least, most);
+  if (status.ok()) {
+    status = CheckRange("model.hidden_size", spec.projected.hidden_size, least, most);
+  }
+  if (!status.ok()) return status;
+  if (present != (spec.rope != kernels::RopeLayout::kNone)) {
+    return RefuseField("model.rope_layout", absl::StrCat(static_cast<int>(spec.rope)),
+                       "a layout exactly when the model has q_lora_rank", "inconsistent");
+  }
+  if (!present) return absl::OkStatus();
+  if (spec.geometry.nope_dim == 0) {
+    return RefuseField("model.geometry.nope_dim", "0",
+                       "at least 1 with q_lora_rank: the server makes expanded queries");
+  }
+  if (spec.geometry.rope_dim % 2 == 0) return absl::OkStatus();
+  return RefuseField("model.geometry.rope_dim", absl::StrCat(spec.geometry.rope_dim),
+                     "an even number with q_lora_rank: pairs are rotated");
+}
+
 }  // namespace
 
 absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits) {
@@ -70,8 +93,7 @@ absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits) {
       {"model.index_dim", spec.indexer.dim, indexed ? 1 : 0, indexed ? kernels::kMaxIndexDim : 0},
   };
   for (const auto& r : ranges) {
-    const absl::Status status = CheckRange(r.field, r.got, r.low, r.high);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(CheckRange(r.field, r.got, r.low, r.high));
   }
   if ((g.nope_dim == 0) != (g.v_dim == 0)) {
     return RefuseField("model.geometry.v_dim", absl::StrCat(g.v_dim),
@@ -86,6 +108,7 @@ absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits) {
     return RefuseField("model.softmax_scale", absl::StrCat(spec.softmax_scale),
                        "a finite positive number: it is never defaulted", "out_of_range");
   }
+  if (absl::Status status = CheckProjected(spec, limits); !status.ok()) return status;
   return CheckWindow(spec);
 }
 
@@ -217,6 +240,12 @@ absl::Status CheckSupported(const ModelSpec& spec, const kernels::AttentionBacke
   if (spec.windowed() && !backend.Info().windows) {
     return RefuseField("model.attention", "a window and entries",
                        absl::StrCat("dense or sparse_v32 on backend ", backend.Info().name),
+                       "unsupported_shape", absl::StatusCode::kUnimplemented);
+  }
+  if (spec.projected.present() && !backend.Info().projects) {
+    return RefuseField("model.q_lora_rank", absl::StrCat(spec.projected.q_lora_rank),
+                       absl::StrCat("0 on backend ", backend.Info().name,
+                                    ", which does not offer PROFILE_PROJECTED"),
                        "unsupported_shape", absl::StatusCode::kUnimplemented);
   }
   kernels::AttentionDesc desc = DescOf(spec, kernels::AttentionForm::kAbsorbed);

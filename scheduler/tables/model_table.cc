@@ -1,13 +1,17 @@
 #include "scheduler/tables/model_table.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "scheduler/tables/model_checks.h"
 
 namespace mla::scheduler {
@@ -26,13 +30,23 @@ bool HasExpanded(const ModelSpec& spec) {
 // A digest that tells a repeated upload from a changed one. It need not be cryptographic, because a
 // tenant can only confuse its own model, and a SHA-256 protects the upload as a whole.
 uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
-  uint64_t digest = seed ^ 0xcbf29ce484222325u;
-  for (int64_t i = 0; i < count; ++i) digest = (digest ^ values[i]) * 0x100000001b3u;
-  return digest ^ (digest >> 29);
+  return XXH3_64bits_withSeed(values, static_cast<size_t>(count) * sizeof(Bf16), seed);
 }
 
 int64_t HeadWeightElements(const kernels::Geometry& g) {
   return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim);
+}
+
+// A tenant's own unused models make room for its next one after Limits::model_yield_ms divided by
+// this. An engine that restarts under new names leaves such models.
+constexpr int64_t kOwnYieldPart = 10;
+
+absl::Status CheckHeads(const ModelSpec& spec, int32_t layer, int32_t head_begin,
+                        int32_t head_count) {
+  const int32_t heads = spec.geometry.num_heads;
+  MLA_RETURN_IF_ERROR(CheckRange("chunk.layer", layer, 0, spec.layers - 1));
+  MLA_RETURN_IF_ERROR(CheckRange("chunk.head_begin", head_begin, 0, heads - 1));
+  return CheckRange("chunk.head_count", head_count, 1, heads - head_begin);
 }
 
 }  // namespace
@@ -122,7 +136,9 @@ absl::StatusOr<std::shared_ptr<ModelContents>> ModelTable::MakeContents(const Mo
                       .limit = "layers whose page group fits into kv_cache.bytes",
                       .reason = "page_group_too_large"});
   }
-  contents->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, ModelContents::Head());
+  const int32_t parts = 1 + (spec.projected.present() ? kernels::kProjectedParts : 0);
+  contents->layer_heads = parts * spec.geometry.num_heads;
+  contents->heads.assign(size_t(spec.layers) * contents->layer_heads, ModelContents::Head());
   std::vector<bool> slots(models_.size());
   for (const std::unique_ptr<Model>& model : models_) {
     if (model != nullptr) slots[static_cast<size_t>(model->contents->index)] = true;
@@ -136,16 +152,15 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
                                             int64_t lease_ms) {
   ModelSpec spec = wanted;
   if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
-  if (absl::Status s = SettlePrecision(backend_->Info(), &spec); !s.ok()) return s;
-  if (absl::Status status = CheckModelSpec(spec, limits_); !status.ok()) return status;
-  if (absl::Status s = SettleFp8Compute(*backend_, &spec); !s.ok()) return s;
-  const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms);
-  if (!lease_ns.ok()) return lease_ns.status();
+  MLA_RETURN_IF_ERROR(SettlePrecision(backend_->Info(), &spec));
+  MLA_RETURN_IF_ERROR(CheckModelSpec(spec, limits_));
+  MLA_RETURN_IF_ERROR(SettleFp8Compute(*backend_, &spec));
+  MLA_ASSIGN_OR_RETURN(const int64_t lease_ns, LeaseNanos(lease_ms));
   for (const std::unique_ptr<Model>& one : models_) {
     Model* const model = one.get();
     if (model == nullptr || model->tenant != tenant || model->spec->id != spec.id) continue;
     if (*model->spec == spec) {
-      if (lease_ms > 0) SetLease(model, *lease_ns);
+      if (lease_ms > 0) SetLease(model, lease_ns);
       Touch(model);
       return model;
     }
@@ -153,10 +168,9 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
                        absl::StrCat("equal to the registered model ", spec.id), "model_exists",
                        absl::StatusCode::kAlreadyExists);
   }
-  if (absl::Status status = CheckSupported(spec, *backend_); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckSupported(spec, *backend_));
   const TenantRef account = tenants_->Get(tenant);
-  absl::Status taken = TakeOrYield(*account, Resource::kModels, 1, "model", nullptr);
-  if (!taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(TakeOrYield(*account, Resource::kModels, 1, "model", nullptr));
 
   auto model = std::make_unique<Model>();
   model->tenant = tenant;
@@ -170,7 +184,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
     }
     model->contents = *std::move(contents);
   }
-  SetLease(model.get(), *lease_ns);
+  SetLease(model.get(), lease_ns);
   NoteForms(spec, model.get());
   model->name = std::make_shared<const std::string>(spec.id);
   if (spec.needs_sinks) {
@@ -186,9 +200,8 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
 }
 
 absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
-  absl::StatusOr<Model*> found = Find(tenant, id, "model_id");
-  if (!found.ok()) return found.status();
-  Model& model = **found;
+  MLA_ASSIGN_OR_RETURN(Model* const found, Find(tenant, id, "model_id"));
+  Model& model = *found;
   if (model.sequences > 0) {
     return MakeError(absl::StatusCode::kFailedPrecondition,
                      absl::StrCat("model ", id, " has ", model.sequences, " open sequences"),
@@ -204,7 +217,7 @@ absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
 // Otherwise its sequences would write into groups of whatever layout gets the id next.
 absl::Status ModelTable::RemoveContents(const Model& model) {
   ModelContents& contents = *model.contents;
-  const int32_t heads = model.spec->geometry.num_heads;
+  const int32_t heads = contents.layer_heads;
   for (int32_t layer = 0; contents.weights_bytes > 0 && layer < model.spec->layers; ++layer) {
     const absl::Status freed = backend_->FreeWeights(weights_slot(model, layer));
     if (!freed.ok() && !absl::IsNotFound(freed)) return freed;
@@ -212,7 +225,7 @@ absl::Status ModelTable::RemoveContents(const Model& model) {
     std::fill(first, first + heads, ModelContents::Head());
     contents.weights_complete = false;
   }
-  if (absl::Status s = cache_->RemoveLayout(contents.layout_id); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(cache_->RemoveLayout(contents.layout_id));
   return contents.window_layout_id < 0 ? absl::OkStatus()
                                        : cache_->RemoveLayout(contents.window_layout_id);
 }
@@ -220,7 +233,7 @@ absl::Status ModelTable::RemoveContents(const Model& model) {
 absl::Status ModelTable::Remove(Model& model) {
   const bool last = model.contents.use_count() == 1;
   const int64_t weights_bytes = last ? model.contents->weights_bytes : 0;
-  if (absl::Status s = last ? RemoveContents(model) : absl::OkStatus(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(last ? RemoveContents(model) : absl::OkStatus());
   if (on_gone_) on_gone_(model);
   Tenant& account = *model.account;
   SetLease(&model, 0);
@@ -305,7 +318,7 @@ int32_t ModelTable::size() const {
 
 absl::Status ModelTable::SetSinks(Model& model, SinkSlice at, std::span<const float> sinks,
                                   const std::string& field) {
-  if (absl::Status s = CheckSinks(*model.spec, sinks, field, &at); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckSinks(*model.spec, sinks, field, &at));
   const int64_t heads = model.spec->geometry.num_heads;
   std::vector<float> next = model.sinks;
   if (next.empty()) next.assign(static_cast<size_t>(model.spec->layers * heads), kNoSink);
@@ -348,7 +361,7 @@ std::vector<int32_t> ModelTable::LayersWithoutSinks(const Model& model) const {
 
 absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
                                    const std::string& field) {
-  if (absl::Status s = CheckKvScales(*model.spec, scales, field); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckKvScales(*model.spec, scales, field));
   if (std::equal(scales.begin(), scales.end(), model.contents->kv_scales.begin(),
                  model.contents->kv_scales.end())) {
     return absl::OkStatus();
@@ -372,11 +385,7 @@ absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t h
     return RefuseField("header.model_id", model.spec->id, "a model with nope_dim and v_dim",
                        "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
   }
-  absl::Status status = CheckRange("chunk.layer", layer, 0, model.spec->layers - 1);
-  if (status.ok()) status = CheckRange("chunk.head_begin", head_begin, 0, g.num_heads - 1);
-  if (status.ok()) {
-    status = CheckRange("chunk.head_count", head_count, 1, g.num_heads - head_begin);
-  }
+  absl::Status status = CheckHeads(*model.spec, layer, head_begin, head_count);
   const int64_t want = int64_t{head_count} * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
   if (status.ok() && static_cast<int64_t>(bytes.size()) != want) {
     status = RefuseField("chunk.payload", absl::StrCat(bytes.size(), " bytes"),
@@ -387,12 +396,49 @@ absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t h
 
 absl::Status ModelTable::ChargeWeights(Model& model) {
   if (model.contents->weights_bytes > 0) return absl::OkStatus();
-  const kernels::Geometry& g = model.spec->geometry;
-  const int64_t total =
-      int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
+  const int64_t total = int64_t{model.spec->layers} * model.spec->geometry.num_heads *
+                        model.spec->head_weights() * int64_t{sizeof(Bf16)};
   absl::Status status =
       TakeOrYield(*model.account, Resource::kWeightBytes, total, "header.model_id", &model);
   if (status.ok()) model.contents->weights_bytes = total;
+  return status;
+}
+
+absl::StatusOr<bool> ModelTable::IsRepeat(const ModelContents::Head& head, uint64_t digest,
+                                          int32_t layer, int32_t number) {
+  if (head.upload != ModelContents::kCommitted) return false;
+  if (head.digest == digest) return true;
+  return RefuseField("chunk.payload",
+                     absl::StrCat("other weights of layer ", layer, " head ", number),
+                     "equal to those in use; Unregister the model to change them", "weights_differ",
+                     absl::StatusCode::kAlreadyExists);
+}
+
+absl::Status ModelTable::CheckProjectedHeads(const Model& model, int32_t layer, int32_t head_begin,
+                                             int32_t head_count) const {
+  if (model.spec->projected.present()) {
+    return CheckHeads(*model.spec, layer, head_begin, head_count);
+  }
+  return RefuseField("chunk.part", "weights of PROFILE_PROJECTED",
+                     "WEIGHT_PART_UP: the model was registered without q_lora_rank",
+                     "no_projected_profile", absl::StatusCode::kFailedPrecondition);
+}
+
+absl::Status ModelTable::LoadProjected(Model& model, UploadId upload, kernels::ProjectedPart part,
+                                       int32_t layer, int32_t head, std::span<const Bf16> weights) {
+  absl::Status status = CheckProjectedHeads(model, layer, head, 1);
+  if (status.ok()) status = ChargeWeights(model);
+  if (!status.ok()) return status;
+  ModelContents& contents = *model.contents;
+  const int32_t heads = model.spec->geometry.num_heads;
+  ModelContents::Head& own =
+      contents.heads[size_t(layer) * contents.layer_heads + (1 + size_t(part)) * heads + head];
+  const uint64_t digest = Digest(weights.data(), static_cast<int64_t>(weights.size()), 0);
+  const absl::StatusOr<bool> repeat = IsRepeat(own, digest, layer, head);
+  if (!repeat.ok() || *repeat) return repeat.status();
+  status = backend_->LoadProjected(weights_slot(model, layer), model.spec->geometry,
+                                   model.spec->projected, part, head, weights.data());
+  if (status.ok()) own = {upload, digest};
   return status;
 }
 
@@ -407,16 +453,13 @@ absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t laye
   const int64_t uv = int64_t{g.kv_lora_rank} * g.v_dim;
   const Bf16* w_uk = reinterpret_cast<const Bf16*>(bytes.data());
   const Bf16* w_uv = w_uk + head_count * uk;
-  ModelContents::Head* heads = &model.contents->heads[size_t(layer) * g.num_heads + head_begin];
+  ModelContents::Head* heads =
+      &model.contents->heads[size_t(layer) * model.contents->layer_heads + head_begin];
   for (int32_t h = 0; h < head_count; ++h) {
     const uint64_t digest = Digest(w_uk + h * uk, uk, Digest(w_uv + h * uv, uv, 0));
-    if (heads[h].upload == ModelContents::kCommitted) {
-      if (heads[h].digest == digest) continue;
-      return RefuseField("chunk.payload",
-                         absl::StrCat("other weights of layer ", layer, " head ", head_begin + h),
-                         "equal to those in use; Unregister the model to change them",
-                         "weights_differ", absl::StatusCode::kAlreadyExists);
-    }
+    const absl::StatusOr<bool> repeat = IsRepeat(heads[h], digest, layer, head_begin + h);
+    if (!repeat.ok()) return repeat.status();
+    if (*repeat) continue;
     status = backend_->LoadWeights(weights_slot(model, layer), g, head_begin + h,
                                    head_begin + h + 1, w_uk + h * uk, w_uv + h * uv);
     if (!status.ok()) return status;
@@ -442,15 +485,99 @@ void ModelTable::DiscardWeights(Model& model, UploadId upload) {
 
 std::vector<int32_t> ModelTable::MissingLayers(const Model& model) const {
   std::vector<int32_t> missing;
-  const int32_t heads = model.spec->geometry.num_heads;
   for (int32_t layer = 0; layer < model.spec->layers; ++layer) {
-    const auto first = model.contents->heads.begin() + int64_t{layer} * heads;
-    const bool complete = std::all_of(first, first + heads, [](const ModelContents::Head& head) {
-      return head.upload == ModelContents::kCommitted;
-    });
-    if (!complete) missing.push_back(layer);
+    if (!model.contents->HasLayer(layer)) missing.push_back(layer);
   }
   return missing;
+}
+
+// ------------------------------------------------------------------------------------------ Leases
+
+absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
+  MLA_RETURN_IF_ERROR(CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms));
+  return (lease_ms == 0 ? default_lease_ms_ : lease_ms) * kNanosPerMilli;
+}
+
+void ModelTable::SetLease(Model* model, int64_t lease_ns) {
+  leased_ += static_cast<int32_t>(lease_ns > 0) - static_cast<int32_t>(model->lease_ns > 0);
+  model->lease_ns = lease_ns;
+}
+
+int32_t ModelTable::ExpireLeases() {
+  int32_t expired = 0;
+  const MonotonicNanos now = clock_->Now();
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    if (now < model->lease_deadline) continue;
+    if (Remove(*model).ok()) {
+      ++expired;
+    } else {
+      Touch(model.get());  // tried again after another lease
+    }
+  }
+  return expired;
+}
+
+void ModelTable::PostponeLeases(int64_t nanos) {
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr) continue;
+    model->used_at += nanos;
+    if (model->lease_ns > 0) model->lease_deadline += nanos;
+  }
+}
+
+MonotonicNanos ModelTable::NextExpiry() const {
+  MonotonicNanos next = std::numeric_limits<MonotonicNanos>::max();
+  if (leased_ == 0) return next;
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    next = std::min(next, model->lease_deadline);
+  }
+  return next;
+}
+
+absl::Status ModelTable::TakeOrYield(Tenant& account, Resource resource, int64_t amount,
+                                     const char* field, const Model* taker) {
+  absl::Status status = tenants_->Take(account, resource, amount, field);
+  while (!status.ok() &&
+         Yield(account.key(), DetailOf(status).bound_of == BoundOwner::kServer, taker)) {
+    status = tenants_->Take(account, resource, amount, field);
+  }
+  return status;
+}
+
+bool ModelTable::Yield(TenantKey tenant, bool any, const Model* taker) {
+  if (limits_.model_yield_ms == 0) return false;
+  const int64_t enough = limits_.model_yield_ms * kNanosPerMilli;
+  const MonotonicNanos now = clock_->Now();
+  Model* longest = nullptr;
+  for (const std::unique_ptr<Model>& one : models_) {
+    Model* const model = one.get();
+    if (model == nullptr || model == taker || model->sequences > 0 || !model->streams.empty()) {
+      continue;
+    }
+    const bool own = model->tenant == tenant;
+    if (now - model->used_at < (own ? enough / kOwnYieldPart : enough) || (!own && !any)) continue;
+    const bool owns = longest != nullptr && longest->tenant == tenant;
+    if (longest == nullptr || (own && !owns) ||
+        (own == owns && model->used_at < longest->used_at)) {
+      longest = model;
+    }
+  }
+  if (longest == nullptr) return false;
+  if (!Remove(*longest).ok()) {
+    Touch(longest);  // tried again later
+    return Yield(tenant, any, taker);
+  }
+  ++yielded_;
+  return true;
+}
+
+void ModelTable::StreamClosed(StreamId stream) {
+  for (const std::unique_ptr<Model>& model : models_) {
+    // Ending a stream is not a call: the model's lease goes on.
+    if (model != nullptr && model->streams.erase(stream) > 0) model->used_at = clock_->Now();
+  }
 }
 
 }  // namespace mla::scheduler

@@ -11,6 +11,7 @@
 #ifndef MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
 #define MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -52,7 +53,15 @@ struct ModelContents {
     uint64_t digest = 0;  // digest of its bytes, which tells a repeat from a change
   };
   static constexpr UploadId kCommitted = ~UploadId{0};
-  std::vector<Head> heads;    // [layers x num_heads]
+  // [layers, parts, num_heads]: W_UK and W_UV, and for PROJECTED W_UQ and then W_O.
+  std::vector<Head> heads;
+  int32_t layer_heads = 0;  // parts x num_heads
+  // Returns true if all heads of the layer are committed.
+  bool HasLayer(int32_t layer) const {
+    const auto first = heads.begin() + int64_t{layer} * layer_heads;
+    return std::all_of(first, first + layer_heads,
+                       [](const Head& head) { return head.upload == kCommitted; });
+  }
   int64_t weights_bytes = 0;  // charged against Limits::weights_bytes; 0: no weights yet
   bool weights_complete = false;
 };
@@ -162,6 +171,11 @@ class ModelTable {
                           std::span<const std::byte> bytes) const;
   absl::Status LoadWeights(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
                            int32_t head_count, std::span<const std::byte> bytes);
+  // As above, for one head of W_UQ or W_O. FAILED_PRECONDITION for models without PROJECTED.
+  absl::Status CheckProjectedHeads(const Model& model, int32_t layer, int32_t head_begin,
+                                   int32_t head_count) const;
+  absl::Status LoadProjected(Model& model, UploadId upload, kernels::ProjectedPart part,
+                             int32_t layer, int32_t head, std::span<const kernels::Bf16> weights);
   // Returns the layers in which heads are still not committed.
   std::vector<int32_t> CommitWeights(Model& model, UploadId upload);
   void DiscardWeights(Model& model, UploadId upload);
@@ -183,6 +197,10 @@ class ModelTable {
   int32_t SequencesOf(const ModelContents& contents) const;
   void NoteForms(const ModelSpec& spec, Model* model) const;
   absl::Status ChargeWeights(Model& model);
+  // Returns true if the head is in use already with the same contents; ALREADY_EXISTS if it is with
+  // others.
+  static absl::StatusOr<bool> IsRepeat(const ModelContents::Head& head, uint64_t digest,
+                                       int32_t layer, int32_t number);
   absl::Status Remove(Model& model);
   void SetLease(Model* model, int64_t lease_ns);
   // Takes `amount` for the tenant. If necessary, models that are not used are unregistered to make

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 
 namespace mla::scheduler {
 namespace {
@@ -66,9 +67,8 @@ absl::Status PrefixPlanner::CountHeld(const std::string& tenant, const ModelSpec
                                       const kvcache::PageDirectory& directory,
                                       ProbeAnswer* answer) const {
   const bool by_key = !args.page_keys.empty();
-  const absl::StatusOr<int64_t> named = RowsOf(args, 0, spec.page_size);
-  if (!named.ok()) return named.status();
-  const int64_t rows = args.max_rows > 0 ? std::min(*named, args.max_rows) : *named;
+  MLA_ASSIGN_OR_RETURN(const int64_t named, RowsOf(args, 0, spec.page_size));
+  const int64_t rows = args.max_rows > 0 ? std::min(named, args.max_rows) : named;
   const auto pages = static_cast<size_t>(rows / spec.page_size);
   const auto page_size = static_cast<size_t>(spec.page_size);
   PrefixChain chain;
@@ -98,9 +98,8 @@ absl::Status PrefixPlanner::Fill(const std::string& tenant, const PrefixArgs& ar
                                  int64_t first_row, int64_t committed, PrefixPlan* plan) const {
   const int32_t page_size = plan->spec->page_size;
   const bool by_key = !args.page_keys.empty();
-  const absl::StatusOr<int64_t> named = RowsOf(args, first_row, page_size);
-  if (!named.ok()) return named.status();
-  const int64_t rows = *named;
+  MLA_ASSIGN_OR_RETURN(const int64_t named, RowsOf(args, first_row, page_size));
+  const int64_t rows = named;
   if (first_row > plan->declared || (by_key && first_row % page_size != 0)) {
     return RefuseField("first_row", absl::StrCat(first_row),
                        absl::StrCat("at most ", plan->declared, ", the rows declared so far",

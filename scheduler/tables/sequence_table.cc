@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 
 namespace mla::scheduler {
 namespace {
@@ -63,8 +64,7 @@ SequenceTable::SequenceTable(const Limits& limits, kvcache::KvCache* cache, Mode
 
 absl::StatusOr<int64_t> SequenceTable::LeaseNanos(int64_t lease_ms) const {
   if (lease_ms == 0) return default_lease_ms_ * kNanosPerMilli;
-  absl::Status status = CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms));
   return lease_ms * kNanosPerMilli;
 }
 
@@ -162,11 +162,9 @@ absl::Status SequenceTable::CheckKept(const Sequence& sequence, int64_t length) 
 absl::StatusOr<Sequence*> SequenceTable::CheckOpenArgs(TenantKey tenant, const Model& model,
                                                        const OpenArgs& args,
                                                        const PrefixPlan& prefix) {
-  absl::Status names = CheckNames(args.client_id, args.request_id);
-  if (!names.ok()) return names;
+  MLA_RETURN_IF_ERROR(CheckNames(args.client_id, args.request_id));
   if (prefix.chain != nullptr && model.spec->windowed()) return NoPrefix();
-  const absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms);
-  if (!lease.ok()) return lease.status();
+  MLA_RETURN_IF_ERROR(LeaseNanos(args.lease_ms).status());
   absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, OriginOf(args, prefix));
   if (!repeat.ok() || *repeat != nullptr) return repeat;
   if (args.restored_id != 0 && by_id_.contains(args.restored_id)) {
@@ -196,7 +194,7 @@ absl::StatusOr<Sequence*> SequenceTable::CheckOpen(TenantKey tenant, const Model
   absl::StatusOr<Sequence*> repeat = CheckOpenArgs(tenant, model, args, prefix);
   if (!repeat.ok() || *repeat != nullptr) return repeat;
   const int64_t declared = DeclaredOf(prefix);
-  if (absl::Status taken = TakeForOpen(model, declared); !taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(TakeForOpen(model, declared));
   ReturnForOpen(model, declared);
   return nullptr;
 }
@@ -206,7 +204,7 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
   absl::StatusOr<Sequence*> repeat = CheckOpenArgs(tenant, *model, args, prefix);
   if (!repeat.ok() || *repeat != nullptr) return repeat;
   const int64_t declared = DeclaredOf(prefix);
-  if (absl::Status taken = TakeForOpen(*model, declared); !taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(TakeForOpen(*model, declared));
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->contents->layout_id, tenant);
   absl::StatusOr<kvcache::SeqSlot> window = -1;
   if (slot.ok() && model->spec->windowed()) {
@@ -228,10 +226,8 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& args) {
-  absl::Status names = CheckNames(args.client_id, args.request_id);
-  if (!names.ok()) return names;
-  absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms);
-  if (!lease.ok()) return lease.status();
+  MLA_RETURN_IF_ERROR(CheckNames(args.client_id, args.request_id));
+  MLA_ASSIGN_OR_RETURN(int64_t lease, LeaseNanos(args.lease_ms));
   absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, OriginOf(args));
   if (!repeat.ok() || *repeat != nullptr) return repeat;
   absl::StatusOr<Sequence*> found = FindOrRefuse(tenant, args.parent, "sequence_id");
@@ -243,12 +239,11 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   if (parent->busy()) return InStep(*parent);
   const int64_t committed = cache_->length(parent->slot);
   const int64_t length = args.length.value_or(committed);
-  if (absl::Status s = CheckRange("length", length, 0, committed); !s.ok()) return s;
-  if (absl::Status s = CheckKept(*parent, length); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckRange("length", length, 0, committed));
+  MLA_RETURN_IF_ERROR(CheckKept(*parent, length));
   Tenant& account = *parent->model->account;
   const int64_t count = CountOf(*parent->model);
-  absl::Status taken = tenants_->Take(account, Resource::kSequences, count, "sequence");
-  if (!taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(tenants_->Take(account, Resource::kSequences, count, "sequence"));
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Fork(parent->slot, static_cast<int32_t>(length));
   absl::StatusOr<kvcache::SeqSlot> window = -1;
   if (slot.ok() && parent->window_slot >= 0) {
@@ -260,7 +255,7 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
     return Exhausted(slot.ok() ? window.status() : slot.status());
   }
   Renew(parent);
-  Sequence* const child = Insert(*slot, *window, tenant, parent->model, *lease,
+  Sequence* const child = Insert(*slot, *window, tenant, parent->model, lease,
                                  args.client_id.empty() ? parent->client_id : args.client_id,
                                  args.request_id, OriginOf(args));
   child->not_finite_from = parent->not_finite_from;
@@ -321,7 +316,7 @@ absl::Status SequenceTable::CheckMatch(const Sequence& sequence, const PrefixPla
 
 absl::Status SequenceTable::Match(Sequence* sequence, const PrefixPlan& prefix) {
   int64_t more = 0;
-  if (absl::Status taken = TakeForMatch(*sequence, prefix, &more); !taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(TakeForMatch(*sequence, prefix, &more));
   if (more < 0) tenants_->Return(*sequence->model->account, Resource::kPrefixTokens, -more);
   sequence->prefix_tokens += more;
   DeclareAndMatch(sequence, prefix);
@@ -365,8 +360,8 @@ absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId i
     return OtherEpoch(*sequence, expected_epoch);
   }
   if (sequence->busy()) return InStep(*sequence);
-  if (absl::Status s = CheckRange("length", length, 0, committed); !s.ok()) return s;
-  if (absl::Status s = CheckKept(*sequence, length); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckRange("length", length, 0, committed));
+  MLA_RETURN_IF_ERROR(CheckKept(*sequence, length));
   absl::Status status = cache_->Truncate(sequence->slot, static_cast<int32_t>(length));
   if (status.ok() && sequence->window_slot >= 0) {
     status = cache_->Truncate(sequence->window_slot, static_cast<int32_t>(length));

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 
 namespace mla::scheduler {
 namespace {
@@ -68,9 +69,7 @@ absl::Status StepOpener::CheckBegin(TenantKey tenant, const BeginStepArgs& args,
                      absl::StrCat("the backend is not healthy: ", healthy.message()),
                      {.reason = "backend_unhealthy"});
   }
-  absl::StatusOr<Model*> found = models_->Find(tenant, args.model_id, "begin_step.model_id");
-  if (!found.ok()) return found.status();
-  *model = *found;
+  MLA_ASSIGN_OR_RETURN(*model, models_->Find(tenant, args.model_id, "begin_step.model_id"));
   return CheckStepBounds(static_cast<int64_t>(args.sequences.size()), args.participants,
                          args.lease_ms, limits_);
 }
@@ -145,9 +144,8 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
   const BeginStepArgs& args = request.begin;
   absl::Status status = CheckBegin(tenant, args, &model);
   if (!status.ok()) return status;
-  absl::StatusOr<Step*> created = steps_->Create(model, request.step_id);
-  if (!created.ok()) return created.status();
-  Step* step = *created;
+  MLA_ASSIGN_OR_RETURN(Step* const created, steps_->Create(model, request.step_id));
+  Step* step = created;
   int64_t total = 0;
   for (size_t i = 0; i < args.sequences.size() && status.ok(); ++i) {
     const StepSequenceArgs& wanted = args.sequences[i];
@@ -160,6 +158,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
     total += wanted.rows;
     status = CheckStepRows(total, limits_);
   }
+  if (status.ok()) status = CheckRotations(*model->spec, total, args);
   if (status.ok()) status = ReservePages(step->entries, *model, "begin_step.sequences");
   if (!status.ok()) {
     for (const StepEntry& entry : step->entries) entry.sequence->step = nullptr;
@@ -176,6 +175,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
                    entry.window_copied != kvcache::SlabPool::kNoEntry;
   }
   step->total_rows = static_cast<int32_t>(total);
+  step->rotations = args.rotations;
   step->participants = args.participants;
   step->ranks.assign(step->participants, StepRank());
   step->streams.push_back(request.stream);

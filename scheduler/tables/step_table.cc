@@ -1,11 +1,14 @@
 #include "scheduler/tables/step_table.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <map>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
+#include "scheduler/engine_types.h"
 
 namespace mla::scheduler {
 namespace {
@@ -26,8 +29,7 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
                        "of a model that has the sinks of all layers and heads, as needs_sinks asks",
                        "sinks_missing", absl::StatusCode::kFailedPrecondition);
   }
-  absl::Status status = CheckAttendProfile(args.profile, args.has_kv, spec);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckAttendProfile(args.profile, args.has_kv, spec));
   const absl::Status& absorbed_f32 = step.model->absorbed_f32;
   if (args.profile == Profile::kAbsorbed && args.q_dtype == kernels::DType::kF32 &&
       !absorbed_f32.ok()) {
@@ -37,19 +39,21 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
                       .limit = "DTYPE_BF16 in the ABSORBED profile of this backend",
                       .reason = "unsupported_dtype"});
   }
-  if (args.profile != Profile::kExpanded) return absl::OkStatus();
+  if (!IsExpanded(args.profile)) return absl::OkStatus();
+  if (args.profile == Profile::kProjected && step.rotations == nullptr &&
+      spec.geometry.rope_dim > 0) {
+    return RefuseField("attend.step_id", absl::StrCat(step.id),
+                       "a step whose BeginStep brought rotations", "rotations_missing",
+                       absl::StatusCode::kFailedPrecondition);
+  }
   if (step.model->contents->weights_complete) return absl::OkStatus();
-  const int32_t heads = spec.geometry.num_heads;
   std::string layers;
   for (int32_t layer = 0, listed = 0; layer < spec.layers && listed < kMissingListed; ++layer) {
-    const auto first = step.model->contents->heads.begin() + int64_t{layer} * heads;
-    const bool complete = std::all_of(first, first + heads, [](const ModelContents::Head& head) {
-      return head.upload == ModelContents::kCommitted;
-    });
-    if (complete) continue;
+    if (step.model->contents->HasLayer(layer)) continue;
     absl::StrAppend(&layers, listed++ == 0 ? "" : ", ", layer);
   }
-  return RefuseField("attend.profile", "EXPANDED",
+  return RefuseField("attend.profile",
+                     args.profile == Profile::kProjected ? "PROJECTED" : "EXPANDED",
                      absl::StrCat("preceded by weights of layers ", layers), "weights_missing",
                      absl::StatusCode::kFailedPrecondition);
 }
@@ -156,8 +160,7 @@ absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId 
 }
 
 absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id) {
-  absl::Status taken = tenants_->Take(*model->account, Resource::kOpenSteps, 1, "begin_step");
-  if (!taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(tenants_->Take(*model->account, Resource::kOpenSteps, 1, "begin_step"));
   if (free_.empty()) {
     pool_.push_back(std::make_unique<Step>());
     free_.push_back(pool_.back().get());
@@ -202,6 +205,7 @@ void StepTable::Remove(Step* step, const std::string& why) {
   step->model = nullptr;
   step->participants = 1;
   step->total_rows = 0;
+  step->rotations.reset();
   step->waiting = 0;
   step->inflight = 0;
   step->end = nullptr;
@@ -215,8 +219,8 @@ absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat)
   const bool in_range = args.layer >= 0 && args.layer < spec.layers;  // otherwise refused below
   const bool same_window =
       args.sized_window == spec.window && (!in_range || args.sized_ratio == spec.ratio(args.layer));
-  const bool same_sizes =
-      args.sized_for == spec.geometry && args.sized_indexer == spec.indexer && same_window;
+  const bool same_sizes = args.sized_for == spec.geometry && args.sized_indexer == spec.indexer &&
+                          args.sized_projected == spec.projected && same_window;
   if (args.sized_for.num_heads != 0 && !same_sizes) {
     return RefuseField("attend.step_id", absl::StrCat(step.id),
                        "the id of a step of the model that this request was sized for",
@@ -252,7 +256,24 @@ absl::Status CheckTails(const Step& step, const std::vector<TailArgs>& tails) {
   return absl::OkStatus();
 }
 
+absl::Status CheckRotations(const ModelSpec& spec, int64_t rows, const BeginStepArgs& args) {
+  if (args.rotations == nullptr) return absl::OkStatus();
+  const int64_t want = rows * spec.geometry.rope_dim * int64_t{sizeof(float)};
+  if (spec.projected.present() && static_cast<int64_t>(args.rotations->size) == want) {
+    return absl::OkStatus();
+  }
+  // The transport checks them, so another model has taken the name since.
+  return RefuseField("begin_step.model_id", spec.id, "the model that the rotations were sized for",
+                     "step_reused", absl::StatusCode::kFailedPrecondition);
+}
+
 bool SameStep(const Step& step, const BeginStepArgs& args) {
+  if (args.rotations != nullptr && args.rotations != step.rotations &&
+      (step.rotations == nullptr || args.rotations->size != step.rotations->size ||
+       std::memcmp(args.rotations->data.get(), step.rotations->data.get(), step.rotations->size) !=
+           0)) {
+    return false;
+  }
   if (step.model->spec->id != args.model_id || step.participants != args.participants ||
       step.entries.size() != args.sequences.size()) {
     return false;

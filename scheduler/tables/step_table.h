@@ -74,6 +74,7 @@ struct Step {
   std::vector<StepRank> ranks;  // one for each of `participants`; those in `streams` come first
   std::vector<StepEntry> entries;
   int32_t total_rows = 0;
+  std::shared_ptr<const Tail> rotations;  // of its rows, as in BeginStepArgs
   std::vector<LayerProgress> layers;
   // The step's rows may be written once the tenant's page work up to this ticket has been carried.
   // `pages_ready` is then true.
@@ -137,6 +138,8 @@ absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat)
 // Checks that the tails are for different sequences of the step and have the size that its model
 // asks for.
 absl::Status CheckTails(const Step& step, const std::vector<TailArgs>& tails);
+// Checks that the rotations of a step of `rows` rows have the size that its model asks for.
+absl::Status CheckRotations(const ModelSpec& spec, int64_t rows, const BeginStepArgs& args);
 // Returns true if both have equal contents: a repeat by the same stream or a join by another one.
 bool SameStep(const Step& step, const BeginStepArgs& args);
 // The most rows and entries that a row of the request attends to, whatever its context is.

@@ -18,7 +18,7 @@ class EngineCoreTest : public ::testing::Test {
  protected:
   EngineCoreTest() : EngineCoreTest(HarnessOptions{TinyLimits(), TinyModel(), nullptr}) {}
   explicit EngineCoreTest(HarnessOptions options)
-      : h_(std::move(options)), stream_(h_.core().OpenStream(h_.tenant())) {}
+      : h_(std::move(options)), stream_(h_.core().steps().OpenStream(h_.tenant())) {}
 
   // Commits `rows` rows to a sequence on both layers; layer l stores Rows(rows, key + l).
   void Fill(const SequenceInfo& seq, int rows, uint64_t key) {

@@ -8,18 +8,12 @@
 #include <limits>
 #include <utility>
 
+#include "base/splitmix.h"
 #include "kernels/backend_registry.h"
 #include "kernels/reference/reference_backend.h"
 
 namespace mla::scheduler::testing {
 namespace {
-
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 void Require(bool ok, const std::string& what) {
   if (ok) return;
@@ -44,7 +38,7 @@ std::vector<kernels::Bf16> Encode(const std::vector<Row>& rows) {
 Row MakeRow(uint64_t key, int dim) {
   Row row(dim);
   for (int i = 0; i < dim; ++i) {
-    const uint64_t bits = Mix(key * 1000003u + static_cast<uint64_t>(i));
+    const uint64_t bits = SplitMix(key * 1000003u + static_cast<uint64_t>(i));
     const float unit = static_cast<float>(bits >> 40) / static_cast<float>(1 << 24);
     row[i] = kernels::ToFloat(kernels::ToBf16(2 * unit - 1));
   }
@@ -146,7 +140,7 @@ EngineHarness::EngineHarness(HarnessOptions options) : clock_(1'000'000), model_
   engine.tier_threads = 0;
   uint64_t next_id = 0;
   auto core = EngineCore::Create(engine, std::move(backend), &clock_,
-                                 [next_id]() mutable { return Mix(++next_id); });
+                                 [next_id]() mutable { return SplitMix(++next_id); });
   Require(core.ok(), std::string(core.status().message()));
   core_ = *std::move(core);
   const TenantRef tenant = *core_->tenants().Enter(tenant_);
@@ -160,24 +154,24 @@ SequenceInfo EngineHarness::Open(const std::string& request_id, int64_t lease_ms
   args.model_id = model_.id;
   args.request_id = request_id;
   args.lease_ms = lease_ms;
-  auto info = core_->OpenSequence(args);
+  auto info = core_->sequences().Open(args);
   Require(info.ok(), std::string(info.status().message()));
   return *info;
 }
 
 SequenceInfo EngineHarness::Get(SequenceId id) {
-  const SequenceList list = core_->GetSequences({tenant_, {id}, ""});
+  const SequenceList list = core_->sequences().Get({tenant_, {id}, ""});
   Require(list.sequences.size() == 1, "the sequence is not open");
   return list.sequences[0];
 }
 
 void EngineHarness::Submit(TestRequest* request) {
-  core_->owned().fetch_add(1);
+  core_->answers().owned().fetch_add(1);
   request->engine.arrival_ns = clock_.Now();
   if (request->handed_back == HandedBack::kNo) {
     request->engine.first_arrival_ns = request->engine.arrival_ns;
   }
-  core_->Accept(request);
+  core_->steps().Accept(request);
 }
 
 std::unique_ptr<TestRequest> EngineHarness::Begin(StreamId stream, StepId step,
@@ -304,7 +298,7 @@ std::unique_ptr<TestRequest> EngineHarness::Abort(StreamId stream, StepId step) 
 }
 
 void EngineHarness::Run() {
-  while (core_->StartLaunch() | core_->CompleteLaunch(/*wait=*/true)) {
+  while (core_->steps().StartLaunch() | core_->steps().CompleteLaunch(/*wait=*/true)) {
   }
 }
 

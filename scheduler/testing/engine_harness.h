@@ -105,7 +105,7 @@ class EngineHarness {
   void Advance(int64_t ms) { AdvanceMicros(ms * 1'000); }
   void AdvanceMicros(int64_t us) {
     clock_.Advance(us * 1'000);
-    core_->Tick();
+    core_->steps().Tick();
   }
   // Makes Slice's request without submitting it, so that the test can change it; Submit then
   // submits it.

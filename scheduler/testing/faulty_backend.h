@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/status_macros.h"
 #include "kernels/attention_backend.h"
 
 namespace mla::scheduler::testing {
@@ -127,8 +128,13 @@ class FaultyBackend final : public kernels::AttentionBackend {
     if (on_load_weights_) on_load_weights_(begin);
     return inner_->LoadWeights(slot, g, begin, end, uk, uv);
   }
+  absl::Status LoadProjected(int32_t slot, const kernels::Geometry& g,
+                             const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
+                             int32_t head, const kernels::Bf16* weights) override {
+    return inner_->LoadProjected(slot, g, shape, part, head, weights);
+  }
   absl::Status FreeWeights(int32_t slot) override {
-    if (absl::Status s = At(FaultPoint::kFreeWeights); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(At(FaultPoint::kFreeWeights));
     return inner_->FreeWeights(slot);
   }
   kernels::SlotMemory Memory(int32_t slot) override {
@@ -191,7 +197,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
       staging.late = staging.late || (ready.word != nullptr && !ready.Reached());
     }
     absl::StatusOr<int64_t> waited = computes_at_end_ ? Compute(slot) : inner_->Wait(slot);
-    if (absl::Status s = At(FaultPoint::kWait); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(At(FaultPoint::kWait));
     if (!two_slots_.waits_for_words) return waited;
     const Staging& staging = staging_[static_cast<size_t>(slot)];
     for (const kernels::WordValue& signal : staging.signals) {

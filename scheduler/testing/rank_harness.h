@@ -41,7 +41,8 @@ class RankHarness {
     model.layers = layers;
     harness_ = std::make_unique<EngineHarness>(
         HarnessOptions{limits, std::move(model), std::move(backend), nullptr});
-    for (int i = 0; i < ranks; ++i) streams_.push_back(core().OpenStream(harness_->tenant()));
+    for (int i = 0; i < ranks; ++i)
+      streams_.push_back(core().steps().OpenStream(harness_->tenant()));
   }
 
   EngineHarness& harness() { return *harness_; }

@@ -1,15 +1,133 @@
 #include "server/attend/attend_message.h"
 
-#include <chrono>
+#include <algorithm>
 #include <limits>
+#include <string>
 #include <utility>
 
-namespace mla::server {
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "proto/wire/fp8/fp8_tensor.h"
 
-int64_t SteadyNanos() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+namespace mla::server {
+namespace {
+
+// Inputs of these bytes, and the attend's outputs.
+wire::AttendLayout LayoutOf(int64_t kv, int64_t q, int64_t lists, const AttendSizes& sizes) {
+  return wire::AttendLayout({.kv = static_cast<uint64_t>(kv),
+                             .q = static_cast<uint64_t>(q),
+                             .lists = static_cast<uint64_t>(lists),
+                             .o = static_cast<uint64_t>(sizes.o_bytes),
+                             .lse = static_cast<uint64_t>(sizes.lse_bytes),
+                             .lists_out = static_cast<uint64_t>(sizes.lists_out_bytes)});
+}
+
+wire::BadFp8Scale Decode(const wire::Fp8Tensor& tensor, const std::byte* sent, kernels::DType dtype,
+                         std::byte* to) {
+  return dtype == kernels::DType::kF32
+             ? wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<float*>(to))
+             : wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<uint16_t*>(to));
+}
+
+absl::Status RefuseScale(const std::string& vector, const wire::BadFp8Scale& bad) {
+  return RefuseField("payload", absl::StrCat(vector, ", scale ", bad.part, ": ", bad.scale),
+                     "scales of 2^-100 to 2^72", "bad_scale");
+}
+
+}  // namespace
+
+absl::Status TensorMemory::Check(uint64_t offset, uint64_t length, const char* prefix,
+                                 const char* field) const {
+  if (length == 0) return absl::OkStatus();
+  if (offset % wire::kSharedAlignment != 0) {
+    return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
+                       absl::StrCat("a multiple of ", wire::kSharedAlignment), "misaligned");
+  }
+  if (offset < begin || offset > end || length > end - offset) {
+    return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
+                       absl::StrCat("such that ", length, " bytes lie within ", begin, "..", end));
+  }
+  return absl::OkStatus();
+}
+
+SentLists AttendMessage::Lists() const {
+  return {attend.row_begin,   attend.row_count, sizes.list_width,
+          sizes.list_entries, sizes.list_top_k, sizes.list_ratio};
+}
+
+wire::AttendLayout AttendMessage::SentLayout() const {
+  return LayoutOf(sizes.kv_sent(), sizes.q_sent(), sizes.list_bytes, sizes);
+}
+
+StagedLayout AttendMessage::Staged() const {
+  const auto lists = sizes.list_bytes > 0 ? static_cast<int64_t>(Lists().bytes()) : 0;
+  StagedLayout staged{LayoutOf(sizes.kv_bytes, sizes.q_bytes, lists, sizes)};
+  wire::TensorRow& inputs = staged.tensors.inputs;
+  if (sizes.selects) {
+    staged.index_inputs = inputs.Append(static_cast<uint64_t>(sizes.list_bytes));
+  }
+  staged.sent_fp8 =
+      inputs.Append(static_cast<uint64_t>(std::max(sizes.kv_fp8.bytes(), sizes.q_fp8.bytes())));
+  return staged;
+}
+
+void AttendMessage::PointOutputs(std::byte* memory, const wire::AttendLayout& layout) {
+  if (sizes.o_bytes > 0) attend.o = memory;
+  if (sizes.lse_bytes > 0) attend.lse = reinterpret_cast<float*>(memory + layout.lse);
+  if (sizes.lists_out_bytes > 0) {
+    attend.lists_out = reinterpret_cast<int32_t*>(memory + layout.lists_out);
+  }
+}
+
+absl::Status AttendMessage::PointInto(const TensorMemory& memory, const wire::AttendLayout& layout,
+                                      uint64_t in_offset, uint64_t out_offset, const char* prefix) {
+  MLA_RETURN_IF_ERROR(memory.Check(in_offset, layout.inputs.bytes(), prefix, "in_offset"));
+  MLA_RETURN_IF_ERROR(memory.Check(out_offset, layout.outputs.bytes(), prefix, "out_offset"));
+  // An offset of no bytes is not checked.
+  std::byte* const in = layout.inputs.bytes() > 0 ? memory.base + in_offset : nullptr;
+  std::byte* const out = layout.outputs.bytes() > 0 ? memory.base + out_offset : nullptr;
+  if (sizes.kv_bytes > 0) attend.kv = in;
+  if (sizes.q_bytes > 0) attend.q = in + layout.q;
+  if (sizes.list_bytes > 0) sent_lists = in + layout.lists;
+  PointOutputs(out, layout);
+  return absl::OkStatus();
+}
+
+absl::Status AttendMessage::PointIntoDevice(const kernels::SharedDeviceMemory& memory,
+                                            const wire::AttendLayout& layout, uint64_t in_offset,
+                                            uint64_t out_offset) {
+  if (sizes.list_bytes > 0 || sizes.lists_out_bytes > 0) {
+    return RefuseField("flags", "index lists of tensors in device memory",
+                       "index lists of tensors in the region");
+  }
+  if (sizes.kv_fp8.vectors > 0 || sizes.q_fp8.vectors > 0) {
+    return RefuseField("flags", "tensors of 8 bits in device memory",
+                       "tensors of 8 bits in the region");
+  }
+  if (attend.sized_window > 0) {
+    return RefuseField("flags", "tensors in device memory of a model with a window",
+                       "tensors in the region");
+  }
+  const std::span<std::byte> bytes = memory.bytes();
+  attend.on_device = true;
+  return PointInto({bytes.data(), 0, bytes.size()}, layout, in_offset, out_offset, "");
+}
+
+absl::Status AttendMessage::DecodeKv(const std::byte* sent, std::byte* target) {
+  attend.kv = target;
+  const wire::BadFp8Scale bad = Decode(sizes.kv_fp8, sent, attend.q_dtype, target);
+  if (bad.vector < 0) return absl::OkStatus();
+  return RefuseScale(absl::StrCat("kv row ", bad.vector), bad);
+}
+
+absl::Status AttendMessage::DecodeQueries(const std::byte* sent, std::byte* target) {
+  attend.q = target;
+  const wire::BadFp8Scale bad = Decode(sizes.q_fp8, sent, attend.q_dtype, target);
+  if (bad.vector < 0) return absl::OkStatus();
+  return RefuseScale(absl::StrCat("q row ", bad.vector / attend.num_heads, ", head ",
+                                  bad.vector % attend.num_heads),
+                     bad);
 }
 
 void AttendMessage::Done(const absl::Status& status) {
@@ -52,6 +170,7 @@ void AttendMessage::Recycle() {
   step_id = 0;
   begin.sequences.clear();
   begin.positions.reset();
+  begin.rotations.reset();
   attend = {};
   end.committed_rows.clear();
   end.tails.clear();

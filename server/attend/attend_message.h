@@ -21,10 +21,13 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "base/clock.h"
 #include "base/mutex.h"
+#include "proto/wire/attend_layout.h"
 #include "scheduler/request.h"
 #include "scheduler/tenant_table.h"
 #include "server/grpc/request_validator.h"
+#include "server/index_lists/list_checker.h"
 #include "server/memory/shared_region.h"
 #include "server/memory/staging_pool.h"
 #include "server/tracing/step_traces.h"
@@ -43,11 +46,54 @@ class AttendMessageOwner {
   virtual void OnAnswered(AttendMessage* message) = 0;
 };
 
+// Memory of a client in which tensors must lie: offsets [begin, end) from `base`.
+struct TensorMemory {
+  std::byte* base = nullptr;
+  uint64_t begin = 0, end = 0;
+  static TensorMemory Of(const SharedRegion& region) {
+    return {region.data(), region.arena_offset(), region.size()};
+  }
+  // INVALID_ARGUMENT, with prefix + field as the field, unless these bytes are aligned and lie in
+  // the memory.
+  absl::Status Check(uint64_t offset, uint64_t length, const char* prefix, const char* field) const;
+};
+
+// Places of an attend's tensors in staging memory. There kv and q have their decoded sizes, and
+// lists have the room that their check needs.
+struct StagedLayout {
+  wire::AttendLayout tensors;
+  uint64_t index_inputs = 0;  // inputs of the indexer, as sent
+  uint64_t sent_fp8 = 0;      // one tensor of 8 bits at a time, as sent
+};
+
 class AttendMessage final : public scheduler::StreamRequest {
  public:
   void Done(const absl::Status& status) override;
   void Unref();
   void Ref() { references_.fetch_add(1, std::memory_order_relaxed); }
+
+  // --- The tensors of an attend that AttendRequestBuilder has prepared.
+  // Returns true if their sizes are known: the step is open, or about to be.
+  bool IsSized() const { return attend.sized_for.num_heads != scheduler::AttendArgs::kUnsized; }
+  SentLists Lists() const;
+  // Places in memory of the client, where the tensors lie as they are sent.
+  wire::AttendLayout SentLayout() const;
+  StagedLayout Staged() const;
+  // Points the attend at its tensors in `memory`, which must stay mapped until the attend is
+  // answered. `layout` is SentLayout(). INVALID_ARGUMENT if a tensor is not aligned or not inside.
+  // Errors name the field with `prefix` in front.
+  absl::Status PointInto(const TensorMemory& memory, const wire::AttendLayout& layout,
+                         uint64_t in_offset, uint64_t out_offset, const char* prefix);
+  // As PointInto, for tensors in a region's device memory, which the client has finished writing.
+  // Also INVALID_ARGUMENT for index lists and 8-bit floats, which the server has to read itself.
+  absl::Status PointIntoDevice(const kernels::SharedDeviceMemory& memory,
+                               const wire::AttendLayout& layout, uint64_t in_offset,
+                               uint64_t out_offset);
+  void PointOutputs(std::byte* memory, const wire::AttendLayout& layout);
+  // Decode KV rows and queries of 8 bits from `sent` to `target`, as the attend's q_dtype says.
+  // INVALID_ARGUMENT names the first invalid scale.
+  absl::Status DecodeKv(const std::byte* sent, std::byte* target);
+  absl::Status DecodeQueries(const std::byte* sent, std::byte* target);
 
   AttendMessageOwner* owner = nullptr;
   uint64_t tag = 0;
@@ -106,8 +152,6 @@ class AttendMessagePool final : public std::enable_shared_from_this<AttendMessag
   std::vector<std::unique_ptr<AttendMessage>> all_ ABSL_GUARDED_BY(mutex_);
   AttendMessage* free_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
-
-int64_t SteadyNanos();
 
 }  // namespace mla::server
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/clock.h"
 #include "server/grpc/grpc_status.h"
 
 namespace mla::server {

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
+
 namespace mla::server {
 namespace {
 

@@ -5,9 +5,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
-#include "proto/wire/fp8/fp8_tensor.h"
-#include "proto/wire/ring_layout.h"
+#include "base/status_macros.h"
+#include "proto/wire/attend_layout.h"
 #include "server/grpc/grpc_status.h"
 
 namespace mla::server {
@@ -15,77 +16,14 @@ namespace {
 
 using scheduler::RequestKind;
 
-// Returns the offset of the end of a tensor of `bytes` that begins at the first aligned offset
-// after `others` bytes; `others` itself if the tensor is empty.
-uint64_t Behind(uint64_t others, int64_t bytes) {
-  return bytes == 0 ? others : wire::AlignShared(others) + static_cast<uint64_t>(bytes);
-}
-
-// The memory in which a client's tensors must lie: offsets [begin, end) from `base`.
-struct TensorMemory {
-  std::byte* base;
-  uint64_t begin, end;
-  bool Holds(uint64_t offset, uint64_t length) const {
-    return offset >= begin && offset <= end && length <= end - offset;
-  }
-};
-
-absl::Status CheckPlace(const TensorMemory& memory, uint64_t offset, uint64_t length,
-                        const char* prefix, const char* field) {
-  if (length == 0) return absl::OkStatus();
-  if (offset % wire::kSharedAlignment != 0) {
-    return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
-                       absl::StrCat("a multiple of ", wire::kSharedAlignment), "misaligned");
-  }
-  if (!memory.Holds(offset, length)) {
-    return RefuseField(
-        absl::StrCat(prefix, field), absl::StrCat(offset),
-        absl::StrCat("such that ", length, " bytes lie within ", memory.begin, "..", memory.end));
+absl::Status CheckRotations(std::span<const float> rotations) {
+  constexpr float kMost = 1024.0f;  // a rotation has 1, scaled by a model's attention factor
+  for (size_t i = 0; i < rotations.size(); ++i) {
+    if (std::abs(rotations[i]) <= kMost) continue;
+    return RefuseField(absl::StrCat("begin_step.rotations[", i, "]"), absl::StrCat(rotations[i]),
+                       absl::StrCat("finite, of magnitude ", kMost, " at most"), "not_finite");
   }
   return absl::OkStatus();
-}
-
-absl::Status PointTo(const TensorMemory& memory, uint64_t in_offset, uint64_t out_offset,
-                     const char* prefix, AttendMessage* message) {
-  const AttendSizes& sizes = message->sizes;
-  const uint64_t in_bytes = AttendRequestBuilder::SharedInBytes(sizes);
-  absl::Status status = CheckPlace(memory, in_offset, in_bytes, prefix, "in_offset");
-  if (status.ok()) {
-    status = CheckPlace(memory, out_offset, AttendRequestBuilder::SharedOutBytes(sizes), prefix,
-                        "out_offset");
-  }
-  if (!status.ok()) return status;
-  scheduler::AttendArgs& args = message->attend;
-  const auto kv_end = wire::AlignShared(static_cast<uint64_t>(sizes.kv_sent()));
-  const auto o_end = wire::AlignShared(static_cast<uint64_t>(sizes.o_bytes));
-  if (sizes.kv_bytes > 0) args.kv = memory.base + in_offset;
-  if (sizes.q_bytes > 0) args.q = memory.base + in_offset + kv_end;
-  if (sizes.list_bytes > 0) {
-    const uint64_t lists = in_bytes - static_cast<uint64_t>(sizes.list_bytes);
-    message->sent_lists = memory.base + in_offset + lists;
-  }
-  if (sizes.o_bytes > 0) args.o = memory.base + out_offset;
-  if (sizes.lse_bytes > 0) {
-    args.lse = reinterpret_cast<float*>(memory.base + out_offset + o_end);
-  }
-  if (sizes.lists_out_bytes > 0) {
-    const uint64_t lists =
-        AttendRequestBuilder::SharedOutBytes(sizes) - static_cast<uint64_t>(sizes.lists_out_bytes);
-    args.lists_out = reinterpret_cast<int32_t*>(memory.base + out_offset + lists);
-  }
-  return absl::OkStatus();
-}
-
-wire::BadFp8Scale Decode(const wire::Fp8Tensor& tensor, const std::byte* sent, kernels::DType dtype,
-                         std::byte* to) {
-  return dtype == kernels::DType::kF32
-             ? wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<float*>(to))
-             : wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<uint16_t*>(to));
-}
-
-absl::Status RefuseScale(const std::string& vector, const wire::BadFp8Scale& bad) {
-  return RefuseField("payload", absl::StrCat(vector, ", scale ", bad.part, ": ", bad.scale),
-                     "scales of 2^-100 to 2^72", "bad_scale");
 }
 
 scheduler::TenantRef RowOf(const scheduler::Engine& engine, const std::string& tenant) {
@@ -106,17 +44,9 @@ AttendRequestBuilder::AttendRequestBuilder(scheduler::Engine* engine, std::strin
       list_checker_(team),
       traces_(tracer, tenant_, trace) {}
 
-uint64_t AttendRequestBuilder::SharedInBytes(const AttendSizes& sizes) {
-  return Behind(Behind(static_cast<uint64_t>(sizes.kv_sent()), sizes.q_sent()), sizes.list_bytes);
-}
-
-uint64_t AttendRequestBuilder::SharedOutBytes(const AttendSizes& sizes) {
-  return Behind(Behind(static_cast<uint64_t>(sizes.o_bytes), sizes.lse_bytes),
-                sizes.lists_out_bytes);
-}
-
 // Notes the arrival of a message of a recorded step.
 void AttendRequestBuilder::Trace(AttendMessage* message) const {
+  if (!traces_.any()) return;  // a message comes from the pool without a trace
   message->trace.step = traces_.Find(message->step_id);
   if (message->trace.on()) message->trace.received_ns = SteadyNanos();
 }
@@ -131,10 +61,10 @@ absl::Status AttendRequestBuilder::Submit(AttendMessage* message) {
 }
 
 absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header, size_t bytes,
-                                           const ReadTails& read, AttendMessage* message) {
+                                           const ReadPayload& read, AttendMessage* message) {
   switch (header.body_case()) {
     case v1::AttendStreamRequest::kBeginStep:
-      return PrepareBegin(header.begin_step(), message);
+      return PrepareBegin(header.begin_step(), bytes, read, message);
     case v1::AttendStreamRequest::kEndStep:
       return PrepareEnd(header.end_step(), bytes, read, message);
     case v1::AttendStreamRequest::kAbortStep:
@@ -149,7 +79,7 @@ absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header
 }
 
 absl::Status AttendRequestBuilder::PrepareEnd(const v1::EndStep& end, size_t bytes,
-                                              const ReadTails& read, AttendMessage* message) {
+                                              const ReadPayload& read, AttendMessage* message) {
   message->kind = RequestKind::kEndStep;
   message->step_id = end.step_id();
   Trace(message);
@@ -158,7 +88,7 @@ absl::Status AttendRequestBuilder::PrepareEnd(const v1::EndStep& end, size_t byt
   return TakeTails(bytes, read, message);
 }
 
-absl::Status AttendRequestBuilder::TakeTails(size_t bytes, const ReadTails& read,
+absl::Status AttendRequestBuilder::TakeTails(size_t bytes, const ReadPayload& read,
                                              AttendMessage* message) {
   scheduler::StepShape shape;
   if (!FindShape(message->step_id, &shape)) return absl::OkStatus();  // the engine knows why
@@ -177,27 +107,25 @@ absl::Status AttendRequestBuilder::TakeTails(size_t bytes, const ReadTails& read
                        absl::StatusCode::kResourceExhausted);
   size_t offset = 0;
   for (scheduler::TailArgs& args : message->end.tails) {
-    const auto tail = engine_->MakeTail(row_, shape.model->tail_bytes, "end_step.tails");
-    if (!tail.ok()) return tail.status();
-    read(offset, {(*tail)->data.get(), size});
+    MLA_ASSIGN_OR_RETURN(const auto tail,
+                         engine_->MakeTail(row_, shape.model->tail_bytes, "end_step.tails"));
+    read(offset, {tail->data.get(), size});
     offset += size;
-    args.tail = *tail;
+    args.tail = tail;
   }
   return absl::OkStatus();
 }
 
-absl::Status AttendRequestBuilder::PrepareTailsIn(const SharedRegion& region,
-                                                  const v1::AttendStreamRequest& header,
-                                                  AttendMessage* message) {
+absl::Status AttendRequestBuilder::PreparePayloadIn(const SharedRegion& region,
+                                                    const v1::AttendStreamRequest& header,
+                                                    AttendMessage* message) {
   const v1::SharedTensors& where = header.shared();
   const uint64_t begin = where.in_offset(), bytes = where.in_length();
   if (where.out_length() != 0) {
     return RefuseField("shared.out_length", absl::StrCat(where.out_length()), "0 bytes",
                        "payload_size");
   }
-  const TensorMemory memory{region.data(), region.arena_offset(), region.size()};
-  absl::Status status = CheckPlace(memory, begin, bytes, "shared.", "in_offset");
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(TensorMemory::Of(region).Check(begin, bytes, "shared.", "in_offset"));
   return Prepare(
       header, bytes,
       [from = region.data() + begin](size_t offset, std::span<std::byte> to) {
@@ -206,16 +134,40 @@ absl::Status AttendRequestBuilder::PrepareTailsIn(const SharedRegion& region,
       message);
 }
 
-absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
-                                                AttendMessage* message) {
+absl::Status AttendRequestBuilder::TakeRotations(const scheduler::StepShape& shape, size_t bytes,
+                                                 const ReadPayload& read, AttendMessage* message) {
+  if (!shape.model->projected.present()) {
+    return RefuseField("begin_step.rotations", "true",
+                       "false: the worker rotates the queries of the model (rope_owner)",
+                       "no_rotations_here");
+  }
+  const int64_t want =
+      int64_t{shape.rows} * shape.model->geometry.rope_dim * int64_t{sizeof(float)};
+  if (static_cast<int64_t>(bytes) != want) {
+    return RefuseField("begin_step.rotations", absl::StrCat(bytes, " bytes"),
+                       absl::StrCat(want, " bytes: fp32 [rows of the step, rope_dim]"),
+                       "payload_size");
+  }
+  if (want == 0) return absl::OkStatus();
+  if (!row_)
+    return RefuseField("tenant", "one more", "fewer tenants", "tenants_exhausted",
+                       absl::StatusCode::kResourceExhausted);
+  MLA_ASSIGN_OR_RETURN(auto rotations, engine_->MakeTail(row_, want, "begin_step.rotations"));
+  const std::span<std::byte> target(rotations->data.get(), bytes);
+  read(0, target);
+  message->begin.rotations = std::move(rotations);
+  return CheckRotations({reinterpret_cast<const float*>(target.data()), bytes / sizeof(float)});
+}
+
+absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin, size_t bytes,
+                                                const ReadPayload& read, AttendMessage* message) {
   message->kind = RequestKind::kBeginStep;
   message->step_id = begin.step_id();
   const int64_t now = SteadyNanos();
   message->trace.step = traces_.Begin(message->step_id, begin.traceparent(), now, begin.model_id());
   message->trace.received_ns = now;
   scheduler::StepShape shape;
-  absl::Status status = ParseBeginStep(begin, engine_->limits(), &message->begin, &shape.rows);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(ParseBeginStep(begin, engine_->limits(), &message->begin, &shape.rows));
   shape.model = engine_->FindModel(tenant_, begin.model_id());
   if (shape.model == nullptr) {
     return MakeError(absl::StatusCode::kNotFound, "begin_step.model_id: no such model",
@@ -228,6 +180,9 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
     shape.positions =
         std::make_shared<const std::vector<scheduler::StepSequenceArgs>>(message->begin.sequences);
     message->begin.positions = shape.positions;
+  }
+  if (begin.rotations()) {
+    MLA_RETURN_IF_ERROR(TakeRotations(shape, bytes, read, message));
   }
   const MutexLock lock(mutex_);
   message->begin_order = ++last_begin_;
@@ -294,39 +249,8 @@ absl::Status AttendRequestBuilder::FindRegion(const SharedRegionTable* regions,
                     .reason = "region_not_found"});
 }
 
-SentLists AttendRequestBuilder::ListsOf(const AttendMessage& message) {
-  const AttendSizes& sizes = message.sizes;
-  return {message.attend.row_begin, message.attend.row_count, sizes.list_width,
-          sizes.list_entries,       sizes.list_top_k,         sizes.list_ratio};
-}
-
-AttendRequestBuilder::StagedPlaces AttendRequestBuilder::PlacesOf(const AttendMessage& message) {
-  const AttendSizes& sizes = message.sizes;
-  const auto end_of = [](size_t place, int64_t bytes) {
-    return wire::AlignShared(place + static_cast<size_t>(bytes));
-  };
-  StagedPlaces places;
-  places.q = end_of(0, sizes.kv_bytes);
-  places.lists = end_of(places.q, sizes.q_bytes);
-  places.index_inputs = end_of(places.lists, static_cast<int64_t>(ListsOf(message).bytes()));
-  places.in = places.q + static_cast<size_t>(sizes.q_bytes);
-  if (sizes.list_bytes > 0) places.in = places.lists + ListsOf(message).bytes();
-  if (sizes.selects) places.in = places.index_inputs + static_cast<size_t>(sizes.list_bytes);
-  if (sizes.kv_fp8.vectors > 0 || sizes.q_fp8.vectors > 0) {
-    places.sent_fp8 = wire::AlignShared(places.in);
-    const int64_t kv = sizes.kv_fp8.bytes(), q = sizes.q_fp8.bytes();
-    places.in = places.sent_fp8 + static_cast<size_t>(std::max(kv, q));
-  }
-  places.lse = end_of(0, sizes.o_bytes);
-  places.lists_out = end_of(places.lse, sizes.lse_bytes);
-  places.out = places.lse + static_cast<size_t>(sizes.lse_bytes);
-  if (sizes.lists_out_bytes > 0)
-    places.out = places.lists_out + static_cast<size_t>(sizes.lists_out_bytes);
-  return places;
-}
-
 absl::Status AttendRequestBuilder::CheckLists(std::byte* memory, AttendMessage* message) {
-  const SentLists sent = ListsOf(*message);
+  const SentLists sent = message->Lists();
   auto* const begins = reinterpret_cast<int32_t*>(memory);
   if (message->sizes.selects) {
     PlaceSelectedLists(sent, *message->attend.listed_for, begins);
@@ -339,26 +263,6 @@ absl::Status AttendRequestBuilder::CheckLists(std::byte* memory, AttendMessage* 
   return status;
 }
 
-absl::Status AttendRequestBuilder::DecodeKv(const std::byte* sent, std::byte* target,
-                                            AttendMessage* message) {
-  scheduler::AttendArgs& args = message->attend;
-  args.kv = target;
-  const wire::BadFp8Scale bad = Decode(message->sizes.kv_fp8, sent, args.q_dtype, target);
-  if (bad.vector < 0) return absl::OkStatus();
-  return RefuseScale(absl::StrCat("kv row ", bad.vector), bad);
-}
-
-absl::Status AttendRequestBuilder::DecodeQueries(const std::byte* sent, std::byte* target,
-                                                 AttendMessage* message) {
-  scheduler::AttendArgs& args = message->attend;
-  args.q = target;
-  const wire::BadFp8Scale bad = Decode(message->sizes.q_fp8, sent, args.q_dtype, target);
-  if (bad.vector < 0) return absl::OkStatus();
-  return RefuseScale(
-      absl::StrCat("q row ", bad.vector / args.num_heads, ", head ", bad.vector % args.num_heads),
-      bad);
-}
-
 absl::Status AttendRequestBuilder::StageShared(AttendMessagePool* pool, AttendMessage* message,
                                                bool* stalled) {
   const AttendSizes& sizes = message->sizes;
@@ -367,64 +271,37 @@ absl::Status AttendRequestBuilder::StageShared(AttendMessagePool* pool, AttendMe
   message->tenant = row_.get();
   *stalled = message->tenant == nullptr;
   if (*stalled) return absl::OkStatus();
-  const SentLists sent = ListsOf(*message);
-  const auto aligned = [](int64_t bytes) { return wire::AlignShared(static_cast<size_t>(bytes)); };
-  const size_t q_at = kv_fp8 ? aligned(sizes.kv_bytes) : 0;
-  const size_t lists_at = q_at + (q_fp8 ? aligned(sizes.q_bytes) : 0);
-  const size_t in = lists_at + (sizes.list_bytes > 0 ? sent.bytes() : 0);
-  absl::Status status = pool->TakeStaging(in, 0, message, stalled);
+  const SentLists sent = message->Lists();
+  // Only these tensors need memory of the server.
+  const wire::AttendLayout staged({.kv = kv_fp8 ? static_cast<uint64_t>(sizes.kv_bytes) : 0,
+                                   .q = q_fp8 ? static_cast<uint64_t>(sizes.q_bytes) : 0,
+                                   .lists = sizes.list_bytes > 0 ? sent.bytes() : 0});
+  absl::Status status = pool->TakeStaging(staged.inputs.bytes(), 0, message, stalled);
   if (!status.ok() || *stalled) return status;
-  std::byte* const memory = message->input.data() + lists_at;
-  if (kv_fp8) status = DecodeKv(message->attend.kv, message->input.data(), message);
-  if (q_fp8 && status.ok()) {
-    status = DecodeQueries(message->attend.q, message->input.data() + q_at, message);
-  }
+  std::byte* const memory = message->input.data();
+  std::byte* const lists_at = memory + staged.lists;
+  if (kv_fp8) status = message->DecodeKv(message->attend.kv, memory);
+  if (q_fp8 && status.ok()) status = message->DecodeQueries(message->attend.q, memory + staged.q);
   if (!status.ok() || sizes.list_bytes == 0) return status;
   if (message->sizes.selects) {
     // Not copied: even if the client changes these inputs later, the indexer chooses only positions
     // that the row may see.
     message->attend.index_inputs = message->sent_lists;
-    return CheckLists(memory, message);
+    return CheckLists(lists_at, message);
   }
   const std::span<const std::byte> lists(message->sent_lists,
                                          static_cast<size_t>(message->sizes.list_bytes));
   if (team_ != nullptr) {
-    team_->Copy(lists, memory + sent.offset());
+    team_->Copy(lists, lists_at + sent.offset());
   } else {
-    std::memcpy(memory + sent.offset(), lists.data(), lists.size());
+    std::memcpy(lists_at + sent.offset(), lists.data(), lists.size());
   }
-  return CheckLists(memory, message);
-}
-
-absl::Status AttendRequestBuilder::PointInto(const SharedRegion& region, uint64_t in_offset,
-                                             uint64_t out_offset, const char* prefix,
-                                             AttendMessage* message) {
-  return PointTo({region.data(), region.arena_offset(), region.size()}, in_offset, out_offset,
-                 prefix, message);
-}
-
-absl::Status AttendRequestBuilder::PointIntoDevice(const kernels::SharedDeviceMemory& memory,
-                                                   uint64_t in_offset, uint64_t out_offset,
-                                                   AttendMessage* message) {
-  if (message->sizes.list_bytes > 0 || message->sizes.lists_out_bytes > 0) {
-    return RefuseField("flags", "index lists of tensors in device memory",
-                       "index lists of tensors in the region");
-  }
-  if (message->sizes.kv_fp8.vectors > 0 || message->sizes.q_fp8.vectors > 0) {
-    return RefuseField("flags", "tensors of 8 bits in device memory",
-                       "tensors of 8 bits in the region");
-  }
-  if (message->attend.sized_window > 0) {
-    return RefuseField("flags", "tensors in device memory of a model with a window",
-                       "tensors in the region");
-  }
-  const std::span<std::byte> bytes = memory.bytes();
-  message->attend.on_device = true;
-  return PointTo({bytes.data(), 0, bytes.size()}, in_offset, out_offset, "", message);
+  return CheckLists(lists_at, message);
 }
 
 void AttendRequestBuilder::Release(AttendMessage* message) {
-  message->end.tails.clear();  // refused, or replaced by others
+  message->end.tails.clear();        // refused, or replaced by others
+  message->begin.rotations.reset();  // the step has them
   if (message->trace.on()) message->trace.answered_ns = SteadyNanos();
   if (message->begin_order == 0) return;
   const MutexLock lock(mutex_);

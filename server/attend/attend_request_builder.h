@@ -5,7 +5,7 @@
 // the last unanswered BeginStep with this id, else the model of the open step in the engine's list.
 // A message whose step is neither goes to the engine without tensors; the engine knows why the step
 // is gone. The transport places the tensors, except for tensors in a shared-memory region:
-// PointInto checks and sets their addresses.
+// AttendMessage::PointInto checks and sets their addresses.
 //
 // Ownership: opens the engine's stream; the transport closes it. Every function returns OK, or the
 // status to answer with. An attend allocates nothing. A BeginStep of a sparse model allocates the
@@ -26,6 +26,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "base/clock.h"
 #include "base/mutex.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/wire/thread_team.h"
@@ -55,36 +56,29 @@ class AttendRequestBuilder final {
   absl::Status Prepare(const v1::AttendStreamRequest& header, AttendMessage* message) {
     return Prepare(header, 0, nullptr, message);
   }
-  // As above, for an end_step with tails, of which `bytes` were sent; `read` copies bytes from
-  // `offset` on. INVALID_ARGUMENT if their number differs from the number that the step's model
-  // asks for.
-  using ReadTails = std::function<void(size_t offset, std::span<std::byte> to)>;
-  absl::Status Prepare(const v1::AttendStreamRequest& header, size_t bytes, const ReadTails& read,
+  // Returns true for a begin_step with rotations and an end_step with tails.
+  static bool HasPayload(const v1::AttendStreamRequest& header) {
+    return header.begin_step().rotations() || header.end_step().tails_size() > 0;
+  }
+  // As above, for those, whose payload has `bytes`; `read` copies bytes from `offset` on.
+  // INVALID_ARGUMENT if their number differs from the number that the step's model asks for, or a
+  // rotation is not finite.
+  using ReadPayload = std::function<void(size_t offset, std::span<std::byte> to)>;
+  absl::Status Prepare(const v1::AttendStreamRequest& header, size_t bytes, const ReadPayload& read,
                        AttendMessage* message);
-  // As above, for tails in `region`, at header.shared's in_offset.
-  absl::Status PrepareTailsIn(const SharedRegion& region, const v1::AttendStreamRequest& header,
-                              AttendMessage* message);
+  // As above, for a payload in `region`, at header.shared's in_offset.
+  absl::Status PreparePayloadIn(const SharedRegion& region, const v1::AttendStreamRequest& header,
+                                AttendMessage* message);
   // Fills arguments and sizes; the tensors' addresses stay null. Sizes as ParseAttend. For a step
-  // that is neither open nor about to be, all sizes stay 0 and IsSized returns false.
+  // that is neither open nor about to be, all sizes stay 0 and AttendMessage::IsSized returns
+  // false.
   absl::Status PrepareAttend(const v1::Attend& attend, int64_t payload_bytes, int64_t reply_bytes,
                              AttendMessage* message);
-  static bool IsSized(const AttendMessage& message) {
-    return message.attend.sized_for.num_heads != scheduler::AttendArgs::kUnsized;
-  }
   // Sets the message's region to the one that `where` names. Such a message must not have a
   // payload. NOT_FOUND if the tenant does not have such a region. `regions` is null if the
   // shared-memory path is off.
   absl::Status FindRegion(const SharedRegionTable* regions, const v1::SharedTensors& where,
                           size_t payload_bytes, AttendMessage* message) const;
-  // Points a prepared attend at its tensors in `region`, which must stay mapped until the attend is
-  // answered. INVALID_ARGUMENT if a tensor is not aligned or not inside the arena. Errors name the
-  // field with `prefix` in front.
-  static absl::Status PointInto(const SharedRegion& region, uint64_t in_offset, uint64_t out_offset,
-                                const char* prefix, AttendMessage* message);
-  // As PointInto, for tensors in a region's device memory, which the client has finished writing.
-  // Also INVALID_ARGUMENT for index lists and 8-bit floats, which the server has to read itself.
-  static absl::Status PointIntoDevice(const kernels::SharedDeviceMemory& memory, uint64_t in_offset,
-                                      uint64_t out_offset, AttendMessage* message);
   // Checks the index lists of a prepared attend, which lie in `memory` at the places that SentLists
   // gives, and points the attend at them.
   absl::Status CheckLists(std::byte* memory, AttendMessage* message);
@@ -92,24 +86,6 @@ class AttendRequestBuilder final {
   // lists, which it checks, and for 8-bit tensors, which it decodes. `stalled`: see
   // AttendMessagePool::TakeStaging.
   absl::Status StageShared(AttendMessagePool* pool, AttendMessage* message, bool* stalled);
-  // Decode KV rows and queries of 8 bits from `sent` to `target`, as the attend's q_dtype says.
-  // INVALID_ARGUMENT names the first invalid scale.
-  static absl::Status DecodeKv(const std::byte* sent, std::byte* target, AttendMessage* message);
-  static absl::Status DecodeQueries(const std::byte* sent, std::byte* target,
-                                    AttendMessage* message);
-  static SentLists ListsOf(const AttendMessage& message);
-  // Offsets of an attend's tensors in its staging memory for input and for output, and the bytes of
-  // both.
-  struct StagedPlaces {
-    size_t q = 0, lists = 0, index_inputs = 0, in = 0;
-    size_t sent_fp8 = 0;  // bytes of the 8-bit tensors as sent, one after the other
-    size_t lse = 0, lists_out = 0, out = 0;
-  };
-  static StagedPlaces PlacesOf(const AttendMessage& message);
-  // Shared-memory bytes that the input tensors of a prepared attend need.
-  static uint64_t SharedInBytes(const AttendSizes& sizes);
-  static uint64_t SharedOutBytes(const AttendSizes& sizes);
-
   // Releases what the builder holds for an answered message: its entry among the unanswered
   // BeginSteps, and tails that the engine did not keep. The client can use their room at once. Call
   // it for every message before its answer is sent.
@@ -130,10 +106,13 @@ class AttendRequestBuilder final {
     scheduler::StepShape shape;
   };
 
-  absl::Status PrepareEnd(const v1::EndStep& end, size_t bytes, const ReadTails& read,
+  absl::Status PrepareEnd(const v1::EndStep& end, size_t bytes, const ReadPayload& read,
                           AttendMessage* message);
-  absl::Status TakeTails(size_t bytes, const ReadTails& read, AttendMessage* message);
-  absl::Status PrepareBegin(const v1::BeginStep& begin, AttendMessage* message);
+  absl::Status TakeTails(size_t bytes, const ReadPayload& read, AttendMessage* message);
+  absl::Status PrepareBegin(const v1::BeginStep& begin, size_t bytes, const ReadPayload& read,
+                            AttendMessage* message);
+  absl::Status TakeRotations(const scheduler::StepShape& shape, size_t bytes,
+                             const ReadPayload& read, AttendMessage* message);
   bool FindShape(scheduler::StepId id, scheduler::StepShape* shape);
   void Trace(AttendMessage* message) const;
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "proto/wire/attend_codec.h"
 #include "server/attend/attend_reply.h"
@@ -198,24 +199,25 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
     if (header_.has_shared()) return PrepareShared(message, stalled);
     absl::Status status = builder_.PrepareAttend(
         header_.attend(), static_cast<int64_t>(payload_.size), shared_.wire.message_bytes, message);
-    return status.ok() && AttendRequestBuilder::IsSized(*message) ? TakeStaging(message, stalled)
-                                                                  : status;
+    return status.ok() && message->IsSized() ? TakeStaging(message, stalled) : status;
   }
-  if (header_.has_end_step() && header_.end_step().tails_size() > 0) return PrepareTails(message);
+  if (AttendRequestBuilder::HasPayload(header_)) return PreparePayload(message);
   if (payload_.size != 0 || header_.has_shared()) {
     const bool payload = payload_.size != 0;
     return RefuseField(payload ? "payload" : "shared",
                        payload ? absl::StrCat(payload_.size, " bytes") : "a place in a region",
-                       "absent unless the body is attend, or end_step with tails", "payload_size");
+                       "absent unless the body is attend, begin_step with rotations, or end_step "
+                       "with tails",
+                       "payload_size");
   }
   return builder_.Prepare(header_, message);
 }
 
-absl::Status AttendStream::PrepareTails(AttendMessage* message) {
+absl::Status AttendStream::PreparePayload(AttendMessage* message) {
   if (header_.has_shared()) {
     absl::Status status =
         builder_.FindRegion(shared_.regions, header_.shared(), payload_.size, message);
-    return status.ok() ? builder_.PrepareTailsIn(*message->region, header_, message) : status;
+    return status.ok() ? builder_.PreparePayloadIn(*message->region, header_, message) : status;
   }
   return builder_.Prepare(
       header_, payload_.size,
@@ -232,17 +234,17 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message, bool* stalled) 
   if (!status.ok()) return status;
   status = builder_.PrepareAttend(header_.attend(), kTensorsElsewhere,
                                   std::numeric_limits<int64_t>::max(), message);
-  if (!status.ok() || !AttendRequestBuilder::IsSized(*message)) return status;
-  const uint64_t in = AttendRequestBuilder::SharedInBytes(message->sizes);
-  const uint64_t out = AttendRequestBuilder::SharedOutBytes(message->sizes);
+  if (!status.ok() || !message->IsSized()) return status;
+  const wire::AttendLayout layout = message->SentLayout();
+  const uint64_t in = layout.inputs.bytes(), out = layout.outputs.bytes();
   if (where.in_length() != in || where.out_length() != out) {
     const bool is_in = where.in_length() != in;
     return RefuseField(is_in ? "shared.in_length" : "shared.out_length",
                        absl::StrCat(is_in ? where.in_length() : where.out_length()),
                        absl::StrCat(is_in ? in : out, " bytes"), "payload_size");
   }
-  status = AttendRequestBuilder::PointInto(*message->region, where.in_offset(), where.out_offset(),
-                                           "shared.", message);
+  status = message->PointInto(TensorMemory::Of(*message->region), layout, where.in_offset(),
+                              where.out_offset(), "shared.");
   if (status.ok()) status = builder_.StageShared(shared_.pool.get(), message, stalled);
   if (!status.ok() || *stalled) return status;
   WireCounters& counters = shared_.metrics->wire();
@@ -254,6 +256,8 @@ absl::Status AttendStream::PrepareShared(AttendMessage* message, bool* stalled) 
 bool AttendStream::ReadsInPlace(const AttendMessage& message) const {
   const scheduler::AttendArgs& args = message.attend;
   const auto q_bytes = static_cast<size_t>(message.sizes.q_bytes);
+  // Rows of PROJECTED are short, and each is read by the products of many columns.
+  if (args.profile == scheduler::Profile::kProjected) return false;
   return in_place_ && args.num_heads == args.sized_for.num_heads &&
          fragments_.size() <= kSlicesOfAny + q_bytes / kBytesPerSlice;
 }
@@ -281,23 +285,25 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   const auto kv_bytes = static_cast<size_t>(sizes.kv_sent());
   const auto q_bytes = static_cast<size_t>(sizes.q_sent());
   const auto list_bytes = static_cast<size_t>(sizes.list_bytes);
-  const AttendRequestBuilder::StagedPlaces places = AttendRequestBuilder::PlacesOf(*message);
-  absl::Status status = shared_.pool->TakeStaging(places.in, places.out, message, stalled);
+  const StagedLayout staged = message->Staged();
+  const wire::AttendLayout& layout = staged.tensors;
+  absl::Status status =
+      shared_.pool->TakeStaging(layout.inputs.bytes(), layout.outputs.bytes(), message, stalled);
   if (!status.ok() || *stalled) return status;
   scheduler::AttendArgs& args = message->attend;
-  std::byte *const in = message->input.data(), *const sent_fp8 = in + places.sent_fp8;
+  std::byte *const in = message->input.data(), *const sent_fp8 = in + staged.sent_fp8;
   if (sizes.kv_fp8.vectors > 0) {
     shared_.team->Gather(fragments_, payload_.offset, kv_bytes, sent_fp8);
-    status = AttendRequestBuilder::DecodeKv(sent_fp8, in, message);
+    status = message->DecodeKv(sent_fp8, in);
   } else if (kv_bytes > 0) {
     shared_.team->Gather(fragments_, payload_.offset, kv_bytes, in);
     args.kv = in;
   }
   size_t copied = kv_bytes + list_bytes;
-  std::byte* const q = in + places.q;
+  std::byte* const q = in + layout.q;
   if (sizes.q_fp8.vectors > 0) {
     shared_.team->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, sent_fp8);
-    if (status.ok()) status = AttendRequestBuilder::DecodeQueries(sent_fp8, q, message);
+    if (status.ok()) status = message->DecodeQueries(sent_fp8, q);
     copied += q_bytes;
   } else if (q_bytes > 0 && ReadsInPlace(*message)) {
     KeepInPlace(message);
@@ -306,20 +312,14 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
     args.q = q;
     copied += q_bytes;
   }
-  if (sizes.o_bytes > 0) args.o = message->output.data();
-  if (sizes.lse_bytes > 0) {
-    args.lse = reinterpret_cast<float*>(message->output.data() + places.lse);
-  }
-  if (sizes.lists_out_bytes > 0) {
-    args.lists_out = reinterpret_cast<int32_t*>(message->output.data() + places.lists_out);
-  }
+  message->PointOutputs(message->output.data(), layout);
   shared_.metrics->wire().copied_bytes.fetch_add(copied, std::memory_order_relaxed);
   if (!status.ok() || list_bytes == 0) return status;
-  const size_t lists = places.lists + AttendRequestBuilder::ListsOf(*message).offset();
-  std::byte* const sent = in + (sizes.selects ? places.index_inputs : lists);
+  const size_t lists = layout.lists + message->Lists().offset();
+  std::byte* const sent = in + (sizes.selects ? staged.index_inputs : lists);
   shared_.team->Gather(fragments_, payload_.offset + kv_bytes + q_bytes, list_bytes, sent);
   if (sizes.selects) args.index_inputs = sent;
-  return builder_.CheckLists(in + places.lists, message);
+  return builder_.CheckLists(in + layout.lists, message);
 }
 
 // ------------------------------------------------------------------------------------- Writing
@@ -356,7 +356,7 @@ void AttendStream::Write(AttendMessage* message) {
   size_t payload = 0;
   if (message->answer.ok() && message->output) {
     const AttendSizes& sizes = message->sizes;
-    const AttendRequestBuilder::StagedPlaces places = AttendRequestBuilder::PlacesOf(*message);
+    const wire::AttendLayout layout = message->SentLayout();
     const auto add = [&](size_t place, int64_t bytes) {
       if (bytes == 0) return;
       slices[count++] =
@@ -364,10 +364,10 @@ void AttendStream::Write(AttendMessage* message) {
       payload += static_cast<size_t>(bytes);
     };
     // One slice is enough if no padding lies between these tensors.
-    const bool whole = places.lse == static_cast<size_t>(sizes.o_bytes);
+    const bool whole = layout.lse == static_cast<size_t>(sizes.o_bytes);
     add(0, whole ? sizes.o_bytes + sizes.lse_bytes : sizes.o_bytes);
-    add(places.lse, whole ? 0 : sizes.lse_bytes);
-    add(places.lists_out, sizes.lists_out_bytes);
+    add(layout.lse, whole ? 0 : sizes.lse_bytes);
+    add(layout.lists_out, sizes.lists_out_bytes);
   }
   char header[wire::kMaxAttendHeaderBytes];
   const size_t length = wire::EncodeAttendReply(reply_, payload, header);

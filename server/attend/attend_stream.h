@@ -110,7 +110,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
                       std::string_view limit = "an AttendStreamRequest");
   AttendMessage* Accept();
   absl::Status Prepare(AttendMessage* message, bool* stalled);
-  absl::Status PrepareTails(AttendMessage* message);
+  absl::Status PreparePayload(AttendMessage* message);
   absl::Status PrepareShared(AttendMessage* message, bool* stalled);
   absl::Status TakeStaging(AttendMessage* message, bool* stalled);
   bool ReadsInPlace(const AttendMessage& message) const;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/identity.h"

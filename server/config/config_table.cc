@@ -341,6 +341,9 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "Register refuses models above it.", MLA_SLOT(limits.max_row_dim)),
           Int("limits.max_v_dim", 1, 8192, "nope_dim and v_dim of a model, in elements.",
               "Register refuses models above it.", MLA_SLOT(limits.max_v_dim)),
+          Int("limits.max_hidden_size", 1, 65536,
+              "q_lora_rank and hidden_size of a model of the PROJECTED profile, in elements.",
+              "Register refuses models above it.", MLA_SLOT(limits.max_hidden_size)),
           Int("limits.max_top_k", 0, 65536, "Entries of one index list of sparse attention.",
               "Register refuses models above it. On a GPU, a launch has room for launch_rows "
               "lists.",
@@ -351,17 +354,19 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "Register refuses models above it. An inline EndStep with a tail must fit "
               "wire.message_bytes.",
               MLA_SLOT(limits.max_tail_bytes)),
-          Bytes("limits.tail_bytes", 0, kTiB, "Tails of all sequences, in host memory.",
-                "EndStep with a tail is RESOURCE_EXHAUSTED beyond it; without it the step ends. A "
-                "replaced tail counts until EndStep is answered.",
+          Bytes("limits.tail_bytes", 0, kTiB,
+                "Tails of all sequences and rotations of all open steps, in host memory.",
+                "EndStep with a tail, or BeginStep with rotations (rope_dim x 4 bytes a row), is "
+                "RESOURCE_EXHAUSTED beyond it; without its tail the step ends. A replaced tail "
+                "counts until EndStep is answered.",
                 MLA_SLOT(limits.tail_bytes)),
-          Bytes(
-              "limits.weights_bytes", -1, kTiB,
-              "W_UK and W_UV of all models, as bf16; -1: 2 GiB, or an eighth of the memory at hand "
-              "where that is less.",
-              "heads x kv_lora_rank x (nope_dim + v_dim) x 2 bytes a layer; the 61 layers of "
-              "DeepSeek-V3 need 1.91 GiB. 0: the EXPANDED profile cannot be used.",
-              MLA_SLOT(limits.weights_bytes)),
+          Bytes("limits.weights_bytes", -1, kTiB,
+                "Weights of all models, as bf16; -1: 2 GiB, or an eighth of the memory at hand "
+                "where that is less.",
+                "heads x kv_lora_rank x (nope_dim + v_dim) x 2 bytes a layer; the 61 layers of "
+                "DeepSeek-V3 need 1.91 GiB. The PROJECTED profile needs its W_UQ and W_O too: "
+                "19.5 GiB in all. 0: neither profile can be used.",
+                MLA_SLOT(limits.weights_bytes)),
       });
 }
 

@@ -158,6 +158,7 @@ constexpr Bad kBad[] = {
      "limits.launch_packed_rows (64)"},
     {"--limits-max-row-dim=0", "limits.max_row_dim"},
     {"--limits-max-v-dim=99999", "limits.max_v_dim"},
+    {"--limits-max-hidden-size=0", "limits.max_hidden_size"},
     {"--limits-max-top-k=65537", "limits.max_top_k"},
     {"--limits-weights-bytes=5000TiB", "limits.weights_bytes"},
     {"--limits-max-step-rows=0", "limits.max_step_rows"},

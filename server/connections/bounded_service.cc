@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "mla/v1/sequence.pb.h"
 #include "server/admission/prefix_turns.h"
 #include "server/grpc/grpc_status.h"
@@ -98,11 +99,9 @@ class BoundedHandler final : public MethodHandler {
  private:
   absl::Status Admit(const grpc::ServerContextBase& caller, grpc_byte_buffer* bytes, int64_t size,
                      scheduler::TenantUse* use) const {
-    absl::StatusOr<scheduler::TenantUse> admitted = (*admit_)(caller, size);
-    if (!admitted.ok()) return admitted.status();
-    *use = *std::move(admitted);
+    MLA_ASSIGN_OR_RETURN(*use, (*admit_)(caller, size));
     if (begin_turn_ != nullptr) {
-      if (absl::Status begun = (*begin_turn_)(caller); !begun.ok()) return begun;
+      MLA_RETURN_IF_ERROR((*begin_turn_)(caller));
     }
     return CheckUnknownFields(Share(bytes), *contract_);
   }

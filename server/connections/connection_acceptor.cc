@@ -12,12 +12,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "server/logging/logging.h"
 #include "server/process/process_usage.h"
 
@@ -30,10 +30,6 @@ constexpr int kPauseMillis = 100;
 // Least time between two checks of all connections.
 constexpr int64_t kForgetNanos = 20'000'000;
 constexpr int64_t kRefusedLogNanos = 10'000'000'000;  // between two lines about refusals
-
-int64_t SteadyNanos() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 void Enable(int socket, int level, int option, int value = 1) {
   setsockopt(socket, level, option, &value, sizeof(value));

@@ -12,6 +12,7 @@
 #include <climits>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "proto/wire/grpc_tuning.h"
 #include "server/connections/credentials.h"
 #include "server/logging/logging.h"
@@ -142,11 +143,10 @@ absl::StatusOr<Listeners> Listen(const Config& config, const CompletionPollerOpt
   const auto from_descriptors = ServerBuilder::ExternalConnectionType::FROM_FD;
   auto acceptor = std::make_unique<ConnectionAcceptor>(BoundsOf(config.wire, services));
   if (!config.listen.address.empty()) {
-    const auto port = acceptor->ListenTcp(
-        config.listen.address,
-        builder.experimental().AddExternalConnectionAcceptor(from_descriptors, credentials));
-    if (!port.ok()) return port.status();
-    listeners.tcp_port = *port;
+    MLA_ASSIGN_OR_RETURN(listeners.tcp_port,
+                         acceptor->ListenTcp(config.listen.address,
+                                             builder.experimental().AddExternalConnectionAcceptor(
+                                                 from_descriptors, credentials)));
   }
   listeners.unix_path = ServedUnixPath(config);
   const std::string& unix_path = listeners.unix_path;
@@ -175,13 +175,12 @@ absl::StatusOr<Listeners> Listen(const Config& config, const CompletionPollerOpt
   listeners.server = builder.BuildAndStart();
   if (listeners.server == nullptr) return absl::UnavailableError("gRPC does not start");
   if (!unix_path.empty() && !config.listen.socket_group.empty()) {
-    absl::Status given = GiveToGroup(unix_path, config.listen.socket_group);
-    if (!given.ok()) return given;
+    MLA_RETURN_IF_ERROR(GiveToGroup(unix_path, config.listen.socket_group));
   }
   services.attention->Serve(listeners.poller.get());
   services.health->Serve(listeners.poller.get());
   listeners.poller->Start();
-  if (absl::Status started = acceptor->Start(); !started.ok()) return started;
+  MLA_RETURN_IF_ERROR(acceptor->Start());
   listeners.acceptor = std::move(acceptor);
   return listeners;
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "server/logging/logging.h"
 
 namespace mla::server {
@@ -198,9 +199,8 @@ absl::StatusOr<TlsMaterial> LoadTls(const Config::Tls& tls, std::time_t now) {
 }
 
 absl::StatusOr<std::shared_ptr<TlsFiles>> TlsFiles::Open(const Config::Tls& tls) {
-  auto material = LoadTls(tls, std::time(nullptr));
-  if (!material.ok()) return material.status();
-  return std::shared_ptr<TlsFiles>(new TlsFiles(tls, *std::move(material)));
+  MLA_ASSIGN_OR_RETURN(auto material, LoadTls(tls, std::time(nullptr)));
+  return std::shared_ptr<TlsFiles>(new TlsFiles(tls, std::move(material)));
 }
 
 TlsFiles::TlsFiles(const Config::Tls& tls, TlsMaterial material)

@@ -1,6 +1,8 @@
 #include "server/control/admin_service.h"
 
 #include <algorithm>
+#include <set>
+#include <string>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
@@ -8,8 +10,11 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "base/version/version.h"
+#include "server/grpc/grpc_status.h"
 #include "server/grpc/request_validator.h"
+#include "server/hand_over/take_over.h"
 #include "server/logging/logging.h"
 #include "server/metrics/stats_table.h"
 
@@ -23,7 +28,7 @@ constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 constexpr const char* kCapabilities[] = {
     "fork",        "truncate",     "participants", "partial_commit", "lse",          "kv_compare",
     "quotas",      "eviction",     "cancel_drain", "model_leases",   "prefix_cache", "fp8_wire",
-    "page_groups", "cache_events", "cache_hints",  "hand_over",      "probe"};
+    "page_groups", "cache_events", "cache_hints",  "hand_over",      "probe",        "pages_xxh3"};
 constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
 
 // Returns false for names without a port and for URIs, which gRPC would interpret differently.
@@ -45,6 +50,84 @@ bool IsHostAndPort(absl::string_view address) {
 template <typename To, typename From>
 To Unsigned(From value) {
   return static_cast<To>(std::max<From>(value, 0));
+}
+
+using scheduler::kUnbounded;
+using scheduler::Resource;
+using scheduler::ResourceRow;
+using scheduler::TenantUsage;
+
+// Both enumerations number alike.
+static_assert(static_cast<int>(Resource::kKvBytes) == v1::QUOTA_RESOURCE_KV_BYTES);
+static_assert(static_cast<int>(Resource::kControlCalls) == v1::QUOTA_RESOURCE_CONTROL_CALLS);
+static_assert(static_cast<int>(Resource::kPrefixTokens) == v1::QUOTA_RESOURCE_PREFIX_TOKENS);
+static_assert(static_cast<int>(Resource::kControlBytes) == v1::QUOTA_RESOURCE_CONTROL_BYTES);
+static_assert(static_cast<int>(Resource::kTailBytes) == v1::QUOTA_RESOURCE_TAIL_BYTES);
+static_assert(scheduler::kResourceCount == v1::QuotaResource_ARRAYSIZE - 1);
+static_assert(static_cast<int>(scheduler::BoundSource::kRuntime) == v1::QUOTA_SOURCE_RUNTIME);
+
+constexpr size_t kMostBounds = 4 * scheduler::kResourceCount;
+
+void Fill(const TenantUsage& from, v1::TenantQuota* to) {
+  to->set_tenant(from.name);
+  to->set_weight(static_cast<uint32_t>(from.weight));
+  for (const ResourceRow& row : scheduler::ResourceRows()) {
+    v1::QuotaUsage* usage = to->add_resources();
+    usage->set_resource(static_cast<v1::QuotaResource>(row.resource));
+    usage->set_name(row.name);
+    usage->set_used(static_cast<uint64_t>(std::max<int64_t>(0, from.used[row.resource])));
+    usage->set_bound(static_cast<uint64_t>(from.bound[row.resource]));
+    usage->set_source(static_cast<v1::QuotaSource>(from.source[row.resource]));
+    usage->set_refused(from.refused[row.resource]);
+  }
+}
+
+void FillServer(const scheduler::TenantTable& tenants, v1::GetQuotaReply* reply) {
+  for (const ResourceRow& row : scheduler::ResourceRows()) {
+    v1::QuotaUsage* usage = reply->add_server();
+    usage->set_resource(static_cast<v1::QuotaResource>(row.resource));
+    usage->set_name(row.name);
+    usage->set_used(static_cast<uint64_t>(std::max<int64_t>(0, tenants.server_used(row.resource))));
+    usage->set_bound(static_cast<uint64_t>(tenants.server_bound(row.resource)));
+    usage->set_source(v1::QUOTA_SOURCE_CONFIGURED);
+  }
+}
+
+void LogOperator(const char* event, const Identity& who, const std::string& tenant,
+                 const std::string& what) {
+  Log(LogLevel::kInfo, event, {{"operator", who.tenant}, {"tenant", tenant}, {"what", what}});
+}
+
+absl::Status ParseQuota(const v1::SetQuotaRequest& request, scheduler::TenantQuota* quota) {
+  if (request.bounds_size() > static_cast<int>(kMostBounds)) {
+    return RefuseField("bounds", absl::StrCat(request.bounds_size()),
+                       absl::StrCat("at most ", kMostBounds, " entries"));
+  }
+  for (int i = 0; i < request.bounds_size(); ++i) {
+    const v1::QuotaBound& bound = request.bounds(i);
+    const std::string path = absl::StrCat("bounds[", i, "].");
+    const int resource = bound.resource();
+    if (resource < 1 || resource > static_cast<int>(scheduler::kResourceCount)) {
+      return RefuseField(path + "resource", absl::StrCat(resource),
+                         absl::StrCat("1..", scheduler::kResourceCount), "unknown_value");
+    }
+    if (bound.bound() > static_cast<uint64_t>(kUnbounded)) {
+      return RefuseField(path + "bound", absl::StrCat(bound.bound()),
+                         absl::StrCat("0..", kUnbounded));
+    }
+    auto& slot = quota->bounds[static_cast<Resource>(resource)];
+    if (slot) {
+      return RefuseField(path + "resource", absl::StrCat(resource, " again"),
+                         "each resource at most once", "repeated");
+    }
+    slot = static_cast<int64_t>(bound.bound());
+  }
+  if (request.weight() > static_cast<uint32_t>(scheduler::kMaxTenantWeight)) {
+    return RefuseField("weight", absl::StrCat(request.weight()),
+                       absl::StrCat("0..", scheduler::kMaxTenantWeight));
+  }
+  if (request.weight() > 0) quota->weight = static_cast<int32_t>(request.weight());
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -86,6 +169,7 @@ void AdminService::FillLimits(v1::Limits* limits) const {
   limits->set_max_row_dim(static_cast<uint32_t>(from.max_row_dim));
   limits->set_max_v_dim(static_cast<uint32_t>(from.max_v_dim));
   limits->set_max_top_k(static_cast<uint32_t>(from.max_top_k));
+  limits->set_max_hidden_size(static_cast<uint32_t>(from.max_hidden_size));
   limits->set_max_tail_bytes(static_cast<uint32_t>(from.max_tail_bytes));
   if (options_.shared_memory) {
     limits->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
@@ -147,6 +231,10 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         if (formats.size() > 1) reply->add_capabilities("fp8");
         if (rpc_.engine->backend_info().sparse) reply->add_capabilities("sparse");
         if (rpc_.engine->backend_info().selects) reply->add_capabilities("indexer");
+        if (rpc_.engine->backend_info().projects) {
+          reply->add_profiles("PROJECTED");
+          reply->add_capabilities("projected");
+        }
         if (options_.ucx) reply->add_capabilities("ucx");
         if (options_.checkpoints) reply->add_capabilities("checkpoints");
         if (rpc_.engine->backend_info().windows) {
@@ -213,7 +301,7 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
                                        grpc::ServerWriter<v1::StatusUpdate>* writer) {
   return rpc_.Serve(context, "Admin.WatchStatus", [&](const Identity& who) {
     const Watchers::Place place(options_.watchers, who.tenant);
-    if (absl::Status status = place.Check("WatchStatus"); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(place.Check("WatchStatus"));
     const uint32_t asked = request->interval_ms() == 0 ? 1000 : request->interval_ms();
     const auto interval = std::chrono::milliseconds(std::clamp<uint32_t>(asked, 100, 60000));
     v1::StatusUpdate update;
@@ -252,9 +340,7 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
     std::unique_ptr<HandOver> peer;
     DrainHandOver hand_over;
     if (!request->to().empty()) {
-      auto connected = ConnectPeer(request->to());
-      if (!connected.ok()) return connected.status();
-      peer = *std::move(connected);
+      MLA_ASSIGN_OR_RETURN(peer, ConnectPeer(request->to()));
       Log(LogLevel::kInfo, "hand_over", {{"operator", who.tenant}, {"to", request->to()}});
       hand_over = {request->to(), [&] { peer->Start(); }, [&] { return peer->done(); },
                    [&] { peer->Stop(); }};
@@ -295,6 +381,116 @@ grpc::Status AdminService::CancelDrain(grpc::ServerContext* context, const v1::C
     if (options_.drain->Cancel()) return absl::OkStatus();
     return MakeError(absl::StatusCode::kFailedPrecondition,
                      "no drain that could be cancelled is under way", {.reason = "not_draining"});
+  });
+}
+
+// -------------------------------------------------------------------------------- Quotas, eviction
+
+absl::Status AdminService::CheckTenant(const std::string& tenant) const {
+  const auto most = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
+  if (IsTenantName(tenant, most)) return absl::OkStatus();
+  return RefuseField("tenant", absl::StrCat(tenant.size(), " bytes"),
+                     absl::StrCat("1..", most, " printable ASCII characters"), "name_characters");
+}
+
+grpc::Status AdminService::GetQuota(grpc::ServerContext* context,
+                                    const v1::GetQuotaRequest* request, v1::GetQuotaReply* reply) {
+  return rpc_.Serve(
+      context, "Admin.GetQuota",
+      [&](const Identity& who) {
+        const scheduler::TenantTable& tenants = *rpc_.engine->tenants();
+        const bool own =
+            !request->all() && (request->tenant().empty() || request->tenant() == who.tenant);
+        absl::Status status = absl::OkStatus();
+        if (!request->tenant().empty()) status = CheckTenant(request->tenant());
+        if (status.ok() && request->all() && !request->tenant().empty()) {
+          status = RefuseField("tenant", request->tenant(), "empty together with all");
+        }
+        const absl::Status allowed = rpc_.live->CheckOperator(who);
+        if (status.ok() && !own) status = allowed;
+        if (!status.ok()) return status;
+        if (request->all()) {
+          // The server's own tenants, as of the warm-up, have names that no client can have.
+          const auto most = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
+          for (const TenantUsage& usage : tenants.Usages()) {
+            if (IsTenantName(usage.name, most)) Fill(usage, reply->add_tenants());
+          }
+        } else {
+          Fill(tenants.Usage(request->tenant().empty() ? who.tenant : request->tenant()),
+               reply->add_tenants());
+        }
+        if (allowed.ok()) FillServer(tenants, reply);
+        reply->set_boot_id(rpc_.boot_id);
+        return absl::OkStatus();
+      },
+      CallClass::kReserved);
+}
+
+grpc::Status AdminService::SetQuota(grpc::ServerContext* context,
+                                    const v1::SetQuotaRequest* request, v1::SetQuotaReply* reply) {
+  return rpc_.ServeOperator(context, "Admin.SetQuota", [&](const Identity& who) {
+    absl::Status status = CheckTenant(request->tenant());
+    scheduler::TenantQuota quota;
+    if (status.ok()) status = ParseQuota(*request, &quota);
+    scheduler::TenantTable& tenants = *rpc_.engine->tenants();
+    if (status.ok()) status = tenants.SetQuota(request->tenant(), quota, request->reset());
+    if (!status.ok()) return status;
+    LogOperator("quota_set", who, request->tenant(), request->ShortDebugString());
+    Fill(tenants.Usage(request->tenant()), reply->mutable_quota());
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status AdminService::EvictSequences(grpc::ServerContext* context,
+                                          const v1::EvictSequencesRequest* request,
+                                          v1::EvictSequencesReply* reply) {
+  return rpc_.ServeOperator(context, "Admin.EvictSequences", [&](const Identity& who) {
+    const scheduler::Limits& limits = rpc_.engine->limits();
+    absl::Status status = CheckTenant(request->tenant());
+    if (status.ok()) status = CheckName(request->client_id(), "client_id", true, limits);
+    if (status.ok() && request->sequence_ids_size() > limits.max_sequences) {
+      status = RefuseField("sequence_ids", absl::StrCat(request->sequence_ids_size()),
+                           absl::StrCat("at most ", limits.max_sequences, " entries"));
+    }
+    // Everything of a tenant is released only if the request says so explicitly.
+    const int ways =
+        (request->sequence_ids_size() > 0) + !request->client_id().empty() + request->all();
+    if (status.ok() && ways != 1) {
+      status = RefuseField("sequence_ids", absl::StrCat(ways, " of them"),
+                           "given, or client_id given, or all: one of the three", "inconsistent");
+    }
+    if (!status.ok()) return status;
+    scheduler::SequenceSelection selection;
+    selection.tenant = request->tenant();
+    selection.ids.assign(request->sequence_ids().begin(), request->sequence_ids().end());
+    selection.client_id = request->client_id();
+    std::vector<scheduler::SequenceId> not_found;
+    const int32_t evicted =
+        EvictAndGiveUp(rpc_.engine, rpc_.abandoned, request->attempt(), selection, &not_found);
+    LogOperator("sequences_evicted", who, request->tenant(), absl::StrCat(evicted));
+    reply->set_evicted(static_cast<uint32_t>(evicted));
+    reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status AdminService::EvictModel(grpc::ServerContext* context,
+                                      const v1::EvictModelRequest* request,
+                                      v1::EvictModelReply* reply) {
+  return rpc_.ServeOperator(context, "Admin.EvictModel", [&](const Identity& who) {
+    absl::Status status = CheckTenant(request->tenant());
+    if (status.ok()) {
+      status = CheckName(request->model_id(), "model_id", false, rpc_.engine->limits());
+    }
+    if (!status.ok()) return status;
+    MLA_ASSIGN_OR_RETURN(const int32_t evicted,
+                         rpc_.engine->EvictModel(request->tenant(), request->model_id()));
+    LogOperator("model_evicted", who, request->tenant(), request->model_id());
+    reply->set_evicted_sequences(static_cast<uint32_t>(evicted));
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
   });
 }
 

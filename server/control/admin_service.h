@@ -1,5 +1,4 @@
 // The Admin service: information about the server, its activity, quotas of tenants, and shutdown.
-// The calls about tenants are in admin_tenants.cc.
 //
 // Every caller may read. Drain is for operators (CheckOperator in identity.h).
 //

@@ -1,10 +1,13 @@
 #include "server/control/cache_service.h"
 
+#include <chrono>
+#include <string>
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/control/sequence_service.h"
 #include "server/grpc/request_validator.h"
 #include "server/hand_over/take_over.h"
@@ -31,6 +34,45 @@ void Fill(const CheckpointInfo& from, v1::CheckpointInfo* to) {
   to->set_saved_unix_ms(static_cast<uint64_t>(from.saved_unix_ms));
 }
 
+constexpr size_t kBatch = 256;     // events of one reply
+constexpr uint32_t kMisses = 100;  // if the client gives no number
+// How often a watcher looks for new events. Having the engine wake watchers would cost the engine
+// more time than this wait costs them.
+constexpr auto kPause = std::chrono::milliseconds(50);
+
+static_assert(static_cast<int>(kvcache::EventKind::kStored) == v1::CACHE_EVENT_KIND_STORED);
+static_assert(static_cast<int>(kvcache::EventKind::kPreempted) == v1::CACHE_EVENT_KIND_PREEMPTED);
+static_assert(static_cast<int>(kvcache::Tier::kFile) == v1::CACHE_TIER_FILE);
+
+std::string BytesOf(const kvcache::PrefixKey& key) {
+  return std::string(reinterpret_cast<const char*>(&key), sizeof(key));
+}
+
+void Fill(const kvcache::Event& from, bool named, v1::CacheEvent* to) {
+  to->set_number(from.number);
+  to->set_kind(static_cast<v1::CacheEventKind>(from.kind));
+  to->set_tier(static_cast<v1::CacheTier>(from.tier));
+  to->set_model_id(*from.model);
+  to->set_sequence_id(from.sequence);
+  to->set_first_row(static_cast<uint64_t>(from.first_row));
+  to->set_rows(static_cast<uint64_t>(from.rows));
+  if (from.key) to->set_key(BytesOf(*from.key));
+  if (from.parent) to->set_parent(BytesOf(*from.parent));
+  to->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
+  if (named) to->set_tenant(*from.tenant_name);
+}
+
+void Fill(const kvcache::Miss& from, bool named, v1::CacheMiss* to) {
+  to->set_model_id(*from.model);
+  to->set_sequence_id(from.sequence);
+  to->set_first_row(static_cast<uint64_t>(from.first_row));
+  to->set_rows_asked(static_cast<uint64_t>(from.rows_asked));
+  to->set_rows_found(static_cast<uint64_t>(from.rows_found));
+  to->set_end(static_cast<v1::MatchEnd>(from.end));
+  to->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
+  if (named) to->set_tenant(*from.tenant_name);
+}
+
 }  // namespace
 
 CacheService::CacheService(const RpcContext& rpc, int64_t chunk_bytes, IdleCalls* idle,
@@ -48,15 +90,14 @@ template <typename Body>
 absl::Status CacheService::AsUpload(const std::string& tenant, grpc::ServerContext* context,
                                     Body body) {
   scheduler::TenantTable& tenants = *rpc_.engine->tenants();
-  const absl::StatusOr<scheduler::TenantRef> row = tenants.Enter(tenant);
-  if (!row.ok()) return row.status();
-  absl::Status status = tenants.Take(**row, scheduler::Resource::kUploads, 1, "call");
+  MLA_ASSIGN_OR_RETURN(const scheduler::TenantRef row, tenants.Enter(tenant));
+  absl::Status status = tenants.Take(*row, scheduler::Resource::kUploads, 1, "call");
   if (!status.ok()) {
     rpc_.metrics->CountRejected(DetailOf(status).reason);
     return status;
   }
   status = body();
-  tenants.Return(**row, scheduler::Resource::kUploads, 1);
+  tenants.Return(*row, scheduler::Resource::kUploads, 1);
   return idle_->End(context, status);
 }
 
@@ -68,13 +109,12 @@ grpc::Status CacheService::Export(grpc::ServerContext* context, const v1::Export
     absl::Status status = ParseExport(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
     return AsUpload(who.tenant, context, [&] {
-      const absl::StatusOr<MovingPages> pages = rpc_.engine->BeginExport(args);
-      if (!pages.ok()) return pages.status();
+      MLA_ASSIGN_OR_RETURN(const MovingPages pages, rpc_.engine->BeginExport(args));
       const absl::Cleanup release = [&] {
         std::vector<scheduler::SequenceId> absent;
-        rpc_.engine->ReleaseSequences(who.tenant, std::vector{pages->id}, &absent);
+        rpc_.engine->ReleaseSequences(who.tenant, std::vector{pages.id}, &absent);
       };
-      return SendPages(rpc_.engine, who.tenant, *pages, [&](const v1::PagesPart& part) {
+      return SendPages(rpc_.engine, who.tenant, pages, [&](const v1::PagesPart& part) {
         idle_->Waits(context);
         const bool sent = writer->Write(part);
         idle_->Works(context);
@@ -91,13 +131,13 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       scheduler::ImportArgs args;
       UploadReader reader(context, in, idle_);
       uint64_t attempt = 0;
-      absl::Status status = ReadHead(who, &reader, &args, &attempt);
+      DigestKind digests = DigestKind::kSha256;
+      absl::Status status = ReadHead(who, &reader, &args, &attempt, &digests);
       if (!status.ok()) return status;
       v1::ImportRequest message;
       const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
-        const absl::StatusOr<bool> read = reader.Read(&message);
-        if (!read.ok()) return read.status();
-        if (!*read) {
+        MLA_ASSIGN_OR_RETURN(const bool read, reader.Read(&message));
+        if (!read) {
           if (context->IsCancelled()) return Broken();
           return nullptr;
         }
@@ -105,17 +145,16 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
         return RefuseField("message", "target", "parts after the header", "order");
       };
       uint64_t bytes = 0;
-      const auto ended =
-          RunImport(rpc_.engine, *rpc_.abandoned, args, attempt, chunk_bytes_, next, &bytes);
-      if (!ended.ok()) return ended.status();
+      MLA_ASSIGN_OR_RETURN(const auto ended, RunImport(rpc_.engine, *rpc_.abandoned, args, attempt,
+                                                       chunk_bytes_, next, &bytes, digests));
       if (args.tenant != who.tenant || args.restored_id != 0) {
         Log(LogLevel::kInfo, "taken_over",
-            {{"operator", who.tenant}, {"tenant", args.tenant}, {"sequence", ended->id}});
+            {{"operator", who.tenant}, {"tenant", args.tenant}, {"sequence", ended.id}});
         HandOverCounters& counters = rpc_.metrics->hand_overs();
         ++counters.taken_over;
         counters.taken_bytes += bytes;
       }
-      Fill(*ended, reply->mutable_sequence());
+      Fill(ended, reply->mutable_sequence());
       reply->set_bytes(bytes);
       reply->set_boot_id(rpc_.boot_id);
       return absl::OkStatus();
@@ -138,7 +177,7 @@ absl::Status CacheService::SetOwner(const Identity& who, const v1::ImportTarget&
     return RefuseField("target.sequence_id", absl::StrCat(target.sequence_id()),
                        "0 together with target.tenant", "conflict");
   }
-  if (absl::Status allowed = rpc_.live->CheckOperator(who); !allowed.ok()) return allowed;
+  MLA_RETURN_IF_ERROR(rpc_.live->CheckOperator(who));
   // Refuses to send rows of a tenant unencrypted to another machine or from an anonymous caller.
   if (!who.authenticated || who.local) {
     return RefuseField("target.tenant", "a caller without TLS", "an operator over TLS",
@@ -165,7 +204,8 @@ absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
 }
 
 absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
-                                    scheduler::ImportArgs* args, uint64_t* attempt) {
+                                    scheduler::ImportArgs* args, uint64_t* attempt,
+                                    DigestKind* digests) {
   v1::ImportRequest message;
   absl::StatusOr<bool> read = in->Read(&message);
   if (!read.ok()) return read.status();
@@ -183,6 +223,7 @@ absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
     return RefuseField("part.header", "nothing", "the first part", "missing");
   }
   status = ParseHeader(message.part().header(), rpc_.engine->limits(), &args->tags);
+  *digests = DigestsOf(message.part().header().version());
   if (!status.ok() || !registers) return status;
   return RegisterFor(*args, message.part().header());
 }
@@ -211,9 +252,9 @@ grpc::Status CacheService::Checkpoint(grpc::ServerContext* context,
         const scheduler::SequenceList found = rpc_.engine->GetSequences(named);
         // A sequence that does not exist is refused with the same words as Export.
         const uint64_t epoch = found.sequences.empty() ? 0 : found.sequences[0].epoch;
-        const auto saved = checkpoints_->Save(rpc_.engine, who.tenant, id, epoch);
-        if (!saved.ok()) return saved.status();
-        Fill(*saved, reply->add_checkpoints());
+        MLA_ASSIGN_OR_RETURN(const auto saved,
+                             checkpoints_->Save(rpc_.engine, who.tenant, id, epoch));
+        Fill(saved, reply->add_checkpoints());
       }
       reply->set_boot_id(rpc_.boot_id);
       return absl::OkStatus();
@@ -232,10 +273,10 @@ grpc::Status CacheService::Restore(grpc::ServerContext* context, const v1::Resto
     return AsUpload(who.tenant, context, [&]() -> absl::Status {
       for (const uint64_t id : request->sequence_ids()) {
         if (context->IsCancelled()) return Broken();
-        const auto restored = checkpoints_->Restore(rpc_.engine, who.tenant, id,
-                                                    request->client_id(), request->lease_ms());
-        if (!restored.ok()) return restored.status();
-        Fill(*restored, reply->add_sequences());
+        MLA_ASSIGN_OR_RETURN(const auto restored,
+                             checkpoints_->Restore(rpc_.engine, who.tenant, id,
+                                                   request->client_id(), request->lease_ms()));
+        Fill(restored, reply->add_sequences());
       }
       reply->set_boot_id(rpc_.boot_id);
       return absl::OkStatus();
@@ -247,8 +288,7 @@ grpc::Status CacheService::ListCheckpoints(grpc::ServerContext* context,
                                            const v1::ListCheckpointsRequest*,
                                            v1::ListCheckpointsReply* reply) {
   return rpc_.Serve(context, "Cache.ListCheckpoints", [&](const Identity& who) {
-    absl::Status status = CheckCheckpoints(0);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(CheckCheckpoints(0));
     // It reads a header from each file.
     return AsUpload(who.tenant, context, [&]() -> absl::Status {
       for (const CheckpointInfo& info : checkpoints_->List(who.tenant)) {
@@ -275,6 +315,82 @@ grpc::Status CacheService::DropCheckpoints(grpc::ServerContext* context,
     }
     reply->set_boot_id(rpc_.boot_id);
     return status;
+  });
+}
+
+// ----------------------------------------------------------------------------------- Events, hints
+
+absl::StatusOr<std::optional<scheduler::TenantKey>> CacheService::TenantToShow(const Identity& who,
+                                                                               bool all) const {
+  // The call keeps the tenant's row alive, so the key stays valid.
+  if (!all) return rpc_.engine->tenants()->Find(who.tenant);
+  MLA_RETURN_IF_ERROR(rpc_.live->CheckOperator(who));
+  return std::nullopt;
+}
+
+grpc::Status CacheService::WatchEvents(grpc::ServerContext* context,
+                                       const v1::WatchEventsRequest* request,
+                                       grpc::ServerWriter<v1::WatchEventsReply>* writer) {
+  return rpc_.Serve(context, "Cache.WatchEvents", [&](const Identity& who) {
+    const Watchers::Place place(watchers_, who.tenant);
+    MLA_RETURN_IF_ERROR(place.Check("WatchEvents"));
+    const bool all_tenants = request->all_tenants();
+    MLA_ASSIGN_OR_RETURN(const auto tenant, TenantToShow(who, all_tenants));
+    if (all_tenants) {
+      MLA_RETURN_IF_ERROR(CheckRange("after", request->after(), 0, 0));
+    }
+    const kvcache::EventLog& log = *rpc_.engine->events();
+    kvcache::EventLog::Cursor cursor = !request->has_after() ? log.End()
+                                       : all_tenants         ? log.Begin()
+                                                             : log.After(*tenant, request->after());
+    for (bool first = true;; first = false) {
+      v1::WatchEventsReply reply;
+      for (const kvcache::Event& event : log.Read(tenant, kBatch, &cursor)) {
+        Fill(event, all_tenants, reply.add_events());
+      }
+      reply.set_boot_id(rpc_.boot_id);
+      const bool sent = first || reply.events_size() > 0;
+      if (sent && !writer->Write(reply)) break;
+      // A full reply means that more events are waiting.
+      if (reply.events_size() == kBatch) continue;
+      if (watchers_->OverAfter(*context, kPause)) break;
+    }
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status CacheService::Hint(grpc::ServerContext* context, const v1::HintRequest* request,
+                                v1::HintReply* reply) {
+  static_assert(static_cast<int>(scheduler::HintKind::kDemote) == v1::HINT_KIND_DEMOTE);
+  static_assert(static_cast<int>(scheduler::HintOutcome::kRefused) == v1::HINT_OUTCOME_REFUSED);
+  return rpc_.Serve(context, "Cache.Hint", [&](const Identity& who) {
+    scheduler::HintArgs args;
+    args.tenant = who.tenant;
+    absl::Status status = ParseHint(*request, rpc_.engine->limits(), &args);
+    if (!status.ok()) return status;
+    args.prefix.hashed = PrefixTurns::End;
+    MLA_ASSIGN_OR_RETURN(const scheduler::HintAnswer answer, rpc_.engine->Hint(args));
+    reply->set_outcome(static_cast<v1::HintOutcome>(answer.outcome));
+    reply->set_rows(static_cast<uint64_t>(answer.rows));
+    reply->set_rows_done(static_cast<uint64_t>(answer.rows_done));
+    reply->set_rows_deferred(static_cast<uint64_t>(answer.rows_deferred));
+    reply->set_reason(answer.reason);
+    reply->set_boot_id(rpc_.boot_id);
+    return status;
+  });
+}
+
+grpc::Status CacheService::Explain(grpc::ServerContext* context, const v1::ExplainRequest* request,
+                                   v1::ExplainReply* reply) {
+  return rpc_.Serve(context, "Cache.Explain", [&](const Identity& who) {
+    MLA_RETURN_IF_ERROR(CheckRange("most", request->most(), 0, kvcache::EventLog::kKept));
+    const size_t most = request->most() == 0 ? kMisses : request->most();
+    MLA_ASSIGN_OR_RETURN(const auto tenant, TenantToShow(who, request->all_tenants()));
+    for (const kvcache::Miss& miss : rpc_.engine->events()->Misses(tenant, most)) {
+      Fill(miss, request->all_tenants(), reply->add_misses());
+    }
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
   });
 }
 

@@ -1,5 +1,5 @@
-// The Cache service: moves rows of sequences out of the server and into it. Its calls about cached
-// rows are in cache_events.cc.
+// The Cache service: moves rows of sequences out of the server and into it, and tells about cached
+// rows.
 //
 // Each stream holds one chunk of memory, its thread, and one of its tenant's upload places.
 // Launches of the engine carry the chunks between pool and stream, so steps of other clients go on
@@ -19,6 +19,7 @@
 #include "server/lifecycle/upload_reader.h"
 #include "server/lifecycle/watchers.h"
 #include "server/pages/checkpoint_store.h"
+#include "server/pages/page_digest.h"
 
 namespace mla::server {
 
@@ -64,7 +65,7 @@ class CacheService final : public v1::Cache::Service {
   // that may be open.
   absl::Status CheckCheckpoints(int ids) const;
   absl::Status ReadHead(const Identity& who, UploadReader* in, scheduler::ImportArgs* args,
-                        uint64_t* attempt);
+                        uint64_t* attempt, DigestKind* digests);
   // Sets owner and id of the new sequence, which a draining server passes in `target`.
   absl::Status SetOwner(const Identity& who, const v1::ImportTarget& target,
                         scheduler::ImportArgs* args) const;

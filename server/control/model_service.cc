@@ -6,6 +6,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/control/weights_upload.h"
 #include "server/grpc/request_validator.h"
 
@@ -58,16 +59,15 @@ grpc::Status ModelService::ServeWeights(grpc::ServerContext* context, UploadByte
 absl::Status ModelService::ServeUpload(const std::string& tenant, grpc::ServerContext* context,
                                        UploadBytes* in, v1::UploadWeightsReply* reply) {
   scheduler::TenantTable& tenants = *rpc_.engine->tenants();
-  absl::StatusOr<scheduler::TenantRef> row = tenants.Enter(tenant);
-  if (!row.ok()) return row.status();
-  absl::Status status = tenants.Take(**row, scheduler::Resource::kUploads, 1, "call");
+  MLA_ASSIGN_OR_RETURN(scheduler::TenantRef row, tenants.Enter(tenant));
+  absl::Status status = tenants.Take(*row, scheduler::Resource::kUploads, 1, "call");
   if (!status.ok()) {
     rpc_.metrics->CountRejected(DetailOf(status).reason);
     return status;
   }
   UploadReader reader(context, in, idle_);
   status = Upload(tenant, &reader, reply);
-  tenants.Return(**row, scheduler::Resource::kUploads, 1);
+  tenants.Return(*row, scheduler::Resource::kUploads, 1);
   return idle_->End(context, status);
 }
 
@@ -81,8 +81,7 @@ absl::Status ModelService::Upload(const std::string& tenant, UploadReader* in,
   }
   const std::string model_id = message.header().model_id();
   // Checked before the name is repeated in an error, because trailing metadata must stay small.
-  const absl::Status named = CheckName(model_id, "header.model_id", false, rpc_.engine->limits());
-  if (!named.ok()) return named;
+  MLA_RETURN_IF_ERROR(CheckName(model_id, "header.model_id", false, rpc_.engine->limits()));
   const auto model = rpc_.engine->FindModel(tenant, model_id);
   if (model == nullptr) {
     return MakeError(absl::StatusCode::kNotFound, "header.model_id: no such model",
@@ -110,8 +109,7 @@ absl::Status ModelService::Upload(const std::string& tenant, UploadReader* in,
   };
   WeightsUpload upload(rpc_.engine, tenant, model, weight_chunk_bytes_);
   for (read = in->Read(&message); read.ok() && *read; read = in->Read(&message)) {
-    absl::Status status = upload.Add(message);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(upload.Add(message));
   }
   return read.ok() ? upload.Finish(reply) : read.status();
 }
@@ -134,15 +132,13 @@ grpc::Status ModelService::UploadSinks(grpc::ServerContext* context,
                                        v1::UploadSinksReply* reply) {
   return rpc_.Serve(context, "Models.UploadSinks", [&](const Identity& who) -> absl::Status {
     reply->set_boot_id(rpc_.boot_id);
-    absl::Status named = CheckName(request->model_id(), "model_id", false, rpc_.engine->limits());
-    if (!named.ok()) return named;
+    MLA_RETURN_IF_ERROR(CheckName(request->model_id(), "model_id", false, rpc_.engine->limits()));
     const scheduler::SinkSlice at = {request->layer_begin(), request->layer_count(),
                                      request->head_begin(), request->head_count()};
-    const auto missing =
-        rpc_.engine->SetSinks(who.tenant, request->model_id(), at, Span(request->sinks()));
-    if (!missing.ok()) return missing.status();
-    reply->set_complete(missing->empty());
-    for (const int32_t layer : *missing) reply->add_missing_layers(static_cast<uint32_t>(layer));
+    MLA_ASSIGN_OR_RETURN(const auto missing, rpc_.engine->SetSinks(who.tenant, request->model_id(),
+                                                                   at, Span(request->sinks())));
+    reply->set_complete(missing.empty());
+    for (const int32_t layer : missing) reply->add_missing_layers(static_cast<uint32_t>(layer));
     return absl::OkStatus();
   });
 }

@@ -1,6 +1,7 @@
 #include "server/control/rpc_context.h"
 
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/logging/logging.h"
 
 namespace mla::server {
@@ -10,11 +11,9 @@ using scheduler::Resource;
 
 absl::StatusOr<scheduler::TenantUse> TakeBytes(scheduler::TenantTable* tenants,
                                                const std::string& name, int64_t bytes) {
-  absl::StatusOr<scheduler::TenantRef> tenant = tenants->Enter(name);
-  if (!tenant.ok()) return tenant.status();
-  const absl::Status taken = tenants->Take(**tenant, Resource::kControlBytes, bytes, "request");
-  if (!taken.ok()) return taken;
-  return scheduler::TenantUse(tenants, *std::move(tenant), Resource::kControlBytes, bytes);
+  MLA_ASSIGN_OR_RETURN(scheduler::TenantRef tenant, tenants->Enter(name));
+  MLA_RETURN_IF_ERROR(tenants->Take(*tenant, Resource::kControlBytes, bytes, "request"));
+  return scheduler::TenantUse(tenants, std::move(tenant), Resource::kControlBytes, bytes);
 }
 
 }  // namespace
@@ -57,16 +56,15 @@ absl::StatusOr<scheduler::TenantUse> RpcContext::AdmitRequest(const grpc::Server
 }
 
 absl::Status RpcContext::BeginTurn(const grpc::ServerContextBase& caller) const {
-  const auto identity =
-      Identify(caller, static_cast<size_t>(engine->limits().max_name_bytes), unix_tenant);
-  if (!identity.ok()) return identity.status();
+  MLA_ASSIGN_OR_RETURN(
+      const auto identity,
+      Identify(caller, static_cast<size_t>(engine->limits().max_name_bytes), unix_tenant));
   // Counts the thread while it waits; the call itself is admitted again once it is parsed.
-  const absl::StatusOr<scheduler::TenantUse> slot = Admit(*identity, CallClass::kOrdinary);
-  if (!slot.ok()) return slot.status();
-  const absl::StatusOr<scheduler::TenantRef> tenant = engine->tenants()->Enter(identity->tenant);
-  if (!tenant.ok()) return tenant.status();
+  MLA_ASSIGN_OR_RETURN(const scheduler::TenantUse slot, Admit(identity, CallClass::kOrdinary));
+  MLA_ASSIGN_OR_RETURN(const scheduler::TenantRef tenant,
+                       engine->tenants()->Enter(identity.tenant));
   const auto given_up = [&caller] { return caller.IsCancelled(); };
-  if (turns->Begin((*tenant)->key(), (*tenant)->weight(), given_up)) return absl::OkStatus();
+  if (turns->Begin(tenant->key(), tenant->weight(), given_up)) return absl::OkStatus();
   return MakeError(absl::StatusCode::kCancelled, "the client has given the call up",
                    {.reason = "cancelled"});
 }

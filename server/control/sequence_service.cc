@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/grpc/request_validator.h"
 
 namespace mla::server {
@@ -57,10 +58,9 @@ grpc::Status SequenceService::Open(grpc::ServerContext* context, const v1::OpenR
     if (!status.ok()) return status;
     args.most_wait_ms = MostWaitMs(*context);
     args.prefix.hashed = PrefixTurns::End;
-    const auto opened = rpc_.engine->OpenSequence(args);
-    if (!opened.ok()) return opened.status();
-    Fill(*opened, reply->mutable_sequence());
-    if (!args.prefix.empty()) FillMatch(*opened, reply->mutable_match());
+    MLA_ASSIGN_OR_RETURN(const auto opened, rpc_.engine->OpenSequence(args));
+    Fill(opened, reply->mutable_sequence());
+    if (!args.prefix.empty()) FillMatch(opened, reply->mutable_match());
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });
@@ -75,10 +75,9 @@ grpc::Status SequenceService::Match(grpc::ServerContext* context, const v1::Matc
     if (!status.ok()) return status;
     args.most_wait_ms = MostWaitMs(*context);
     args.prefix.hashed = PrefixTurns::End;
-    const auto matched = rpc_.engine->MatchSequence(args);
-    if (!matched.ok()) return matched.status();
-    Fill(*matched, reply->mutable_sequence());
-    FillMatch(*matched, reply->mutable_match());
+    MLA_ASSIGN_OR_RETURN(const auto matched, rpc_.engine->MatchSequence(args));
+    Fill(matched, reply->mutable_sequence());
+    FillMatch(matched, reply->mutable_match());
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });
@@ -91,23 +90,23 @@ grpc::Status SequenceService::Probe(grpc::ServerContext* context, const v1::Prob
     absl::Status status = ParseProbe(*request, rpc_.engine->limits(), &prefix);
     if (!status.ok()) return status;
     prefix.hashed = PrefixTurns::End;
-    const auto probed = rpc_.engine->Probe(who.tenant, request->model_id(), prefix);
-    if (!probed.ok()) return probed.status();
+    MLA_ASSIGN_OR_RETURN(const auto probed,
+                         rpc_.engine->Probe(who.tenant, request->model_id(), prefix));
     const auto count = [](int64_t number) {
       return static_cast<uint64_t>(std::max<int64_t>(number, 0));
     };
     reply->set_boot_id(rpc_.boot_id);
-    reply->set_rows_asked(count(probed->rows_asked));
-    reply->set_rows_in_pool(count(probed->rows_in_pool));
-    reply->set_rows_in_host(count(probed->rows_in_host));
-    reply->set_rows_in_file(count(probed->rows_in_file));
-    reply->set_kv_bytes_free(count(probed->kv_bytes_free));
-    reply->set_kv_bytes_cached(count(probed->kv_bytes_cached));
-    reply->set_kv_bytes_total(count(probed->kv_bytes_total));
-    reply->set_sequences(static_cast<uint32_t>(count(probed->sequences)));
-    reply->set_queued_requests(static_cast<uint32_t>(count(probed->queued_requests)));
-    reply->set_wait_us(count(probed->wait_ns / 1000));
-    reply->set_draining(probed->draining);
+    reply->set_rows_asked(count(probed.rows_asked));
+    reply->set_rows_in_pool(count(probed.rows_in_pool));
+    reply->set_rows_in_host(count(probed.rows_in_host));
+    reply->set_rows_in_file(count(probed.rows_in_file));
+    reply->set_kv_bytes_free(count(probed.kv_bytes_free));
+    reply->set_kv_bytes_cached(count(probed.kv_bytes_cached));
+    reply->set_kv_bytes_total(count(probed.kv_bytes_total));
+    reply->set_sequences(static_cast<uint32_t>(count(probed.sequences)));
+    reply->set_queued_requests(static_cast<uint32_t>(count(probed.queued_requests)));
+    reply->set_wait_us(count(probed.wait_ns / 1000));
+    reply->set_draining(probed.draining);
     return absl::OkStatus();
   });
 }
@@ -119,8 +118,7 @@ grpc::Status SequenceService::Get(grpc::ServerContext* context, const v1::GetReq
       [&](const Identity& who) {
         scheduler::SequenceSelection selection;
         selection.tenant = who.tenant;
-        absl::Status status = ParseGet(*request, rpc_.engine->limits(), &selection);
-        if (!status.ok()) return status;
+        MLA_RETURN_IF_ERROR(ParseGet(*request, rpc_.engine->limits(), &selection));
         const scheduler::SequenceList list = rpc_.engine->GetSequences(selection);
         for (const auto& sequence : list.sequences) Fill(sequence, reply->add_sequences());
         reply->mutable_not_found()->Add(list.not_found.begin(), list.not_found.end());
@@ -142,9 +140,8 @@ grpc::Status SequenceService::Fork(grpc::ServerContext* context, const v1::ForkR
     args.tenant = who.tenant;
     absl::Status status = ParseFork(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
-    const auto forked = rpc_.engine->ForkSequence(args);
-    if (!forked.ok()) return forked.status();
-    Fill(*forked, reply->mutable_sequence());
+    MLA_ASSIGN_OR_RETURN(const auto forked, rpc_.engine->ForkSequence(args));
+    Fill(forked, reply->mutable_sequence());
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });
@@ -157,11 +154,11 @@ grpc::Status SequenceService::Truncate(grpc::ServerContext* context,
     int64_t length = 0;
     absl::Status status = ParseTruncate(*request, &length);
     if (!status.ok()) return status;
-    const auto truncated = rpc_.engine->TruncateSequence(who.tenant, request->sequence_id(), length,
-                                                         request->expected_epoch());
-    if (!truncated.ok()) return truncated.status();
-    reply->set_epoch(truncated->epoch);
-    reply->set_length(static_cast<uint64_t>(truncated->length));
+    MLA_ASSIGN_OR_RETURN(const auto truncated,
+                         rpc_.engine->TruncateSequence(who.tenant, request->sequence_id(), length,
+                                                       request->expected_epoch()));
+    reply->set_epoch(truncated.epoch);
+    reply->set_length(static_cast<uint64_t>(truncated.length));
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });
@@ -171,18 +168,16 @@ grpc::Status SequenceService::ReadTail(grpc::ServerContext* context,
                                        const v1::ReadTailRequest* request,
                                        v1::ReadTailReply* reply) {
   return rpc_.Serve(context, "Sequences.ReadTail", [&](const Identity& who) {
-    const auto read =
-        rpc_.engine->ReadTail(who.tenant, request->sequence_id(), request->expected_epoch());
-    if (!read.ok()) return read.status();
-    const auto size = static_cast<int64_t>(read->tail->size);
-    absl::Status status = CheckRange("offset", request->offset(), 0, size - 1);
-    if (!status.ok()) return status;
+    MLA_ASSIGN_OR_RETURN(const auto read, rpc_.engine->ReadTail(who.tenant, request->sequence_id(),
+                                                                request->expected_epoch()));
+    const auto size = static_cast<int64_t>(read.tail->size);
+    MLA_RETURN_IF_ERROR(CheckRange("offset", request->offset(), 0, size - 1));
     const size_t offset = request->offset();
-    reply->set_position(static_cast<uint64_t>(read->position));
-    reply->set_tail(read->tail->data.get() + offset,
-                    std::min(read->tail->size - offset, kTailPartBytes));
-    reply->set_tail_bytes(read->tail->size);
-    reply->set_serial(read->serial);
+    reply->set_position(static_cast<uint64_t>(read.position));
+    reply->set_tail(read.tail->data.get() + offset,
+                    std::min(read.tail->size - offset, kTailPartBytes));
+    reply->set_tail_bytes(read.tail->size);
+    reply->set_serial(read.serial);
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });
@@ -194,8 +189,7 @@ grpc::Status SequenceService::Release(grpc::ServerContext* context,
       context, "Sequences.Release",
       [&](const Identity& who) {
         std::vector<scheduler::SequenceId> ids, not_found;
-        absl::Status status = ParseRelease(*request, rpc_.engine->limits(), &ids);
-        if (!status.ok()) return status;
+        MLA_RETURN_IF_ERROR(ParseRelease(*request, rpc_.engine->limits(), &ids));
         const int32_t released = rpc_.engine->ReleaseSequences(who.tenant, ids, &not_found);
         reply->set_released(static_cast<uint32_t>(released));
         reply->mutable_not_found()->Add(not_found.begin(), not_found.end());
@@ -215,8 +209,7 @@ grpc::Status SequenceService::RenewLease(grpc::ServerContext* context,
         selection.tenant = who.tenant;
         int64_t lease_ms = 0;
         std::vector<scheduler::SequenceId> not_found;
-        absl::Status status = ParseRenew(*request, rpc_.engine->limits(), &selection, &lease_ms);
-        if (!status.ok()) return status;
+        MLA_RETURN_IF_ERROR(ParseRenew(*request, rpc_.engine->limits(), &selection, &lease_ms));
         reply->set_renewed(
             static_cast<uint32_t>(rpc_.engine->RenewLeases(selection, lease_ms, &not_found)));
         reply->mutable_not_found()->Add(not_found.begin(), not_found.end());

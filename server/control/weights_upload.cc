@@ -6,8 +6,9 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/grpc/grpc_status.h"
-#include "server/grpc/request_validator.h"
+#include "server/grpc/weights_chunk.h"
 
 namespace mla::server {
 namespace {
@@ -54,11 +55,10 @@ absl::Status WeightsUpload::AddChunk(const v1::UploadWeightsRequest::Chunk& chun
                        absl::StrCat("at most ", chunk_bytes_, " bytes"), "payload_size");
   }
   int64_t bytes = 0;
-  absl::Status status = ParseWeightsChunk(chunk, *model_, &bytes);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(ParseWeightsChunk(chunk, *model_, &bytes));
   for (uint32_t i = 0; i < chunk.head_count(); ++i) {
     const uint32_t head = chunk.head_begin() + i;
-    if (!seen_.insert({chunk.layer(), head}).second) {
+    if (!seen_.insert({chunk.layer(), chunk.part(), head}).second) {
       return RefuseField("chunk.head_begin",
                          absl::StrCat("layer ", chunk.layer(), " head ", head, " again"),
                          "heads not yet sent in this call", "repeated");
@@ -66,10 +66,24 @@ absl::Status WeightsUpload::AddChunk(const v1::UploadWeightsRequest::Chunk& chun
   }
   EVP_DigestUpdate(digest_.get(), chunk.payload().data(), chunk.payload().size());
   bytes_ += chunk.payload().size();
+  if (chunk.part() != v1::WEIGHT_PART_UP) return LoadProjected(chunk);
   return engine_->LoadWeights(tenant_, model_->id, upload_, static_cast<int32_t>(chunk.layer()),
                               static_cast<int32_t>(chunk.head_begin()),
                               static_cast<int32_t>(chunk.head_count()),
                               std::as_bytes(std::span(chunk.payload())));
+}
+
+absl::Status WeightsUpload::LoadProjected(const v1::UploadWeightsRequest::Chunk& chunk) {
+  const auto part = chunk.part() == v1::WEIGHT_PART_QUERIES ? kernels::ProjectedPart::kQueries
+                                                            : kernels::ProjectedPart::kOutputs;
+  absl::Status status;
+  for (uint32_t i = 0; i < chunk.head_count() && status.ok(); ++i) {
+    ReadProjectedHead(chunk, *model_, static_cast<int32_t>(i), &head_);
+    status = engine_->LoadProjected(tenant_, model_->id, upload_, part,
+                                    static_cast<int32_t>(chunk.layer()),
+                                    static_cast<int32_t>(chunk.head_begin() + i), head_);
+  }
+  return status;
 }
 
 absl::Status WeightsUpload::Finish(v1::UploadWeightsReply* reply) {

@@ -12,7 +12,9 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "mla/v1/model.pb.h"
@@ -36,6 +38,7 @@ class WeightsUpload final {
 
  private:
   absl::Status AddChunk(const v1::UploadWeightsRequest::Chunk& chunk);
+  absl::Status LoadProjected(const v1::UploadWeightsRequest::Chunk& chunk);
 
   scheduler::Engine* engine_;
   std::string tenant_;
@@ -43,8 +46,9 @@ class WeightsUpload final {
   const int64_t chunk_bytes_;
   const scheduler::UploadId upload_;
   std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> digest_;
-  std::set<std::pair<uint32_t, uint32_t>> seen_;  // (layer, head)
-  std::string expected_;                          // from the trailer
+  std::set<std::tuple<uint32_t, int, uint32_t>> seen_;  // (layer, part, head)
+  std::vector<kernels::Bf16> head_;                     // of a chunk, as it is loaded
+  std::string expected_;                                // from the trailer
   uint64_t bytes_ = 0;
   bool committed_ = false;
 };

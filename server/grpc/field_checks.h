@@ -10,11 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
-
-#define MLA_RETURN_IF_ERROR(expression)                                     \
-  do {                                                                      \
-    if (absl::Status status_ = (expression); !status_.ok()) return status_; \
-  } while (false)
+#include "base/status_macros.h"
 
 namespace mla::server {
 
@@ -44,8 +40,7 @@ inline absl::Status CheckLease(uint32_t lease_ms, int64_t longest_ms, const char
 // Checks first < total and first + count <= total, in 64 bits. REQUIRES: total >= 1.
 inline absl::Status CheckSlice(uint64_t first, uint64_t count, int64_t min_count, int64_t total,
                                const char* first_field, const char* count_field) {
-  const absl::Status status = CheckRange(first_field, first, 0, total - 1);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckRange(first_field, first, 0, total - 1));
   return CheckRange(count_field, count, min_count, total - static_cast<int64_t>(first));
 }
 

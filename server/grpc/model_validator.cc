@@ -1,11 +1,10 @@
-// The parts of request_validator.h for models and their weights.
+// The part of request_validator.h for models.
 #include <algorithm>
-#include <bit>
-#include <cstring>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/grpc/field_checks.h"
 #include "server/grpc/request_validator.h"
 
@@ -84,6 +83,31 @@ absl::Status ParseAttention(const v1::ModelSpec& message, const Limits& limits, 
                 indexer.heads > 0 ? kernels::kMaxIndexDim : 0, "model.index_dim", &indexer.dim);
 }
 
+// REQUIRES: the geometry of `spec` has been checked.
+absl::Status ParseProjected(const v1::ModelSpec& message, const Limits& limits, ModelSpec* spec) {
+  const v1::RopeOwner owner = message.rope_owner();
+  if (owner != v1::ROPE_OWNER_WORKER && owner != v1::ROPE_OWNER_SERVER) {
+    return RefuseField("model.rope_owner", absl::StrCat(static_cast<int>(owner)),
+                       "ROPE_OWNER_WORKER: q and k arrive rotated, or ROPE_OWNER_SERVER",
+                       "unknown_value");
+  }
+  const bool projected = owner == v1::ROPE_OWNER_SERVER;
+  const int32_t least = projected ? 1 : 0, most = projected ? limits.max_hidden_size : 0;
+  MLA_RETURN_IF_ERROR(Narrow(message.q_lora_rank(), least, most, "model.q_lora_rank",
+                             &spec->projected.q_lora_rank));
+  MLA_RETURN_IF_ERROR(Narrow(message.hidden_size(), least, most, "model.hidden_size",
+                             &spec->projected.hidden_size));
+  const auto layout = static_cast<int>(message.rope_layout());
+  if (!v1::RopeLayout_IsValid(layout) || projected != (layout != v1::ROPE_LAYOUT_UNSPECIFIED)) {
+    return RefuseField(
+        "model.rope_layout", absl::StrCat(layout),
+        projected ? "ROPE_LAYOUT_INTERLEAVED or ROPE_LAYOUT_HALVES" : "0 with ROPE_OWNER_WORKER",
+        "unknown_value");
+  }
+  spec->rope = static_cast<kernels::RopeLayout>(layout);
+  return absl::OkStatus();
+}
+
 absl::Status ParseFp8Compute(const v1::ModelSpec& message, ModelSpec* spec) {
   if (!v1::Fp8Compute_IsValid(message.fp8_compute())) {
     return RefuseField("model.fp8_compute", absl::StrCat(static_cast<int>(message.fp8_compute())),
@@ -139,10 +163,7 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
   }
   MLA_RETURN_IF_ERROR(ParseKvFormat(message, spec));
   MLA_RETURN_IF_ERROR(ParseFp8Compute(message, spec));
-  if (message.rope_owner() != v1::ROPE_OWNER_WORKER) {
-    return RefuseField("model.rope_owner", absl::StrCat(static_cast<int>(message.rope_owner())),
-                       "ROPE_OWNER_WORKER: q and k arrive rotated", "unknown_value");
-  }
+  MLA_RETURN_IF_ERROR(ParseProjected(message, limits, spec));
   MLA_RETURN_IF_ERROR(Narrow(message.page_size(), 0, 4096, "model.page_size", &spec->page_size));
   MLA_RETURN_IF_ERROR(ParseAttention(message, limits, spec));
   const size_t digest = message.weights_digest().size();
@@ -171,6 +192,8 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, 
   return absl::OkStatus();
 }
 
+static_assert(static_cast<int>(kernels::RopeLayout::kInterleaved) == v1::ROPE_LAYOUT_INTERLEAVED);
+static_assert(static_cast<int>(kernels::RopeLayout::kHalves) == v1::ROPE_LAYOUT_HALVES);
 static_assert(static_cast<int>(kernels::AttentionKind::kDense) == v1::ATTENTION_KIND_DENSE);
 static_assert(static_cast<int>(kernels::AttentionKind::kSparse) == v1::ATTENTION_KIND_SPARSE_V32);
 static_assert(static_cast<int>(kernels::AttentionKind::kWindow) == v1::ATTENTION_KIND_SPARSE_V4);
@@ -191,7 +214,10 @@ void FillModel(const ModelSpec& from, v1::ModelSpec* to) {
     const bool on = from.fp8_compute == scheduler::Fp8Compute::kOn;
     to->set_fp8_compute(on ? v1::FP8_COMPUTE_ON : v1::FP8_COMPUTE_OFF);
   }
-  to->set_rope_owner(v1::ROPE_OWNER_WORKER);
+  to->set_rope_owner(from.projected.present() ? v1::ROPE_OWNER_SERVER : v1::ROPE_OWNER_WORKER);
+  to->set_q_lora_rank(static_cast<uint32_t>(from.projected.q_lora_rank));
+  to->set_hidden_size(static_cast<uint32_t>(from.projected.hidden_size));
+  to->set_rope_layout(static_cast<v1::RopeLayout>(from.rope));  // numbered alike
   to->set_page_size(static_cast<uint32_t>(from.page_size));
   to->set_attention(static_cast<v1::AttentionKind>(from.attention));  // numbered alike
   if (from.windowed()) {
@@ -208,67 +234,6 @@ void FillModel(const ModelSpec& from, v1::ModelSpec* to) {
                               ? v1::QUERY_PRECISION_SPLIT
                               : v1::QUERY_PRECISION_BF16);
   to->set_weights_digest(from.weights_digest);
-}
-
-namespace {
-
-kernels::Bf16 WeightAt(const std::string& payload, int64_t index) {
-  kernels::Bf16 value;
-  std::memcpy(&value, payload.data() + index * int64_t{sizeof(value)}, sizeof(value));
-  return value;
-}
-
-bool IsWeight(kernels::Bf16 value) {
-  return (value & 0x7fffu) < (std::bit_cast<uint32_t>(kernels::kWeightBound) >> 16);
-}
-
-// REQUIRES: the payload has the right size.
-absl::Status CheckWeights(const v1::UploadWeightsRequest::Chunk& message,
-                          const kernels::Geometry& g) {
-  const std::string& payload = message.payload();
-  const auto count = static_cast<int64_t>(payload.size() / sizeof(kernels::Bf16));
-  // Elements checked without a branch, so that compilers use vector instructions.
-  constexpr int64_t kBlock = 4096;
-  int64_t index = 0;
-  for (; index < count; index += kBlock) {
-    bool good = true;
-    const int64_t end = std::min(count, index + kBlock);
-    for (int64_t i = index; i < end; ++i) good &= IsWeight(WeightAt(payload, i));
-    if (!good) break;
-  }
-  while (index < count && IsWeight(WeightAt(payload, index))) ++index;
-  if (index >= count) return absl::OkStatus();
-  const int64_t uk_head = int64_t{g.nope_dim} * g.kv_lora_rank;
-  const int64_t uv_head = int64_t{g.kv_lora_rank} * g.v_dim;
-  const int64_t uk = uk_head * message.head_count();
-  const bool in_uk = index < uk;
-  const int64_t inside = in_uk ? index : index - uk;
-  const int64_t head = message.head_begin() + inside / (in_uk ? uk_head : uv_head);
-  const int64_t element = inside % (in_uk ? uk_head : uv_head);
-  const int64_t columns = in_uk ? g.kv_lora_rank : g.v_dim;
-  return RefuseField("chunk.payload",
-                     absl::StrCat(kernels::ToFloat(WeightAt(payload, index)), " at layer ",
-                                  message.layer(), ", head ", head, ", ", in_uk ? "W_UK[" : "W_UV[",
-                                  element / columns, ", ", element % columns, "]"),
-                     "finite weights of magnitude below 2^20", "not_finite");
-}
-
-}  // namespace
-
-absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
-                               const ModelSpec& model, int64_t* bytes) {
-  int32_t layer = 0;
-  MLA_RETURN_IF_ERROR(Narrow(message.layer(), 0, model.layers - 1, "chunk.layer", &layer));
-  MLA_RETURN_IF_ERROR(CheckSlice(message.head_begin(), message.head_count(), 1,
-                                 model.geometry.num_heads, "chunk.head_begin", "chunk.head_count"));
-  const kernels::Geometry& g = model.geometry;
-  if (!Product(message.head_count(), g.kv_lora_rank, g.nope_dim + g.v_dim,
-               int64_t{sizeof(kernels::Bf16)}, bytes) ||
-      *bytes != static_cast<int64_t>(message.payload().size())) {
-    return RefuseField("chunk.payload", absl::StrCat(message.payload().size(), " bytes"),
-                       absl::StrCat(*bytes, " bytes"), "payload_size");
-  }
-  return CheckWeights(message, g);
 }
 
 }  // namespace mla::server

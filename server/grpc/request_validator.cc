@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/printable.h"
+#include "base/status_macros.h"
 #include "server/grpc/field_checks.h"
 
 namespace mla::server {
@@ -62,9 +63,13 @@ absl::Status CheckProfile(const v1::Attend& message, const ModelSpec& model, Pro
     case v1::PROFILE_EXPANDED:
       *out = Profile::kExpanded;
       break;
+    case v1::PROFILE_PROJECTED:
+      *out = Profile::kProjected;
+      break;
     default:
       return RefuseField("attend.profile", absl::StrCat(static_cast<int>(message.profile())),
-                         "PROFILE_ABSORBED, PROFILE_EXPANDED or PROFILE_APPEND_ONLY",
+                         "PROFILE_ABSORBED, PROFILE_EXPANDED, PROFILE_APPEND_ONLY or "
+                         "PROFILE_PROJECTED",
                          "unknown_value");
   }
   return scheduler::CheckAttendProfile(*out, message.has_kv(), model);
@@ -168,9 +173,9 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
         Product(args.row_count, 1, model.indexer.input_bytes(args.q_dtype), 1, &sizes->list_bytes);
   }
   if (args.profile != Profile::kAppendOnly) {
-    fits &= Product(args.row_count, args.num_heads, model.q_dim(args.profile), q_element,
+    fits &= Product(args.row_count, 1, model.q_row_dim(args.profile, args.num_heads), q_element,
                     &sizes->q_bytes);
-    fits &= Product(args.row_count, args.num_heads, model.o_dim(args.profile), o_element,
+    fits &= Product(args.row_count, 1, model.o_row_dim(args.profile, args.num_heads), o_element,
                     &sizes->o_bytes);
   }
   if (args.want_lse) {
@@ -287,6 +292,10 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   MLA_RETURN_IF_ERROR(CheckInputDTypes(message, &args->q_dtype, &q_fp8, &kv_fp8));
   MLA_RETURN_IF_ERROR(CheckWireDType(message.o_dtype(), "attend.o_dtype", "DTYPE_BF16 or DTYPE_F32",
                                      &args->o_dtype));
+  if (q_fp8 && args->profile == Profile::kProjected) {
+    return RefuseField("attend.q_dtype", "DTYPE_F8_E4M3",
+                       "DTYPE_BF16 or DTYPE_F32 with PROFILE_PROJECTED", "no_fp8_queries_here");
+  }
   if (kv_fp8 && message.has_kv() && model.windowed()) {
     return RefuseField("attend.kv_row_dtype", "DTYPE_F8_E4M3",
                        "DTYPE_BF16 or DTYPE_F32: entries of the model come with its rows",
@@ -302,6 +311,7 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
   args->timeout_us = message.timeout_us();
   args->sized_for = model.geometry;
   args->sized_indexer = model.indexer;
+  args->sized_projected = model.projected;
   args->sized_window = model.window;
   args->sized_ratio = model.ratio(args->layer);
   *sizes = {};

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -88,11 +89,6 @@ absl::Status ParseModelSpec(const v1::ModelSpec& message, const scheduler::Limit
                             scheduler::ModelSpec* spec);
 // The opposite direction, for the spec in force.
 void FillModel(const scheduler::ModelSpec& from, v1::ModelSpec* to);
-
-// Checks an UploadWeights chunk against its model and sets `bytes` to the size that its payload
-// must have.
-absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
-                               const scheduler::ModelSpec& model, int64_t* bytes);
 
 absl::Status ParseOpen(const v1::OpenRequest& message, const scheduler::Limits& limits,
                        scheduler::OpenArgs* args);

@@ -13,9 +13,11 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "proto/wire/calls/stream_call.h"
 #include "proto/wire/grpc_tuning.h"
 #include "server/grpc/grpc_status.h"
+#include "server/hand_over/hand_over.h"
 
 namespace mla::server {
 namespace {
@@ -173,8 +175,8 @@ PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendPa
   v1::ImportRequest message;
   *message.mutable_target() = target;
   bool open = call.Write(message);
-  const absl::Status sent = send([&](const v1::PagesPart& part) {
-    *message.mutable_part() = part;
+  const absl::Status sent = send([&](v1::PagesPart& part) {
+    message.mutable_part()->Swap(&part);
     open = open && call.Write(message);
     if (open) return absl::OkStatus();
     return MakeError(absl::StatusCode::kCancelled, "the peer has ended the call",
@@ -200,8 +202,17 @@ absl::StatusOr<uint32_t> GrpcHandOverPeer::Recall(const v1::EvictSequencesReques
   v1::EvictSequencesReply reply;
   bool refused = false;
   const grpc::Status status = admin_->EvictSequences(&context, request, &reply);
-  if (absl::Status evicted = StatusOf(status, context, &refused); !evicted.ok()) return evicted;
+  MLA_RETURN_IF_ERROR(StatusOf(status, context, &refused));
   return reply.evicted();
+}
+
+std::vector<std::unique_ptr<HandOverPeer>> GrpcStreams(const TlsFiles& tls,
+                                                       const std::string& address) {
+  std::vector<std::unique_ptr<HandOverPeer>> streams;
+  for (size_t i = 0; i < kHandOverStreams; ++i) {
+    streams.push_back(std::make_unique<GrpcHandOverPeer>(tls, address));
+  }
+  return streams;
 }
 
 }  // namespace mla::server

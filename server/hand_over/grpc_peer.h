@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -58,6 +59,10 @@ class GrpcHandOverPeer final : public HandOverPeer {
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
   grpc::ClientContext* running_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
+
+// The streams of a hand-over to this address, kHandOverStreams of them. Borrows tls.
+std::vector<std::unique_ptr<HandOverPeer>> GrpcStreams(const TlsFiles& tls,
+                                                       const std::string& address);
 
 }  // namespace mla::server
 

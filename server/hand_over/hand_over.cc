@@ -1,12 +1,14 @@
 #include "server/hand_over/hand_over.h"
 
 #include <algorithm>
-#include <random>
+#include <functional>
 #include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "server/logging/logging.h"
 #include "server/pages/page_transfer.h"
 
@@ -21,6 +23,8 @@ using std::chrono::milliseconds;
 constexpr auto kLeastPause = milliseconds(10);
 constexpr auto kMostPause = milliseconds(160);
 constexpr char kCapability[] = "hand_over";
+// A server with this capability takes version 3 of the page-group format. Release 0.1.0 lacks it.
+constexpr char kXxh3Capability[] = "pages_xxh3";
 
 absl::Status RefusePeer(absl::StatusCode code, const std::string& address, const std::string& why,
                         const std::string& limit, const std::string& reason) {
@@ -33,12 +37,15 @@ absl::Status Stopped() {
                    {.reason = "stopped"});
 }
 
-// Attempts must have different numbers, even if different servers make them.
-uint64_t NewAttempt() {
-  std::random_device random;
-  uint64_t attempt = 0;
-  while (attempt == 0) attempt = uint64_t{random()} << 32 | random();
-  return attempt;
+// Returns true if the peer has done nothing because too many calls are under way there.
+bool TooManyCalls(const absl::Status& status) {
+  const std::string& reason = DetailOf(status).reason;
+  return reason == "too_many_uploads" || reason == "too_many_calls";
+}
+
+bool Has(const v1::GetServerInfoReply& info, absl::string_view capability) {
+  const auto& tokens = info.capabilities();
+  return std::find(tokens.begin(), tokens.end(), capability) != tokens.end();
 }
 
 // The counter of sequences that stay for this reason, which is one of this server's own.
@@ -51,13 +58,19 @@ std::atomic<uint64_t>& CounterOf(HandOverCounters& counters, const std::string& 
 
 }  // namespace
 
+HandOver::HandOver(HandOverOptions options, std::vector<std::unique_ptr<HandOverPeer>> streams)
+    : options_(std::move(options)), engine_(options_.engine) {
+  for (auto& peer : streams) streams_.push_back({std::move(peer)});
+  const MutexLock lock(mutex_);
+  streams_left_ = streams_.size();
+}
+
 HandOver::~HandOver() { Stop(); }
 
-absl::StatusOr<std::unique_ptr<HandOver>> HandOver::Connect(HandOverOptions options,
-                                                            std::unique_ptr<HandOverPeer> peer) {
-  std::unique_ptr<HandOver> hand_over(new HandOver(std::move(options), std::move(peer)));
-  absl::Status fit = hand_over->CheckPeer();
-  if (!fit.ok()) return fit;
+absl::StatusOr<std::unique_ptr<HandOver>> HandOver::Connect(
+    HandOverOptions options, std::vector<std::unique_ptr<HandOverPeer>> streams) {
+  std::unique_ptr<HandOver> hand_over(new HandOver(std::move(options), std::move(streams)));
+  MLA_RETURN_IF_ERROR(hand_over->CheckPeer());
   return hand_over;
 }
 
@@ -68,8 +81,8 @@ absl::Status HandOver::CheckBootId(uint64_t boot_id) const {
                     "the server that was asked first", "peer_changed");
 }
 
-absl::Status HandOver::Ask(v1::GetServerInfoReply* info) {
-  const absl::Status status = peer_->GetInfo(info);
+absl::Status HandOver::Ask(HandOverPeer& peer, v1::GetServerInfoReply* info) {
+  const absl::Status status = peer.GetInfo(info);
   if (status.ok()) return CheckBootId(info->boot_id());
   const ErrorDetail& detail = DetailOf(status);
   if (detail.reason == "stopped") return status;
@@ -82,8 +95,9 @@ absl::Status HandOver::Ask(v1::GetServerInfoReply* info) {
 }
 
 absl::Status HandOver::CheckPeer() {
+  HandOverPeer& peer = *streams_.front().peer;
   v1::GetServerInfoReply info;
-  if (absl::Status status = Ask(&info); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Ask(peer, &info));
   if (info.boot_id() == options_.boot_id) {
     return RefusePeer(absl::StatusCode::kInvalidArgument, address(), "this server itself",
                       "another server", "out_of_range");
@@ -93,13 +107,14 @@ absl::Status HandOver::CheckPeer() {
                       "it does not say which start it is of", "a server with a boot id",
                       "peer_failed");
   }
-  const auto& tokens = info.capabilities();
-  if (std::find(tokens.begin(), tokens.end(), kCapability) == tokens.end()) {
+  if (!Has(info, kCapability)) {
     return RefusePeer(absl::StatusCode::kUnimplemented, address(), "it takes no sequences",
                       "a server with the capability hand_over", "peer_too_old");
   }
   peer_boot_id_ = info.boot_id();
-  const absl::Status status = peer_->CheckOperator();
+  // TLS authenticates the bytes, so the digests are only for damage.
+  if (Has(info, kXxh3Capability)) digests_ = DigestKind::kXxh3;
+  const absl::Status status = peer.CheckOperator();
   if (status.ok()) return status;
   return RefusePeer(status.code(), address(), std::string(status.message()),
                     "a server that has this one among its server.operators", "peer_refuses");
@@ -110,7 +125,7 @@ void HandOver::Start() { thread_ = std::thread(&HandOver::Run, this); }
 void HandOver::Interrupt() {
   const MutexLock lock(mutex_);
   stop_ = true;
-  peer_->Cancel();
+  for (const Stream& stream : streams_) stream.peer->Cancel();
   changed_.NotifyAll();
 }
 
@@ -143,7 +158,7 @@ void HandOver::Run() {
   for (const TenantSequence& sequence : left_) {
     outcomes_.push_back(Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT, Stopped()));
   }
-  Recall();
+  Recall(*streams_.front().peer);
   done_ = true;
 }
 
@@ -170,33 +185,58 @@ void HandOver::RefreshLeft() {
 }
 
 bool HandOver::Pass() {
-  bool any = false;
-  std::vector<TenantSequence> busy;
   RefreshLeft();
-  for (size_t i = 0; i < left_.size(); ++i) {
-    if (Stopping()) {
-      busy.insert(busy.end(), left_.begin() + static_cast<ptrdiff_t>(i), left_.end());
-      break;
+  std::atomic<bool> any{false};
+  std::atomic<size_t> next{0};
+  std::vector<uint8_t> untried(left_.size(), 1);  // each is one stream's until all have ended
+  const auto work = [&](Stream& stream) {
+    while (!stream.ended && !Stopping()) {
+      const size_t i = next++;
+      if (i >= untried.size()) return;
+      untried[i] = Try(stream, left_[i], &any) ? 0 : 1;
     }
-    const std::string& tenant = left_[i].tenant;
-    // Looked up again, because the client may have truncated or released the sequence while others
-    // were moved.
-    const auto now = Find(tenant, {left_[i].info.id});
-    if (now.empty()) continue;
-    const TenantSequence sequence = {tenant, now.front()};
-    if (sequence.info.in_step) {
-      busy.push_back(sequence);
-      continue;
-    }
-    any = true;
-    v1::HandedOver outcome = Move(sequence);
-    const bool moved = outcome.outcome() == v1::HAND_OVER_OUTCOME_MOVED;
-    if (moved || !Find(tenant, {sequence.info.id}).empty()) {
-      outcomes_.push_back(std::move(outcome));
-    }
+  };
+  std::vector<Stream*> used;
+  for (Stream& stream : streams_) {
+    if (!stream.ended && used.size() < left_.size()) used.push_back(&stream);
   }
-  left_ = std::move(busy);
+  std::vector<std::thread> helpers;
+  for (size_t i = 1; i < used.size(); ++i) helpers.emplace_back(work, std::ref(*used[i]));
+  if (!used.empty()) work(*used.front());
+  for (std::thread& helper : helpers) helper.join();
+  std::vector<TenantSequence> left;
+  for (size_t i = 0; i < left_.size(); ++i) {
+    if (untried[i] != 0) left.push_back(std::move(left_[i]));
+  }
+  left_ = std::move(left);
   return any;
+}
+
+bool HandOver::EndStream(Stream& stream) {
+  const MutexLock lock(mutex_);
+  if (streams_left_ == 1) return false;
+  --streams_left_;
+  stream.ended = true;
+  return true;
+}
+
+bool HandOver::Try(Stream& stream, const TenantSequence& listed, std::atomic<bool>* any) {
+  const std::string& tenant = listed.tenant;
+  // Looked up again, because the client may have truncated or released the sequence while others
+  // were moved.
+  const auto now = Find(tenant, {listed.info.id});
+  if (now.empty()) return true;
+  const TenantSequence sequence = {tenant, now.front()};
+  if (sequence.info.in_step) return false;
+  *any = true;
+  std::optional<v1::HandedOver> outcome = Move(stream, sequence);
+  if (!outcome) return false;
+  const bool moved = outcome->outcome() == v1::HAND_OVER_OUTCOME_MOVED;
+  if (moved || !Find(tenant, {sequence.info.id}).empty()) {
+    const MutexLock lock(mutex_);
+    outcomes_.push_back(*std::move(outcome));
+  }
+  return true;
 }
 
 v1::HandedOver HandOver::Outcome(const TenantSequence& sequence, v1::HandOverOutcome outcome,
@@ -232,7 +272,8 @@ v1::HandedOver HandOver::Outcome(const TenantSequence& sequence, v1::HandOverOut
   return to;
 }
 
-v1::HandedOver HandOver::Move(const TenantSequence& sequence) {
+std::optional<v1::HandedOver> HandOver::Move(Stream& stream, const TenantSequence& sequence) {
+  HandOverPeer& peer = *stream.peer;
   const auto kept = [&](const absl::Status& why) {
     return Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT, Stopping() ? Stopped() : why);
   };
@@ -243,34 +284,42 @@ v1::HandedOver HandOver::Move(const TenantSequence& sequence) {
   }
   // The address may lead to another server by now.
   v1::GetServerInfoReply info;
-  if (absl::Status same = Ask(&info); !same.ok()) return kept(same);
-  Recall();
+  if (absl::Status same = Ask(peer, &info); !same.ok()) {
+    // The name may lead to several servers, of which another stream has the right one.
+    if (!Stopping() && EndStream(stream)) return std::nullopt;
+    return kept(same);
+  }
+  Recall(peer);
   const scheduler::ExportArgs rows = {
       sequence.tenant,  sequence.info.id, sequence.info.epoch, 0, sequence.info.length,
       /*in_place=*/true};
   const absl::StatusOr<scheduler::MovingPages> pages = engine_->BeginExport(rows);
   if (!pages.ok()) return kept(pages.status());
   bool refused = false;
-  const absl::Status status = Import(sequence, *pages, &refused);
+  const absl::Status status = Import(peer, sequence, *pages, &refused);
   if (status.ok()) return Outcome(sequence, v1::HAND_OVER_OUTCOME_MOVED);
+  if (refused && TooManyCalls(status) && EndStream(stream)) return std::nullopt;
   return refused ? Outcome(sequence, v1::HAND_OVER_OUTCOME_REFUSED, status) : kept(status);
 }
 
-absl::Status HandOver::Import(const TenantSequence& sequence, const scheduler::MovingPages& pages,
-                              bool* refused) {
+absl::Status HandOver::Import(HandOverPeer& peer, const TenantSequence& sequence,
+                              const scheduler::MovingPages& pages, bool* refused) {
   v1::ImportTarget target;
   target.set_model_id(sequence.info.model_id);
   target.set_client_id(sequence.info.client_id);
   target.set_lease_ms(static_cast<uint32_t>(sequence.info.lease_ms));
   target.set_tenant(sequence.tenant);
   target.set_new_sequence_id(sequence.info.id);
-  target.set_attempt(NewAttempt());
+  target.set_attempt(RandomNumber());
   uint64_t bytes = 0;
-  const PeerImport import = peer_->Import(target, [&](const PartSink& sink) {
-    return SendPages(engine_, sequence.tenant, pages, [&](const v1::PagesPart& part) {
-      bytes += part.chunk().payload().size();
-      return sink(part);
-    });
+  const PeerImport import = peer.Import(target, [&](const PartSink& sink) {
+    return SendPages(
+        engine_, sequence.tenant, pages,
+        [&](v1::PagesPart& part) {
+          bytes += part.chunk().payload().size();
+          return sink(part);
+        },
+        digests_);
   });
   *refused = import.refused;
   absl::Status status = import.status;
@@ -284,8 +333,11 @@ absl::Status HandOver::Import(const TenantSequence& sequence, const scheduler::M
     request.set_tenant(sequence.tenant);
     request.add_sequence_ids(sequence.info.id);
     request.set_attempt(target.attempt());
-    abandoned_.push_back(std::move(request));
-    Recall();
+    {
+      const MutexLock lock(mutex_);
+      abandoned_.push_back(std::move(request));
+    }
+    Recall(peer);
   }
   return status;
 }
@@ -305,18 +357,27 @@ absl::Status HandOver::CheckAnswer(const TenantSequence& sequence,
       "all rows, under the id that they have here", "peer_failed");
 }
 
-void HandOver::Recall() {
-  while (!abandoned_.empty()) {
-    const v1::EvictSequencesRequest& request = abandoned_.back();
-    const absl::StatusOr<uint32_t> evicted = peer_->Recall(request);
+void HandOver::Recall(HandOverPeer& peer) {
+  while (true) {
+    v1::EvictSequencesRequest request;
+    {
+      const MutexLock lock(mutex_);
+      if (abandoned_.empty()) return;
+      request = std::move(abandoned_.back());
+      abandoned_.pop_back();
+    }
+    const absl::StatusOr<uint32_t> evicted = peer.Recall(request);
     Log(LogLevel::kWarning, "taken_back",
         {{"tenant", request.tenant()},
          {"sequence", request.sequence_ids(0)},
          {"evicted", evicted.ok() ? *evicted : 0},
          {"peer", evicted.ok() ? "" : std::string(evicted.status().message())}});
-    if (!evicted.ok()) return;
+    if (!evicted.ok()) {
+      const MutexLock lock(mutex_);
+      abandoned_.push_back(std::move(request));
+      return;
+    }
     ++options_.counters->taken_back;
-    abandoned_.pop_back();
   }
 }
 

@@ -1,26 +1,32 @@
 // Moves the sequences of all tenants to another server while this one drains.
 //
-// One after another goes with the peer's Import, as its tenant's and under its id. The peer has the
-// sequence once it has answered; this server then forgets it, and names the peer from then on.
+// Each goes with the peer's Import, as its tenant's and under its id; several streams, each with a
+// connection of its own, take sequences in turn. The peer has the sequence once it has answered;
+// this server then forgets it, and names the peer from then on.
 // Until then, and if the call ends earlier for any reason, the sequence stays here unchanged. No
 // row is lost or used by both servers: no step begins while a server drains. A sequence that was
 // truncated or closed during its move has another epoch or length, and is recalled from the peer.
 //
 // If the answer is lost, the peer is told to forget the try (ImportTarget.attempt): it removes rows
 // that the import has left there, and ignores an import that is still on its way. A peer that
-// cannot be reached is told later, before the next sequence and at the end. If it is never told,
+// cannot be reached is told later, before a next sequence and at the end. If it is never told,
 // the lease ends its copy, and no client was told of it.
 //
 // This server's name must be among the peer's operators. The peer is asked again before each
 // sequence, because the address may lead to another server by then.
 //
-// Threading: a thread of its own runs between Start and Stop; call the methods from one thread at a
-// time.
+// A peer that admits fewer calls than there are streams gets fewer: a stream whose call it refuses
+// for this reason ends, and its sequence goes with another one. The same holds for a stream that
+// reaches the peer no more.
+//
+// Threading: a thread of its own runs between Start and Stop, and has helpers, one for each further
+// stream; call the methods from one thread at a time.
 #ifndef MLA_SERVER_HAND_OVER_HAND_OVER_H_
 #define MLA_SERVER_HAND_OVER_HAND_OVER_H_
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -37,8 +43,12 @@
 #include "scheduler/engine.h"
 #include "server/hand_over/peer.h"
 #include "server/metrics/stats_table.h"
+#include "server/pages/page_digest.h"
 
 namespace mla::server {
+
+// Streams to a peer. One takes the time of one core on each side, most of it for digests and TLS.
+inline constexpr size_t kHandOverStreams = 4;
 
 struct HandOverOptions {
   scheduler::Engine* engine = nullptr;   // outlives the hand-over
@@ -49,11 +59,12 @@ struct HandOverOptions {
 
 class HandOver final {
  public:
-  // Asks the peer whether it can take sequences. INVALID_ARGUMENT: the peer is this server itself;
-  // UNAVAILABLE: it cannot be reached; PERMISSION_DENIED: it does not accept this server as an
-  // operator; UNIMPLEMENTED: it does not take sequences. All errors name the field "to".
-  static absl::StatusOr<std::unique_ptr<HandOver>> Connect(HandOverOptions options,
-                                                           std::unique_ptr<HandOverPeer> peer);
+  // Asks the peer whether it can take sequences. `streams`: at least one; all lead to the same
+  // server. With one, the thread makes all calls itself. INVALID_ARGUMENT: the peer is this server
+  // itself; UNAVAILABLE: it cannot be reached; PERMISSION_DENIED: it does not accept this server as
+  // an operator; UNIMPLEMENTED: it does not take sequences. All errors name the field "to".
+  static absl::StatusOr<std::unique_ptr<HandOver>> Connect(
+      HandOverOptions options, std::vector<std::unique_ptr<HandOverPeer>> streams);
   ~HandOver();
 
   // REQUIRES: the engine drains.
@@ -73,44 +84,56 @@ class HandOver final {
   void Interrupt();
 
  private:
-  HandOver(HandOverOptions options, std::unique_ptr<HandOverPeer> peer)
-      : options_(std::move(options)), engine_(options_.engine), peer_(std::move(peer)) {}
+  // A way to the peer. Used by one thread at a time, except that any thread may cancel its calls.
+  struct Stream {
+    std::unique_ptr<HandOverPeer> peer;
+    bool ended = false;  // it reaches the peer no more, or not next to the others
+  };
+
+  HandOver(HandOverOptions options, std::vector<std::unique_ptr<HandOverPeer>> streams);
   absl::Status CheckPeer();
-  absl::Status Ask(v1::GetServerInfoReply* info);
+  absl::Status Ask(HandOverPeer& peer, v1::GetServerInfoReply* info);
   // Checks that the server that has answered is the one asked first.
   absl::Status CheckBootId(uint64_t boot_id) const;
   absl::Status CheckAnswer(const scheduler::TenantSequence& sequence,
                            const v1::ImportReply& reply) const;
   // Tries the untried sequences that may move now; returns true if it tried any.
   bool Pass();
+  // Tries one. Returns false if it stays untried, because it is in a step or the stream has ended.
+  bool Try(Stream& stream, const scheduler::TenantSequence& listed, std::atomic<bool>* any);
   // Updates the remaining sequences and removes closed ones; one call of the engine for each
   // tenant.
   void RefreshLeft();
   std::vector<scheduler::SequenceInfo> Find(const std::string& tenant,
                                             std::vector<scheduler::SequenceId> ids);
-  v1::HandedOver Move(const scheduler::TenantSequence& sequence);
-  absl::Status Import(const scheduler::TenantSequence& sequence,
+  // Ends the stream if others are left. Returns false if it is the last one.
+  bool EndStream(Stream& stream);
+  // Returns nothing if the stream has ended instead.
+  std::optional<v1::HandedOver> Move(Stream& stream, const scheduler::TenantSequence& sequence);
+  absl::Status Import(HandOverPeer& peer, const scheduler::TenantSequence& sequence,
                       const scheduler::MovingPages& pages, bool* refused);
   v1::HandedOver Outcome(const scheduler::TenantSequence& sequence, v1::HandOverOutcome outcome,
                          const absl::Status& why = absl::OkStatus());
   // Tells the peer, if it can be reached, to drop what failed imports may have left there.
-  void Recall();
+  void Recall(HandOverPeer& peer);
   bool Stopping();
 
   const HandOverOptions options_;
   scheduler::Engine* const engine_;
-  const std::unique_ptr<HandOverPeer> peer_;
-  std::optional<uint64_t> peer_boot_id_;  // absent: not asked yet
+  std::vector<Stream> streams_;
+  size_t streams_left_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::optional<uint64_t> peer_boot_id_;      // absent: not asked yet
+  DigestKind digests_ = DigestKind::kSha256;  // what the peer takes
   std::atomic<bool> done_{false};
   Mutex mutex_;
   CondVar changed_;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
-  // Used only by the thread until it has ended.
+  std::vector<scheduler::TenantSequence> left_;  // the thread's: not tried yet, by tenant and id
+  // Filled by all streams under mutex_; the caller reads it once they have ended.
   std::vector<v1::HandedOver> outcomes_;
-  std::vector<scheduler::TenantSequence> left_;  // not tried yet, by tenant and id
   // Failed attempts of which the peer has not been told.
-  std::vector<v1::EvictSequencesRequest> abandoned_;
+  std::vector<v1::EvictSequencesRequest> abandoned_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace mla::server

@@ -1,6 +1,7 @@
 #include "server/hand_over/take_over.h"
 
 #include "base/error.h"
+#include "base/status_macros.h"
 
 namespace mla::server {
 
@@ -8,9 +9,9 @@ absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
                                                   const AbandonedImports& abandoned,
                                                   const scheduler::ImportArgs& args,
                                                   uint64_t attempt, int64_t chunk_bytes,
-                                                  const PartSource& source, uint64_t* bytes) {
-  const absl::StatusOr<scheduler::MovingPages> pages = engine->BeginImport(args);
-  if (!pages.ok()) return pages.status();
+                                                  const PartSource& source, uint64_t* bytes,
+                                                  DigestKind digests) {
+  MLA_ASSIGN_OR_RETURN(const scheduler::MovingPages pages, engine->BeginImport(args));
   // Asked after BeginImport: a server that gives the try up later finds the sequence.
   const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
     absl::StatusOr<v1::PagesPart*> part = source();
@@ -18,7 +19,7 @@ absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
     return MakeError(absl::StatusCode::kCancelled, "the caller has given this import up",
                      {.reason = "cancelled"});
   };
-  return TakePages(engine, args.tenant, *pages, chunk_bytes, next, nullptr, bytes);
+  return TakePages(engine, args.tenant, pages, chunk_bytes, next, nullptr, bytes, digests);
 }
 
 int32_t EvictAndGiveUp(scheduler::Engine* engine, AbandonedImports* abandoned, uint64_t attempt,

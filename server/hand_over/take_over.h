@@ -16,12 +16,13 @@ namespace mla::server {
 
 // Runs BeginImport, all parts after the header, and the end of the import, successful or not.
 // CANCELLED if another server has given up this try (`attempt` is not 0). `bytes` receives the
-// bytes of all payloads.
+// bytes of all payloads. `digests` is the kind that the header's version has.
 absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
                                                   const AbandonedImports& abandoned,
                                                   const scheduler::ImportArgs& args,
                                                   uint64_t attempt, int64_t chunk_bytes,
-                                                  const PartSource& source, uint64_t* bytes);
+                                                  const PartSource& source, uint64_t* bytes,
+                                                  DigestKind digests = DigestKind::kSha256);
 
 // Evicts the selected sequences, and gives up the try that may bring one of them (0: no try).
 int32_t EvictAndGiveUp(scheduler::Engine* engine, AbandonedImports* abandoned, uint64_t attempt,

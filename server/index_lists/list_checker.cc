@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "proto/wire/futex.h"
 
 namespace mla::server {
@@ -165,7 +166,7 @@ absl::Status ListChecker::Check(const SentLists& sent,
                                 std::span<const scheduler::StepSequenceArgs> sequences,
                                 int32_t* memory) {
   int32_t* const begins = memory;
-  if (absl::Status status = CheckOffsets(sent, begins); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckOffsets(sent, begins));
   const Lists lists{sent, sequences, begins, memory + sent.rows + 1};
   counts_.assign(static_cast<size_t>(sent.rows), 0);
   CheckAllRows(lists);

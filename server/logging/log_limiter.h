@@ -5,10 +5,10 @@
 #define MLA_SERVER_LOGGING_LOG_LIMITER_H_
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <limits>
 
+#include "base/clock.h"
 #include "server/logging/logging.h"
 
 namespace mla::server {
@@ -18,9 +18,7 @@ class LogLimiter final {
   // Writes the line unless one was written in this second. The next line that is written has the
   // number of those left out in its field `suppressed`.
   void Log(LogLevel level, const char* event, LogFields fields) {
-    const int64_t second = std::chrono::duration_cast<std::chrono::seconds>(
-                               std::chrono::steady_clock::now().time_since_epoch())
-                               .count();
+    const int64_t second = SteadyNanos() / 1'000'000'000;
     int64_t last = last_second_.load(std::memory_order_relaxed);
     if (last == second || !last_second_.compare_exchange_strong(last, second)) {
       suppressed_.fetch_add(1, std::memory_order_relaxed);

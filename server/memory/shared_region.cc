@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -14,6 +13,8 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "server/process/process_usage.h"
 
 namespace mla::server {
@@ -212,28 +213,21 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
         absl::StrCat("bytes: got ", arena_bytes, ", must be 1..", limits_.region_bytes));
   }
   const size_t bytes = arena_offset + (arena_bytes + kPage - 1) / kPage * kPage;
-  absl::StatusOr<scheduler::TenantRef> row = account_->tenants->Enter(tenant);
-  if (!row.ok()) return row.status();
+  MLA_ASSIGN_OR_RETURN(scheduler::TenantRef row, account_->tenants->Enter(tenant));
   // Counted in whole units of the device's allocator, as the allocator takes them.
   const int64_t device_bytes = (device.bytes + kDeviceUnit - 1) / kDeviceUnit * kDeviceUnit;
-  if (absl::Status status = Reserve(**row, static_cast<int64_t>(bytes), device_bytes, wait);
-      !status.ok()) {
-    return status;
-  }
+  MLA_RETURN_IF_ERROR(Reserve(*row, static_cast<int64_t>(bytes), device_bytes, wait));
   std::shared_ptr<SharedRegion> region(new SharedRegion);
-  region->tenant_ = *std::move(row);
+  region->tenant_ = std::move(row);
   region->arena_offset_ = arena_offset;
   region->account_ = account_;
   region->counted_bytes_ = static_cast<int64_t>(bytes);
   region->device_bytes_ = device_bytes;
-  if (absl::Status status = region->Map(bytes, hooks_); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(region->Map(bytes, hooks_));
   if (device_bytes > 0) {
-    auto made = hooks_.make_device(device_bytes, device.events);
-    if (!made.ok()) return made.status();
-    region->device_ = *std::move(made);
+    MLA_ASSIGN_OR_RETURN(region->device_, hooks_.make_device(device_bytes, device.events));
   }
-  if (getrandom(region->handle_.data(), region->handle_.size(), 0) !=
-      static_cast<ssize_t>(region->handle_.size())) {
+  if (!FillRandom(&region->handle_)) {
     return absl::InternalError("shared memory: no random bytes");
   }
   const MutexLock lock(mutex_);

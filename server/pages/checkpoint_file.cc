@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 
 namespace mla::server {
 namespace {
@@ -49,8 +50,7 @@ absl::StatusOr<std::unique_ptr<CheckpointWriter>> CheckpointWriter::Create(
   const int file = open(aside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (file < 0) return SystemError(aside, "open");
   std::unique_ptr<CheckpointWriter> writer(new CheckpointWriter(path, aside, file, key));
-  absl::Status status = writer->Write(Beginning());
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(writer->Write(Beginning()));
   return writer;
 }
 
@@ -86,7 +86,7 @@ absl::Status CheckpointWriter::Add(absl::string_view frame) {
 }
 
 absl::Status CheckpointWriter::Sync() {
-  if (absl::Status status = Flush(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Flush());
   if (fsync(file_) != 0) return Failed("fsync");
   return close(std::exchange(file_, -1)) == 0 ? absl::OkStatus() : Failed("close");
 }
@@ -143,12 +143,11 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(
   reader->left_ = about.st_size;
   const std::string want = Beginning();
   std::string have(want.size(), '\0');
-  const absl::StatusOr<size_t> read = reader->Read(have.data(), have.size());
-  if (!read.ok()) return read.status();
-  if (*read < kMagic.size() || absl::string_view(have).substr(0, kMagic.size()) != kMagic) {
+  MLA_ASSIGN_OR_RETURN(const size_t read, reader->Read(have.data(), have.size()));
+  if (read < kMagic.size() || absl::string_view(have).substr(0, kMagic.size()) != kMagic) {
     return reader->Torn("it is not a checkpoint");
   }
-  if (*read < have.size() || have != want) {
+  if (read < have.size() || have != want) {
     uint32_t version = 0;
     std::memcpy(&version, have.data() + kMagic.size(), sizeof(version));
     return reader->Torn(

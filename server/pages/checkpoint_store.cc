@@ -3,13 +3,11 @@
 #include <fcntl.h>
 #include <openssl/sha.h>
 #include <sys/file.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <optional>
@@ -23,7 +21,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
+#include "base/clock.h"
 #include "base/error.h"
+#include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "server/logging/logging.h"
 #include "server/pages/page_stream.h"
 #include "server/pages/page_transfer.h"
@@ -64,12 +65,6 @@ absl::StatusOr<bool> MakeFolder(const std::string& path) {
   // Independent of the umask, which services may set for their sockets only.
   if (chmod(path.c_str(), 0700) != 0) return SystemError(path, "chmod", errno);
   return true;
-}
-
-int64_t UnixMillis() {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(
-             std::chrono::system_clock::now().time_since_epoch())
-      .count();
 }
 
 v1::CheckpointHeader HeaderOf(const std::string& tenant, const scheduler::SequenceState& state,
@@ -158,9 +153,7 @@ absl::Status CheckpointStore::ReadKey() {
   const std::string path = absl::StrCat(options_.path, "/", kKeyFile);
   int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0 && errno == ENOENT) {
-    if (getrandom(key_.data(), key_.size(), 0) != static_cast<ssize_t>(key_.size())) {
-      return SystemError(path, "getrandom", errno);
-    }
+    if (!FillRandom(&key_)) return SystemError(path, "getrandom", errno);
     const std::string aside = absl::StrCat(path, kAside);
     unlink(aside.c_str());
     file = open(aside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
@@ -312,9 +305,8 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Save(Engine* engine, const std::
   auto saved = SaveFile(engine, tenant, id, epoch);
   CheckpointCounters& counters = *options_.counters;
   if (saved.ok()) counters.last_unix_ms = saved->saved_unix_ms;
-  absl::Status status = Ended("checkpoint_save_failed", tenant, id, saved.status(), &counters.saves,
-                              &counters.save_failures);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Ended("checkpoint_save_failed", tenant, id, saved.status(), &counters.saves,
+                            &counters.save_failures));
   return saved;
 }
 
@@ -369,35 +361,33 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const s
   absl::Status status = TakeRoom(folder, room);
   if (!status.ok()) return status;
   const absl::Cleanup give_back = [&] { ReturnRoom(folder, room); };
-  const absl::StatusOr<bool> made = MakeFolder(parent);
-  if (!made.ok()) return made.status();
-  if (*made) fsync(lock_);
+  MLA_ASSIGN_OR_RETURN(const bool made, MakeFolder(parent));
+  if (made) fsync(lock_);
   const std::string aside = absl::StrCat(path, ".", next_aside_.fetch_add(1), kAside);
-  auto file = CheckpointWriter::Create(path, aside, DeriveKey(key_, kFilePurpose));
-  if (!file.ok()) return file.status();
-  const absl::StatusOr<v1::CheckpointHeader> header = Write(engine, tenant, *pages, file->get());
-  if (!header.ok()) return header.status();
+  MLA_ASSIGN_OR_RETURN(auto file,
+                       CheckpointWriter::Create(path, aside, DeriveKey(key_, kFilePurpose)));
+  MLA_ASSIGN_OR_RETURN(const v1::CheckpointHeader header,
+                       Write(engine, tenant, *pages, file.get()));
   // Makes the entry of the tenant's folder durable, whichever call has made the folder.
   if (fsync(lock_) != 0) return SystemError(parent, "fsync", errno);
   const MutexLock lock(names_);
   const Room before = RoomOf(path);
-  status = (*file)->Publish();
+  status = file->Publish();
   // Counted even if Publish failed, because the file may have got its name.
   const Room after = RoomOf(path);
   room.bytes -= after.bytes - before.bytes;
   room.files -= after.files - before.files;
   if (!status.ok()) return status;
-  return InfoOf(*header, (*file)->bytes());
+  return InfoOf(header, file->bytes());
 }
 
 absl::StatusOr<v1::CheckpointHeader> CheckpointStore::ReadHeader(CheckpointReader* file,
                                                                  const std::string& tenant,
                                                                  SequenceId id) const {
   std::string frame;
-  const absl::StatusOr<bool> read = file->Next(&frame);
-  if (!read.ok()) return read.status();
+  MLA_ASSIGN_OR_RETURN(const bool read, file->Next(&frame));
   v1::CheckpointHeader header;
-  const bool whole = *read && header.ParseFromString(frame);
+  const bool whole = read && header.ParseFromString(frame);
   if (whole && header.tenant() == tenant && header.sequence_id() == id) return header;
   return MakeError(
       absl::StatusCode::kDataLoss,
@@ -412,9 +402,8 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::Restore(Engine* engine,
                                                                  int64_t lease_ms) {
   auto restored = RestoreFile(engine, tenant, id, client_id, lease_ms);
   CheckpointCounters& counters = *options_.counters;
-  absl::Status status = Ended("checkpoint_restore_failed", tenant, id, restored.status(),
-                              &counters.restores, &counters.restore_failures);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Ended("checkpoint_restore_failed", tenant, id, restored.status(),
+                            &counters.restores, &counters.restore_failures));
   return restored;
 }
 
@@ -423,42 +412,38 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::RestoreFile(Engine* eng
                                                                      SequenceId id,
                                                                      const std::string& client_id,
                                                                      int64_t lease_ms) {
-  auto file = OpenFile(FileOf(tenant, id));
-  if (!file.ok()) return file.status();
-  const absl::StatusOr<v1::CheckpointHeader> header = ReadHeader(file->get(), tenant, id);
-  if (!header.ok()) return header.status();
+  MLA_ASSIGN_OR_RETURN(auto file, OpenFile(FileOf(tenant, id)));
+  MLA_ASSIGN_OR_RETURN(const v1::CheckpointHeader header, ReadHeader(file.get(), tenant, id));
   scheduler::ImportArgs args;
   args.tenant = tenant;
-  args.model_id = header->pages().model().model_id();
-  args.client_id = client_id.empty() ? header->client_id() : client_id;
+  args.model_id = header.pages().model().model_id();
+  args.client_id = client_id.empty() ? header.client_id() : client_id;
   args.lease_ms = lease_ms;
   args.restored_id = id;
-  absl::Status status = ParseHeader(header->pages(), engine->limits(), &args.tags);
+  absl::Status status = ParseHeader(header.pages(), engine->limits(), &args.tags);
   if (!status.ok()) return status;
-  const absl::StatusOr<scheduler::MovingPages> pages = engine->BeginImport(args);
-  if (!pages.ok()) return pages.status();
+  MLA_ASSIGN_OR_RETURN(const scheduler::MovingPages pages, engine->BeginImport(args));
   scheduler::SequenceState state;
-  if (header->has_not_finite_from()) {
-    state.not_finite_from = static_cast<int64_t>(header->not_finite_from());
+  if (header.has_not_finite_from()) {
+    state.not_finite_from = static_cast<int64_t>(header.not_finite_from());
   }
-  state.chain = ChainOf(header->prefix(), args.tags.page_size);
-  state.declared = static_cast<int32_t>(header->prefix().declared());
-  state.contents = header->prefix().contents();
+  state.chain = ChainOf(header.prefix(), args.tags.page_size);
+  state.declared = static_cast<int32_t>(header.prefix().declared());
+  state.contents = header.prefix().contents();
   std::string frame;
   v1::PagesPart part;
   const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
-    const absl::StatusOr<bool> read = (*file)->Next(&frame);
-    if (!read.ok()) return read.status();
-    if (!*read && part.has_trailer()) return nullptr;
-    if (*read && part.ParseFromString(frame)) return &part;
+    MLA_ASSIGN_OR_RETURN(const bool read, file->Next(&frame));
+    if (!read && part.has_trailer()) return nullptr;
+    if (read && part.ParseFromString(frame)) return &part;
     return MakeError(
         absl::StatusCode::kDataLoss,
-        *read ? "a checkpoint's frame is not a part" : "a checkpoint that ends without a trailer",
+        read ? "a checkpoint's frame is not a part" : "a checkpoint that ends without a trailer",
         {.reason = "checkpoint_damaged"});
   };
   uint64_t bytes = 0;
   const int64_t chunk = std::max(options_.chunk_bytes, kSentChunkBytes);
-  return TakePages(engine, tenant, *pages, chunk, next, &state, &bytes);
+  return TakePages(engine, tenant, pages, chunk, next, &state, &bytes);
 }
 
 std::vector<CheckpointInfo> CheckpointStore::List(const std::string& tenant) {

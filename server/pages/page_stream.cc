@@ -8,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/grpc/request_validator.h"
 
 namespace mla::server {
@@ -25,7 +26,7 @@ absl::Status DigestDiffers(const char* field, const std::string& got, const std:
   return MakeError(
       absl::StatusCode::kDataLoss, absl::StrCat(field, ": differs from the digest of what arrived"),
       {.field = field,
-       .got = absl::BytesToHexString(got.substr(0, kPagesDigestBytes)),
+       .got = absl::BytesToHexString(got.substr(0, kMostDigestBytes)),
        .limit = absl::StrCat(absl::BytesToHexString(want), ", the digest of what arrived"),
        .reason = "digest_mismatch"});
 }
@@ -57,7 +58,8 @@ absl::Status TakeNumber(uint64_t value, int64_t low, int64_t high, const char* f
   return absl::OkStatus();
 }
 
-uint32_t VersionOf(const PageTags& tags) {
+uint32_t VersionOf(const PageTags& tags, DigestKind digests) {
+  if (digests == DigestKind::kXxh3) return kPagesVersionWithXxh3;
   return tags.sinks.has_value() ? kPagesVersionWithSinks : kPagesVersion;
 }
 
@@ -70,17 +72,17 @@ std::string SinksDigest(const std::vector<float>& sinks) {
     const auto bits = std::bit_cast<uint32_t>(sink);
     for (int shift = 0; shift < 32; shift += 8) bytes += static_cast<char>(bits >> shift);
   }
-  std::string digest(kPagesDigestBytes, '\0');
-  EVP_Digest(bytes.data(), bytes.size(), reinterpret_cast<unsigned char*>(digest.data()), nullptr,
-             EVP_sha256(), nullptr);
-  return absl::BytesToHexString(digest);
+  PageDigest digest(DigestKind::kSha256);
+  digest.Add(bytes);
+  return absl::BytesToHexString(digest.End());
 }
 
 // If the model is registered, their values are compared with the model's; else they are checked as
 // in a registration.
 absl::Status ParseSinks(const v1::PagesHeader& header, const scheduler::ModelSpec& model,
                         PageTags* tags) {
-  const bool told = header.version() == kPagesVersionWithSinks;
+  const bool told = header.version() == kPagesVersionWithSinks ||
+                    (header.version() == kPagesVersionWithXxh3 && model.windowed());
   if (told && !model.windowed()) {
     return RefuseField("part.header.version", absl::StrCat(header.version()),
                        absl::StrCat(kPagesVersion, " of a model without a window"), "inconsistent");
@@ -97,10 +99,10 @@ absl::Status ParseSinks(const v1::PagesHeader& header, const scheduler::ModelSpe
 
 }  // namespace
 
-std::string TagText(const PageTags& tags) {
+std::string TagText(const PageTags& tags, DigestKind digests) {
   const kernels::Geometry& g = tags.geometry;
   std::string text = absl::StrCat(
-      "mla-pages/", VersionOf(tags), "\ngeometry ", g.num_heads, " ", g.kv_lora_rank, " ",
+      "mla-pages/", VersionOf(tags, digests), "\ngeometry ", g.num_heads, " ", g.kv_lora_rank, " ",
       g.rope_dim, " ", g.nope_dim, " ", g.v_dim, "\nlayers ", tags.layers, "\npage_size ",
       tags.page_size, "\nindex_dim ", tags.index_dim, "\nkv_format ",
       static_cast<int>(tags.kv_format), "\nfp8_kind ", static_cast<int>(tags.fp8), "\ngroup_bytes ",
@@ -182,8 +184,9 @@ int32_t PageSizeOf(const MovingPages& pages, const StreamGroup& group) {
                                                   : pages.tags.page_size;
 }
 
-void FillHeader(const scheduler::ModelSpec& model, const PageTags& tags, v1::PagesHeader* header) {
-  header->set_version(VersionOf(tags));
+void FillHeader(const scheduler::ModelSpec& model, const PageTags& tags, v1::PagesHeader* header,
+                DigestKind digests) {
+  header->set_version(VersionOf(tags, digests));
   FillModel(model, header->mutable_model());
   header->mutable_kv_scales()->Assign(tags.kv_scales.begin(), tags.kv_scales.end());
   header->set_fp8_kind(static_cast<v1::Fp8Kind>(tags.fp8));
@@ -199,10 +202,9 @@ void FillHeader(const scheduler::ModelSpec& model, const PageTags& tags, v1::Pag
 }
 
 absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, PageTags* tags) {
-  if (header.version() != kPagesVersion && header.version() != kPagesVersionWithSinks) {
+  if (header.version() < kPagesVersion || header.version() > kPagesVersionWithXxh3) {
     return RefuseField("part.header.version", absl::StrCat(header.version()),
-                       absl::StrCat(kPagesVersion, " or ", kPagesVersionWithSinks),
-                       "unknown_version");
+                       absl::StrCat(kPagesVersion, "..", kPagesVersionWithXxh3), "unknown_version");
   }
   scheduler::ModelSpec model;
   if (absl::Status known = ParseModelSpec(header.model(), limits, &model); !known.ok()) {
@@ -234,7 +236,7 @@ absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, Pa
                        absl::StrCat("at most ", limits.max_layers), "out_of_range");
   }
   tags->kv_scales.assign(header.kv_scales().begin(), header.kv_scales().end());
-  if (absl::Status status = ParseSinks(header, model, tags); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(ParseSinks(header, model, tags));
   const int64_t rows = limits.max_sequence_rows;
   absl::Status status = TakeNumber(header.group_bytes(), 1, scheduler::kMostKvCacheBytes,
                                    "part.header.group_bytes", &tags->group_bytes);
@@ -275,46 +277,32 @@ absl::Status ParseTarget(const v1::ImportTarget& message, const Limits& limits,
   return status;
 }
 
-PageDigests::PageDigests(const PageTags& tags)
-    : tags_(TagText(tags)), group_(Make()), all_(Make()) {
-  EVP_DigestUpdate(all_.get(), tags_.data(), tags_.size());
-}
-
-PageDigests::Digest PageDigests::Make() {
-  Digest digest(EVP_MD_CTX_new(), EVP_MD_CTX_free);
-  EVP_DigestInit_ex(digest.get(), EVP_sha256(), nullptr);
-  return digest;
-}
-
-std::string PageDigests::Finish(EVP_MD_CTX* digest) {
-  std::string out(kPagesDigestBytes, '\0');
-  EVP_DigestFinal_ex(digest, reinterpret_cast<unsigned char*>(out.data()), nullptr);
-  return out;
+PageDigests::PageDigests(const PageTags& tags, DigestKind kind)
+    : tags_(TagText(tags, kind)), group_(kind), all_(kind) {
+  all_.Add(tags_);
 }
 
 void PageDigests::BeginGroup(const StreamGroup& group) {
-  EVP_DigestInit_ex(group_.get(), EVP_sha256(), nullptr);
+  group_.Begin();
   const char* const kind = group.content == v1::PAGE_CONTENT_ROWS     ? "group "
                            : group.content == v1::PAGE_CONTENT_WINDOW ? "window "
                                                                       : "tail ";
-  const std::string place = absl::StrCat(tags_, kind, group.first_row, " ", group.rows, "\n");
-  EVP_DigestUpdate(group_.get(), place.data(), place.size());
+  group_.Add(absl::StrCat(tags_, kind, group.first_row, " ", group.rows, "\n"));
 }
 
-void PageDigests::Add(absl::string_view payload) {
-  EVP_DigestUpdate(group_.get(), payload.data(), payload.size());
-}
+void PageDigests::Add(absl::string_view payload) { group_.Add(payload); }
 
 std::string PageDigests::EndGroup() {
-  std::string digest = Finish(group_.get());
-  EVP_DigestUpdate(all_.get(), digest.data(), digest.size());
+  std::string digest = group_.End();
+  all_.Add(digest);
   return digest;
 }
 
-std::string PageDigests::End() { return Finish(all_.get()); }
+std::string PageDigests::End() { return all_.End(); }
 
-PageStreamReader::PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes)
-    : pages_(pages), chunk_bytes_(chunk_bytes), digests_(pages.tags) {}
+PageStreamReader::PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes,
+                                   DigestKind digests)
+    : pages_(pages), chunk_bytes_(chunk_bytes), digests_(pages.tags, digests) {}
 
 absl::Status PageStreamReader::Add(const v1::PagesPart& part, std::optional<PagePlace>* place) {
   place->reset();

@@ -5,8 +5,6 @@
 #ifndef MLA_SERVER_PAGES_PAGE_STREAM_H_
 #define MLA_SERVER_PAGES_PAGE_STREAM_H_
 
-#include <openssl/evp.h>
-
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -18,18 +16,25 @@
 #include "mla/v1/cache.pb.h"
 #include "scheduler/engine.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
+#include "server/pages/page_digest.h"
 
 namespace mla::server {
 
 inline constexpr uint32_t kPagesVersion = 1;
 inline constexpr uint32_t kPagesVersionWithSinks = 2;  // for models with a window
-inline constexpr size_t kPagesDigestBytes = 32;
+// With digests of XXH3 instead of SHA-256; with sinks if the model has a window.
+inline constexpr uint32_t kPagesVersionWithXxh3 = 3;
+
+// The digests of streams of that version.
+inline DigestKind DigestsOf(uint32_t version) {
+  return version == kPagesVersionWithXxh3 ? DigestKind::kXxh3 : DigestKind::kSha256;
+}
 
 // Everything on which the meaning of the rows depends, as bytes with which digests begin.
-std::string TagText(const scheduler::PageTags& tags);
+std::string TagText(const scheduler::PageTags& tags, DigestKind digests = DigestKind::kSha256);
 
 void FillHeader(const scheduler::ModelSpec& model, const scheduler::PageTags& tags,
-                v1::PagesHeader* header);
+                v1::PagesHeader* header, DigestKind digests = DigestKind::kSha256);
 // INVALID_ARGUMENT names a field inside "part.header".
 absl::Status ParseHeader(const v1::PagesHeader& header, const scheduler::Limits& limits,
                          scheduler::PageTags* tags);
@@ -59,7 +64,7 @@ int32_t PageSizeOf(const scheduler::MovingPages& pages, const StreamGroup& group
 // Computes the digests of one stream, group after group.
 class PageDigests final {
  public:
-  explicit PageDigests(const scheduler::PageTags& tags);
+  explicit PageDigests(const scheduler::PageTags& tags, DigestKind kind = DigestKind::kSha256);
 
   void BeginGroup(const StreamGroup& group);
   void Add(absl::string_view payload);
@@ -68,12 +73,8 @@ class PageDigests final {
   std::string End();
 
  private:
-  using Digest = std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)>;
-  static Digest Make();
-  static std::string Finish(EVP_MD_CTX* digest);
-
   const std::string tags_;
-  Digest group_, all_;
+  PageDigest group_, all_;
 };
 
 // A position in the pages of a sequence.
@@ -88,7 +89,8 @@ struct PagePlace {
 class PageStreamReader final {
  public:
   // `chunk_bytes`: the most in one chunk.
-  PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes);
+  PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes,
+                   DigestKind digests = DigestKind::kSha256);
 
   // INVALID_ARGUMENT: this part does not come next or has a wrong size. DATA_LOSS: a digest
   // differs. For a chunk, sets `place` to where its payload belongs.

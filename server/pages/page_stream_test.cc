@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "absl/strings/escaping.h"
 #include "base/error.h"
 
 namespace mla::server {
@@ -25,8 +26,9 @@ scheduler::MovingPages Pages() {
 }
 
 // The parts after the header, as an export gives them.
-std::vector<v1::PagesPart> Parts(const scheduler::MovingPages& pages) {
-  PageDigests digests(pages.tags);
+std::vector<v1::PagesPart> Parts(const scheduler::MovingPages& pages,
+                                 DigestKind kind = DigestKind::kSha256) {
+  PageDigests digests(pages.tags, kind);
   std::vector<v1::PagesPart> parts;
   uint64_t groups = 0;
   for (int64_t row = 0; row < pages.tags.rows; row += pages.tags.page_size, ++groups) {
@@ -54,9 +56,9 @@ struct Outcome {
   std::vector<PagePlace> places;
 };
 
-Outcome Read(const std::vector<v1::PagesPart>& parts) {
+Outcome Read(const std::vector<v1::PagesPart>& parts, DigestKind kind = DigestKind::kSha256) {
   const scheduler::MovingPages pages = Pages();
-  PageStreamReader reader(pages, kChunk);
+  PageStreamReader reader(pages, kChunk, kind);
   Outcome outcome;
   std::optional<PagePlace> place;
   for (const v1::PagesPart& part : parts) {
@@ -77,6 +79,39 @@ TEST(PageStreamTest, WholeStreamsAreTakenAndPlaced) {
   EXPECT_EQ(outcome.places[2].page, 2);
   EXPECT_EQ(outcome.places[2].group.rows, 2);
   EXPECT_EQ(outcome.places[3].offset, 16);
+}
+
+TEST(PageStreamTest, DigestsOfXxh3AreComparedToo) {
+  std::vector<v1::PagesPart> parts = Parts(Pages(), DigestKind::kXxh3);
+  EXPECT_EQ(parts.back().trailer().sha256().size(), 16u);
+  EXPECT_TRUE(Read(parts, DigestKind::kXxh3).status.ok());
+  // A stream of one kind is none of the other.
+  EXPECT_EQ(Read(parts).status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(Read(Parts(Pages()), DigestKind::kXxh3).status.code(), absl::StatusCode::kDataLoss);
+  for (v1::PagesPart& part : parts) {
+    if (!part.has_chunk()) continue;
+    std::string& payload = *part.mutable_chunk()->mutable_payload();
+    payload.back() = static_cast<char>(payload.back() ^ 1);
+    EXPECT_EQ(Read(parts, DigestKind::kXxh3).status.code(), absl::StatusCode::kDataLoss);
+    payload.back() = static_cast<char>(payload.back() ^ 1);
+  }
+  parts.back().mutable_trailer()->mutable_sha256()->back() ^= 1;
+  EXPECT_EQ(Read(parts, DigestKind::kXxh3).status.code(), absl::StatusCode::kDataLoss);
+}
+
+// Digests of foreign implementations must be equal: XXH3_128bits and SHA-256 of known bytes.
+TEST(PageDigestTest, DigestsAreThoseOfTheStandards) {
+  const auto digest = [](DigestKind kind, absl::string_view bytes) {
+    PageDigest one(kind);
+    one.Add("forgotten");
+    one.Begin();
+    for (const char c : bytes) one.Add(absl::string_view(&c, 1));
+    return absl::BytesToHexString(one.End());
+  };
+  EXPECT_EQ(digest(DigestKind::kXxh3, ""), "99aa06d3014798d86001c324468d497f");
+  EXPECT_EQ(digest(DigestKind::kSha256, "abc"),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  EXPECT_EQ(digest(DigestKind::kXxh3, "abc"), "06b05ab6733a618578af5f94892f3950");
 }
 
 TEST(PageStreamTest, OfAWindowTheStreamHasEntriesThenRowsThenTheTail) {
@@ -159,6 +194,18 @@ TEST_F(SinksOfAHeaderTest, ComeBackAndArePartOfTheDigests) {
   EXPECT_EQ(texts.size(), 4u);
 }
 
+TEST_F(SinksOfAHeaderTest, ComeBackInTheVersionOfXxh3) {
+  v1::PagesHeader header;
+  FillHeader(model_, pages_.tags, &header, DigestKind::kXxh3);
+  EXPECT_EQ(header.version(), kPagesVersionWithXxh3);
+  EXPECT_EQ(DigestsOf(header.version()), DigestKind::kXxh3);
+  scheduler::PageTags tags;
+  ASSERT_EQ(ParseHeader(header, scheduler::Limits(), &tags), absl::OkStatus());
+  EXPECT_EQ(tags.sinks, pages_.tags.sinks);
+  EXPECT_EQ(TagText(tags, DigestKind::kXxh3), TagText(pages_.tags, DigestKind::kXxh3));
+  EXPECT_NE(TagText(tags, DigestKind::kXxh3), TagText(tags));
+}
+
 TEST_F(SinksOfAHeaderTest, AreNotKnownOfServersThatDidNotSay) {
   pages_.tags.sinks.reset();
   v1::PagesHeader header = Filled();
@@ -177,7 +224,7 @@ TEST_F(SinksOfAHeaderTest, AreOneALayerAndHeadOfAWindow) {
   header = Filled();
   header.set_version(kPagesVersion);
   EXPECT_EQ(Refused(header), "part.header.sinks");
-  for (const uint32_t version : {0u, 3u, ~0u}) {
+  for (const uint32_t version : {0u, kPagesVersionWithXxh3 + 1, ~0u}) {
     header.set_version(version);
     EXPECT_EQ(Refused(header), "part.header.version");
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "kernels/formats/convert_rows.h"
 #include "kernels/formats/stored_rows.h"
 #include "server/pages/page_stream.h"
@@ -138,11 +139,10 @@ struct Brought {
 absl::Status TakeTailPart(Engine* engine, const std::string& tenant, const MovingPages& pages,
                           int64_t offset, const std::string& payload, Brought* brought) {
   if (brought->tail == nullptr) {
-    const absl::StatusOr<scheduler::TenantRef> row = engine->tenants()->Enter(tenant);
-    if (!row.ok()) return row.status();
-    auto tail = engine->MakeTail(*row, pages.tags.tail_bytes, "part.chunk.payload");
-    if (!tail.ok()) return tail.status();
-    brought->tail = *std::move(tail);
+    MLA_ASSIGN_OR_RETURN(const scheduler::TenantRef row, engine->tenants()->Enter(tenant));
+    MLA_ASSIGN_OR_RETURN(auto tail,
+                         engine->MakeTail(row, pages.tags.tail_bytes, "part.chunk.payload"));
+    brought->tail = std::move(tail);
   }
   std::memcpy(brought->tail->data.get() + offset, payload.data(), payload.size());
   return absl::OkStatus();
@@ -156,13 +156,12 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
   move.id = pages.id;
   move.in = true;
   while (true) {
-    const absl::StatusOr<v1::PagesPart*> part = source();
-    if (!part.ok()) return part.status();
-    if (*part == nullptr) return parts->Finish();
-    absl::Status status = parts->Add(**part, &place);
+    MLA_ASSIGN_OR_RETURN(v1::PagesPart* const part, source());
+    if (part == nullptr) return parts->Finish();
+    absl::Status status = parts->Add(*part, &place);
     if (!status.ok()) return status;
     if (!place) continue;
-    std::string* const payload = (*part)->mutable_chunk()->mutable_payload();
+    std::string* const payload = part->mutable_chunk()->mutable_payload();
     if (place->group.content == v1::PAGE_CONTENT_TAIL) {
       status = TakeTailPart(engine, tenant, pages, place->offset, *payload, brought);
       if (!status.ok()) return status;
@@ -185,13 +184,13 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
 }  // namespace
 
 absl::Status SendPages(Engine* engine, const std::string& tenant, const MovingPages& pages,
-                       const PartSink& sink) {
+                       const PartSink& sink, DigestKind kind) {
   const scheduler::PageTags& tags = pages.tags;
   const auto model = engine->FindModel(tenant, pages.model_id);
   if (model == nullptr) return absl::AbortedError("the model has gone");
-  PageDigests digests(tags);
+  PageDigests digests(tags, kind);
   v1::PagesPart part;
-  FillHeader(*model, tags, part.mutable_header());
+  FillHeader(*model, tags, part.mutable_header(), kind);
   absl::Status status = sink(part);
   const int64_t groups = GroupCount(pages);
   for (int64_t index = 0; status.ok() && index < groups; ++index) {
@@ -207,8 +206,8 @@ absl::StatusOr<scheduler::SequenceInfo> TakePages(Engine* engine, const std::str
                                                   const MovingPages& pages, int64_t chunk_bytes,
                                                   const PartSource& source,
                                                   const scheduler::SequenceState* state,
-                                                  uint64_t* bytes) {
-  PageStreamReader parts(pages, chunk_bytes);
+                                                  uint64_t* bytes, DigestKind digests) {
+  PageStreamReader parts(pages, chunk_bytes, digests);
   Brought brought;
   if (state != nullptr) brought.not_finite_from = state->not_finite_from;
   const absl::Status status = Take(engine, tenant, pages, &parts, source, &brought);

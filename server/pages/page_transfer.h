@@ -14,29 +14,30 @@
 #include "absl/status/statusor.h"
 #include "mla/v1/cache.pb.h"
 #include "scheduler/engine.h"
+#include "server/pages/page_digest.h"
 
 namespace mla::server {
 
 // Size of sent chunks: any client accepts messages of this size.
 inline constexpr int64_t kSentChunkBytes = int64_t{1} << 20;
 
-using PartSink = std::function<absl::Status(const v1::PagesPart&)>;
+// Takes a part. It may change the part or take its contents.
+using PartSink = std::function<absl::Status(v1::PagesPart&)>;
 // Returns the next part, or null after the last one. The caller may change the part.
 using PartSource = std::function<absl::StatusOr<v1::PagesPart*>()>;
 
 // Sends all parts of an export that has begun. If `sink` returns an error, stops and returns it.
 absl::Status SendPages(scheduler::Engine* engine, const std::string& tenant,
-                       const scheduler::MovingPages& pages, const PartSink& sink);
+                       const scheduler::MovingPages& pages, const PartSink& sink,
+                       DigestKind digests = DigestKind::kSha256);
 
 // Takes the parts after the header and ends the import that has begun, successfully or not. `state`
 // goes to Engine::EndImport, together with the rows known not to be finite. `bytes` receives the
 // bytes of all payloads.
-absl::StatusOr<scheduler::SequenceInfo> TakePages(scheduler::Engine* engine,
-                                                  const std::string& tenant,
-                                                  const scheduler::MovingPages& pages,
-                                                  int64_t chunk_bytes, const PartSource& source,
-                                                  const scheduler::SequenceState* state,
-                                                  uint64_t* bytes);
+absl::StatusOr<scheduler::SequenceInfo> TakePages(
+    scheduler::Engine* engine, const std::string& tenant, const scheduler::MovingPages& pages,
+    int64_t chunk_bytes, const PartSource& source, const scheduler::SequenceState* state,
+    uint64_t* bytes, DigestKind digests = DigestKind::kSha256);
 
 }  // namespace mla::server
 

@@ -14,6 +14,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::server {
 
@@ -40,9 +41,8 @@ absl::StatusOr<gid_t> FindGroup(const std::string& name) {
 }
 
 absl::Status GiveToGroup(const std::string& path, const std::string& group) {
-  const auto id = FindGroup(group);
-  if (!id.ok()) return id.status();
-  if (chown(path.c_str(), static_cast<uid_t>(-1), *id) == 0 && chmod(path.c_str(), 0660) == 0) {
+  MLA_ASSIGN_OR_RETURN(const auto id, FindGroup(group));
+  if (chown(path.c_str(), static_cast<uid_t>(-1), id) == 0 && chmod(path.c_str(), 0660) == 0) {
     return absl::OkStatus();
   }
   return absl::FailedPreconditionError(

@@ -12,10 +12,13 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
+#include "base/status_macros.h"
 #include "server/grpc/identity.h"
 #include "server/logging/logging.h"
 #include "server/process/process_usage.h"
@@ -85,6 +88,11 @@ bool Send(int descriptor, const wire::ConnectReply& connect_reply, const SharedR
          static_cast<ssize_t>(sizeof(connect_reply));
 }
 
+absl::Status NoDescriptor(int error) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("no descriptor for a ring: ", std::strerror(error)));
+}
+
 }  // namespace
 
 SharedMemoryListener::SharedMemoryListener(SharedMemoryListenerOptions options)
@@ -95,7 +103,7 @@ SharedMemoryListener::SharedMemoryListener(SharedMemoryListenerOptions options)
 absl::StatusOr<std::unique_ptr<SharedMemoryListener>> SharedMemoryListener::Open(
     SharedMemoryListenerOptions options) {
   std::unique_ptr<SharedMemoryListener> listener(new SharedMemoryListener(std::move(options)));
-  if (absl::Status status = listener->Bind(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(listener->Bind());
   listener->thread_ = std::thread([raw = listener.get()] { raw->Run(); });
   return listener;
 }
@@ -111,10 +119,7 @@ absl::Status SharedMemoryListener::Bind() {
                                                options_.path.size(), " bytes, at most ",
                                                sizeof(address.sun_path) - 1, " are possible"));
   }
-  if (absl::Status status = PrepareSocketFolder("shm.path", options_.path, options_.open_folder);
-      !status.ok()) {
-    return status;
-  }
+  MLA_RETURN_IF_ERROR(PrepareSocketFolder("shm.path", options_.path, options_.open_folder));
   if (IsServed(options_.path, SOCK_SEQPACKET)) {
     return absl::UnavailableError(
         absl::StrCat("shm.path ", options_.path, ": another server is there"));
@@ -359,8 +364,7 @@ absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_req
   if (!IsTenantName(connection->tenant, options_.max_name_bytes)) {
     return absl::InvalidArgumentError("tenant: must be printable ASCII characters");
   }
-  absl::Status status = MakeRegion(connect_request, connection, may_wait, connect_reply);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(MakeRegion(connect_request, connection, may_wait, connect_reply));
   options_.metrics->wire().shared_regions.fetch_add(1);
   const SharedRegion& region = *connection->region;
   std::copy(region.handle().begin(), region.handle().end(), connect_reply->handle);
@@ -454,6 +458,50 @@ void SharedMemoryListener::Sweep() {
     }
   }
   for (const int descriptor : ending) End(descriptor);
+}
+
+// -------------------------------------------------------------------------- Introduced connections
+
+absl::StatusOr<int> SharedMemoryListener::ConnectFor(const std::string& tenant) {
+  int pair[2];
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0) return NoDescriptor(errno);
+  if (InDescriptorReserve(std::max(pair[0], pair[1]))) {
+    for (const int descriptor : pair) close(descriptor);
+    return NoDescriptor(EMFILE);
+  }
+  const MutexLock lock(introduced_mutex_);
+  introduced_.push_back({pair[0], tenant});
+  const uint64_t one = 1;
+  if (write(introduced_event_, &one, sizeof(one)) < 0 && errno != EAGAIN) {
+    return absl::InternalError(absl::StrCat("a ring's connection: ", std::strerror(errno)));
+  }
+  return pair[1];
+}
+
+void SharedMemoryListener::TakeIntroduced() {
+  uint64_t count = 0;
+  if (read(introduced_event_, &count, sizeof(count)) < 0) return;
+  std::vector<Introduced> introduced;
+  {
+    const MutexLock lock(introduced_mutex_);
+    introduced.swap(introduced_);
+  }
+  for (const Introduced& one : introduced) {
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLRDHUP;
+    event.data.fd = one.descriptor;
+    if (epoll_ctl(events_, EPOLL_CTL_ADD, one.descriptor, &event) != 0) {
+      close(one.descriptor);
+      continue;
+    }
+    Connection& connection = connections_[one.descriptor];
+    connection.descriptor = one.descriptor;
+    connection.user = geteuid();
+    connection.since_ns = SteadyNanos();
+    connection.tenant = one.tenant;
+    connection.introduced = true;
+    Handshake(&connection);
+  }
 }
 
 }  // namespace mla::server

@@ -47,7 +47,7 @@ TraceContext StepTraces::Begin(scheduler::StepId id, std::string_view traceparen
 }
 
 TraceContext StepTraces::Find(scheduler::StepId id) const {
-  if (open_count_.load(std::memory_order_relaxed) == 0) return {};
+  if (!any()) return {};
   const MutexLock lock(mutex_);
   for (const Open& open : open_) {
     if (open.id == id) return open.context;

@@ -48,6 +48,8 @@ class StepTraces {
   // Decides whether the step of a BeginStep is recorded.
   TraceContext Begin(scheduler::StepId id, std::string_view traceparent, int64_t now_ns,
                      const std::string& model);
+  // Returns false if no step is recorded at present, as is usual. Then Find is not worth its call.
+  bool any() const { return open_count_.load(std::memory_order_relaxed) != 0; }
   // The context of a recorded step; else an invalid one.
   TraceContext Find(scheduler::StepId id) const;
   // Records the spans of a message whose reply has been written. `answer`: the message's.

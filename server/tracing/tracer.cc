@@ -4,7 +4,9 @@
 #include <iterator>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/error.h"
+#include "base/random_bytes.h"
 #include "server/logging/logging.h"
 
 namespace mla::server {
@@ -15,12 +17,6 @@ constexpr auto kGather = std::chrono::milliseconds(200);
 // Names that are counted in one second. Any more share one count, so that invented tenants cost no
 // memory.
 constexpr size_t kTenantsCounted = 256;
-
-template <typename Clock>
-int64_t Nanos() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
-      .count();
-}
 
 }  // namespace
 
@@ -33,10 +29,8 @@ std::string SpanError(const absl::Status& status) {
 Tracer::Tracer(TracerOptions options, std::vector<std::unique_ptr<SpanExporter>> exporters)
     : options_(options),
       exporters_(std::move(exporters)),
-      unix_offset_ns_(Nanos<std::chrono::system_clock>() - Nanos<std::chrono::steady_clock>()) {
-  std::random_device seed;
-  std::seed_seq seeds{seed(), seed(), seed(), seed()};
-  random_.seed(seeds);
+      unix_offset_ns_(UnixNanos() - SteadyNanos()) {
+  random_.seed(RandomNumber());
   next_span_ = random_();
   if (on()) thread_ = std::thread([this] { Run(); });
 }
@@ -50,7 +44,7 @@ Tracer::~Tracer() {
   if (thread_.joinable()) thread_.join();
 }
 
-int64_t Tracer::Now() { return Nanos<std::chrono::steady_clock>(); }
+int64_t Tracer::Now() { return SteadyNanos(); }
 
 bool Tracer::WithinBounds(const std::string& tenant) {
   const int64_t second = Now() / 1000000000;

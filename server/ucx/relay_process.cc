@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "server/process/process_usage.h"
 
 extern char** environ;
@@ -53,7 +54,7 @@ absl::StatusOr<std::unique_ptr<RelayProcess>> RelayProcess::Start(
     const std::string& program, const relay::RelaySetup& setup, int ring,
     std::chrono::milliseconds timeout) {
   std::unique_ptr<RelayProcess> relay(new RelayProcess());
-  if (absl::Status status = relay->Spawn(program, ring); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(relay->Spawn(program, ring));
   if (send(relay->control_, &setup, sizeof(setup), MSG_NOSIGNAL) !=
       static_cast<ssize_t>(sizeof(setup))) {
     return absl::UnavailableError(absl::StrCat("UCX: the relay has ended: ", std::strerror(errno)));
@@ -61,7 +62,7 @@ absl::StatusOr<std::unique_ptr<RelayProcess>> RelayProcess::Start(
   if (!relay->Receive(timeout)) {
     return absl::DeadlineExceededError("UCX: the relay did not answer in time");
   }
-  if (absl::Status status = relay->reply_->status(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(relay->reply_->status());
   return relay;
 }
 

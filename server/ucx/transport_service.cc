@@ -1,6 +1,5 @@
 #include "server/ucx/transport_service.h"
 
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -8,6 +7,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "server/grpc/grpc_status.h"
 #include "server/logging/logging.h"
 
@@ -29,13 +30,6 @@ absl::Status CheckRequest(const v1::OpenUcxRequest& request) {
   }
   if (request.bytes() == 0) return RefuseField("bytes", "0", "at least 1");
   return absl::OkStatus();
-}
-
-absl::Status RandomToken(wire::UcxToken* token) {
-  if (getrandom(token->data(), token->size(), 0) == static_cast<ssize_t>(token->size())) {
-    return absl::OkStatus();
-  }
-  return absl::InternalError("UCX: no random bytes");
 }
 
 }  // namespace
@@ -101,10 +95,9 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
                                      const v1::OpenUcxRequest& request,
                                      grpc::ServerWriter<v1::OpenUcxReply>* writer) {
   const Watchers::Place place(&sessions_, who.tenant);
-  if (absl::Status status = place.Check("OpenUcx"); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(place.Check("OpenUcx"));
   relay::RelaySetup setup = SetupOf(request);
-  absl::Status status = RandomToken(&setup.token);
-  if (!status.ok()) return status;
+  if (!FillRandom(&setup.token)) return absl::InternalError("UCX: no random bytes");
   auto relay = StartRelay(who, setup);
   if (!relay.ok()) return relay.status();
   const relay::RelayReply& made = (*relay)->reply();

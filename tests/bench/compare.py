@@ -74,6 +74,8 @@ METRICS = {
     "attention_us": Metric(Better.LESS, True),
     "attend_us": Metric(Better.LESS, False),
     "kernel_us": Metric(Better.LESS, False),
+    "round_trip_us": Metric(Better.LESS, False),
+    "bytes_a_token": Metric(Better.LESS, True),
     "steps": Metric(Better.COUNT, True),
     "copies": Metric(Better.COUNT, True),
     "sleeps": Metric(Better.COUNT, True),
@@ -83,6 +85,7 @@ METRICS = {
     "gb_per_s": Metric(Better.MORE, False),
     "processor_s_a_gb": Metric(Better.LESS, True),
     "client_polling_us": Metric(Better.LESS, False),
+    "overhead_us": Metric(Better.LESS, False),
     "launch_polling_us": Metric(Better.LESS, False),
 }
 # Figures that name a row, references that are measured together with the product, and figures that
@@ -95,7 +98,7 @@ NOT_COMPARED = {
     "speedup", "of_dense", "least_us", "touch_us", "tflops",
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held",
-    "merged_tiles", "whole_group_bytes", "groups_apart"}
+    "merged_tiles", "whole_group_bytes", "groups_apart", "step_us", "one_us", "one_p99_us"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
 # These values do not name a row either, because older programs leave them out.
 DEFAULTS = {("kv", "bf16"), ("compute", "bf16"), ("nope", 128), ("v", 128)}

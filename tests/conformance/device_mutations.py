@@ -3,7 +3,8 @@
 A mutation replaces one piece of text, which must occur exactly once in its file. The harness edits
 a copy of kernels/, compiles the kernels of the mutation's architectures for the host (one
 translation unit each) and gives the library to host_conformance as a device image. A text that is
-not there, a mutation that does not compile and one that no case notices are failures.
+not there, a mutation that does not compile and one that no case notices are failures. Of the last
+kind, those are told apart whose text no kernel of the architecture uses: no case can find them.
 
     python3 tests/conformance/device_mutations.py [--sample] [NAME...]
 """
@@ -186,7 +187,19 @@ MUTATIONS = (
              "if constexpr (Layout::kLayerScale) scale.inverse *= item.segment->kv_scale;", ""),
     Mutation("scale_of_copies", "Scales of rows are copied from the group before.",
              "kv/kv_stream.h", "% Layout::kScaleWords / kTileKv;",
-             "% Layout::kScaleWords / kTileKv / 2;", ("gfx950", "gfx942", "sm_90")),
+             "% Layout::kScaleWords / kTileKv / 2;", ("gfx950", "gfx942")),
+    # The same for sm_90, whose only rows in a KvStream are bf16: the line above is not compiled
+    # there. Each kernel for rows of 8 bits copies their scales itself.
+    Mutation("scale_of_the_copied_neighbour", "Neighbouring rows exchange their scales.",
+             "sm90/decode/rows64_codes/copier.h", "shared.raw_scales(slot) + to * 16, from",
+             "shared.raw_scales(slot) + (to ^ 1) * 16, from", ("sm_90",)),
+    Mutation("scale_of_few_copied_rows", "Neighbouring rows exchange their scales.",
+             "sm90/decode/rows16_fp8/copier.h", "shared.raw_scales(ring.at) + row(i) * 16, rows",
+             "shared.raw_scales(ring.at) + (row(i) ^ 1) * 16, rows", ("sm_90",)),
+    Mutation("scale_of_the_group_before", "Rows are widened with scales of the wrong groups.",
+             "sm90/decode/rows64_widened/widening_producer.h",
+             "pick(stream.scales, block(step, i) / 2)",
+             "pick(stream.scales, block(step, i) / 4)", ("sm_90",)),
     Mutation("scale_of_probabilities", "Products keep the factor of the probabilities.",
              "amd/formats/code_rounding.h", "exponent = 127 - static_cast<int>(power);",
              "exponent = 127;"),
@@ -260,9 +273,10 @@ MUTATIONS = (
              "args.weights[t.weights_slot] + static_cast<int64_t>(t.head_offset + h)",
              "args.weights[t.weights_slot] + "
              "static_cast<int64_t>(t.head_offset + (h + 1) % t.num_heads)"),
+    # Only sm_90 has kernels for tiles of one row (arch_traits.h).
     Mutation("project_of_a_row_reads_the_next_head", "Weights of the next head are used.",
              "kernels/project.h", "w + static_cast<int64_t>(t.head_offset + h)",
-             "w + static_cast<int64_t>(t.head_offset + (h + 1) % t.num_heads)"),
+             "w + static_cast<int64_t>(t.head_offset + (h + 1) % t.num_heads)", ("sm_90",)),
 )
 
 # One of each kind, for the quick run.
@@ -310,10 +324,15 @@ class Harness:
         if built.returncode != 0:
             raise HarnessError(f"{source.name} does not compile:\n{built.stderr[-2000:]}")
 
-    def library(self, arch):
-        """Builds the kernels of the unchanged tree as a library."""
-        made, target = WORK / f"{arch}.o", WORK / f"{arch}.so"
+    def kernels(self, arch):
+        """Compiles the kernels of the tree as it is now."""
+        made = WORK / f"{arch}.o"
         self.compile(self.tree / "kernels/hip/host_images" / SOURCES[arch], made)
+        return made
+
+    def library(self, arch):
+        """Builds the kernels of the tree as it is now as a library."""
+        made, target = self.kernels(arch), WORK / f"{arch}.so"
         linked = run(["g++", "-shared", "-Wl,-Bsymbolic", made, *self.block, "-o", target])
         if linked.returncode != 0:
             raise HarnessError(f"{arch}: does not link:\n{linked.stderr[-2000:]}")
@@ -343,6 +362,7 @@ class Harness:
         file.write_text(original.replace(mutation.old, mutation.new))
         try:
             library = self.library(arch)
+            mutated = (WORK / f"{arch}.o").read_bytes()
         finally:
             file.write_text(original)
         built = time.monotonic()
@@ -350,6 +370,8 @@ class Harness:
         lines = sorted(line for line in text.splitlines()
                        if line.startswith(("fake device", "FAIL")))
         how = lines[-1] if lines else text[-200:]
+        if passed and mutated == self.kernels(arch).read_bytes():
+            how = f"no kernel of {arch} uses the text"
         return Result(not passed, how, built - begin, time.monotonic() - built)
 
 

@@ -188,7 +188,8 @@ constexpr const char* kDirectedSplits[] = {
 constexpr kernels::Geometry kWide{1, 512, 64, 192, 256};
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
-// Cases with 8-bit products whose weights spread, so that rounding them shows.
+// Cases with 8-bit products whose weights spread, so that rounding them shows, and cases whose last
+// keys or groups count.
 void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>& wanted) {
   sampler.kv_formats = {kernels::KvFormat::kFp8Tensor, kernels::KvFormat::kFp8Row};
   for (CaseSpec& spec : SpreadCases(sampler, 0, count, 4096)) {
@@ -197,6 +198,7 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
   for (CaseSpec& spec : SinkCases(sampler)) {
     if (!kSlow && ComputeInFp8(spec)) wanted.push_back(std::move(spec));
   }
+  for (CaseSpec& spec : LateCases(sampler)) wanted.push_back(std::move(spec));
   for (CaseSpec& spec : SpreadPrefillCases(sampler, count / 4)) {
     if (ComputeInFp8(spec)) wanted.push_back(std::move(spec));
   }

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "server/grpc/request_validator.h"
+#include "server/grpc/weights_chunk.h"
 #include "tests/fuzz/harness/target.h"
 
 namespace mla::fuzz {

@@ -101,7 +101,13 @@ std::string ServerProcess::Mlactl(const std::string& words) const {
   return absl::StrCat(kMlactl, " --target=", target(), " ", words);
 }
 
-void ServerProcess::Signal(int number) const { kill(pid_, number); }
+void ServerProcess::Signal(int number) const {
+  kill(pid_, number);
+  if (number != SIGSTOP) return;
+  // It answers calls until its threads have stopped.
+  siginfo_t info;
+  waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WEXITED | WNOWAIT);
+}
 
 bool ServerProcess::LimitFiles(uint64_t bytes) const {
   const rlimit limit = {bytes, bytes};

@@ -54,6 +54,7 @@ class ServerProcess final {
   // A command line that runs mlactl against the server.
   std::string Mlactl(const std::string& words) const;
   int Health() const { return Shell(Mlactl("health")).code; }
+  // After SIGSTOP it returns once the server has stopped.
   void Signal(int number) const;
   // From now on the server may write no file beyond this many bytes. Returns false if the system
   // refuses.

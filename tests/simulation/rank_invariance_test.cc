@@ -61,7 +61,7 @@ struct Case {
 std::vector<float> Answer(bool deterministic, const Case& c, int ranks) {
   auto h = MakeHarness(deterministic);
   std::vector<StreamId> streams;
-  for (int i = 0; i < ranks; ++i) streams.push_back(h->core().OpenStream(h->tenant()));
+  for (int i = 0; i < ranks; ++i) streams.push_back(h->core().steps().OpenStream(h->tenant()));
   const auto seq = h->Open();
   h->Begin(streams[0], 1, {{seq.id, 1, 0, c.context}});
   auto kv = h->AppendOnly(streams[0], 1, 0, 0, Rows(c.context, 1));

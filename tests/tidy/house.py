@@ -24,6 +24,7 @@ PACKAGES = ("kernels", "scheduler", "server", "client")
 LONG, LONG_CLASS = 500, 1000
 INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.M)
 TYPE = re.compile(r"^\s*(?:struct|class|enum class|enum)\s+\w+[^;]*\{", re.M)
+OWN_CLASS = re.compile(r"^(?:class|struct) (\w+)[^;]*\{", re.M)  # one that only a source sees
 MEMBER = re.compile(r"^(?! )(?:[\w:<>,&* ]*[ *&])?([A-Z]\w+)::~?\w+\(", re.M)
 
 
@@ -112,7 +113,8 @@ def classes_cut(tree):
     found = collections.defaultdict(set)
     for name in tree.code():
         if name.endswith(".cc") and not name.endswith("_test.cc"):
-            for match in MEMBER.findall(tree.text[name]):
+            own = set(OWN_CLASS.findall(tree.text[name]))
+            for match in set(MEMBER.findall(tree.text[name])) - own:
                 found[(name.split("/")[0], match)].add(name)
     return {key[1]: sorted(names) for key, names in found.items() if len(names) > 1}
 

@@ -54,7 +54,7 @@ class DriverCallsTest(unittest.TestCase):
 
     TABLES = ("kernels/hip/runtime/runtime_table.cc", "kernels/hip/runtime/device_sharing.cc",
               "kernels/hip/runtime/kernel_graphs.cc")
-    ALIAS = re.compile(r'MLA_ALIAS\(\w+, (nullptr|"hip\w+"), (nullptr|"cu\w+")\)')
+    ALIAS = re.compile(r'(?:\(|\? )(nullptr|"hip\w+")(?:,\s+| : )(nullptr|"cu\w+")')
 
     LOADS_CODE = "kernels/hip/device_state/kernel_set.cc"
 

@@ -90,10 +90,10 @@ class GenerateTest(unittest.TestCase):
     def setUp(self):
         self.service = Counting()
 
-    def compare(self, model, inputs, tolerance=1e-3, **options):
+    def compare(self, model, inputs, tolerance=1e-3, projected=False, **options):
         torch.manual_seed(6)
         want = run(model, inputs, **options)
-        with adapter.attach(model, self.service) as attached:
+        with adapter.attach(model, self.service, projected=projected) as attached:
             self.service.calls.clear()
             torch.manual_seed(6)
             got = run(model, inputs, **options)
@@ -111,6 +111,25 @@ class GenerateTest(unittest.TestCase):
         self.compare(small(), prompts(1))
         self.assertEqual(self.service.calls["_open"], 1)
         self.assertNotIn("_fork", self.service.calls)
+
+    def test_projections_on_the_server(self):
+        model = small()
+        forward = type(model.model.layers[0].self_attn).forward
+        for inputs in (prompts(1), prompts(3)):
+            self.compare(model, inputs, projected=True)
+        # Beams fork sequences, and equal prompts share one.
+        self.compare(model, prompts(2), projected=True, num_beams=2, max_new_tokens=5)
+        self.assertIs(model.model.layers[0].self_attn.forward.__func__, forward)
+        self.compare(model, prompts(1))  # as before
+        self.compare(small(rope_interleave=False), prompts(2), projected=True)
+
+    def test_models_whose_projections_stay(self):
+        for model in (small("youtu"), small(q_lora_rank=None)):
+            with self.assertRaisesRegex(mla_client.Unimplemented, "projected"):
+                adapter.attach(model, self.service, projected=True)
+        model = small(attention_bias=True)
+        with self.assertRaisesRegex(mla_client.Unimplemented, "o_proj: it has a bias"):
+            adapter.attach(model, self.service, projected=True)
 
     def test_every_model_type(self):
         for kind in ("deepseek_v2", "glm4_moe_lite", "youtu", "longcat_flash"):

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/cpp/shared_memory/device_runtime.h"
 
 namespace mla::client {
@@ -269,9 +270,7 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::Map(
     header.words = 0;
   }
   state->device = options.device;
-  absl::StatusOr<DeviceRuntime> runtime = OpenDeviceRuntime(header.nvidia != 0, options.library);
-  if (!runtime.ok()) return runtime.status();
-  state->api = *runtime;
+  MLA_ASSIGN_OR_RETURN(state->api, OpenDeviceRuntime(header.nvidia != 0, options.library));
   absl::Status s = state->FindDevices();
   if (s.ok()) s = state->MapMemory(descriptor);
   if (s.ok()) {
@@ -330,9 +329,9 @@ absl::Status DeviceRegion::Record(uint32_t slot, void* stream) {
   const DeviceRuntime& api = state_->api;
   {
     const State::Current current(*state_, false);
-    if (absl::Status s = current.status(); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(current.status());
     void* const event = state_->recorded_here ? state_->events[slot] : state_->local[slot];
-    if (absl::Status s = Check(api.event_record(event, stream), "event record"); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api.event_record(event, stream), "event record"));
     if (state_->recorded_here) return absl::OkStatus();
   }
   const State::Current current(*state_, true);
@@ -429,7 +428,7 @@ absl::Status DeviceRegion::SetNearby(uint32_t entries, uint32_t value) {
 absl::Status DeviceRegion::AwaitWord(uint32_t* word, uint32_t value, void* stream) {
   const DeviceRuntime& api = state_->api;
   const State::Current current(*state_, false);
-  if (absl::Status s = current.status(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(current.status());
   void* const at = state_->There(word);
   return Check(nvidia() ? api.nvidia_await_word(stream, at, value, kEqualOrLater)
                         : api.amd_await_word(stream, at, value, kEqualOrLater, kAllBits),
@@ -438,7 +437,7 @@ absl::Status DeviceRegion::AwaitWord(uint32_t* word, uint32_t value, void* strea
 
 absl::Status DeviceRegion::StoreWord(uint32_t* word, uint32_t value, void* stream) {
   const State::Current current(*state_, false);
-  if (absl::Status s = current.status(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(current.status());
   return Check(state_->api.store_word(stream, state_->There(word), value, kWithBarrier),
                "stream store of a word");
 }
@@ -495,7 +494,7 @@ absl::StatusOr<void*> DeviceRegion::CaptureTurn(const Turn& turn, void* stream) 
 absl::Status DeviceRegion::SetTurn(const Turn& turn, void* exec, void* node) {
   auto operations = state_->OperationsOf(turn);
   const State::Current current(*state_, false);
-  if (absl::Status s = current.status(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(current.status());
   const DeviceRuntime::WordNode params{state_->context, operations.count, operations.all.data(), 0};
   return Check(state_->api.set_word_node(exec, node, &params), "setting a graph's words");
 }

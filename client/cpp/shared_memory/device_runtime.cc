@@ -1,69 +1,14 @@
 #include "client/cpp/shared_memory/device_runtime.h"
 
-#include <dlfcn.h>
-
 #include <cstdlib>
-#include <cstring>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/shared_library.h"
+#include "base/status_macros.h"
 
 namespace mla::client {
 namespace {
-
-struct Alias {
-  const char* amd;  // null: the vendor does not have such a call
-  const char* nvidia;
-  size_t offset;
-};
-#define MLA_ALIAS(field, amd, nvidia) \
-  Alias { amd, nvidia, offsetof(DeviceRuntime, field) }
-constexpr Alias kAliases[] = {
-    MLA_ALIAS(init, "hipInit", "cuInit"),
-    MLA_ALIAS(device_count, "hipGetDeviceCount", "cuDeviceGetCount"),
-    MLA_ALIAS(uuid, "hipDeviceGetUuid", "cuDeviceGetUuid_v2"),
-    MLA_ALIAS(import_memory, "hipMemImportFromShareableHandle", "cuMemImportFromShareableHandle"),
-    MLA_ALIAS(reserve, "hipMemAddressReserve", "cuMemAddressReserve"),
-    MLA_ALIAS(unreserve, "hipMemAddressFree", "cuMemAddressFree"),
-    MLA_ALIAS(map, "hipMemMap", "cuMemMap"),
-    MLA_ALIAS(unmap, "hipMemUnmap", "cuMemUnmap"),
-    MLA_ALIAS(release, "hipMemRelease", "cuMemRelease"),
-    MLA_ALIAS(set_access, "hipMemSetAccess", "cuMemSetAccess"),
-    MLA_ALIAS(open_memory, "hipIpcOpenMemHandle", "cuIpcOpenMemHandle_v2"),
-    MLA_ALIAS(close_memory, "hipIpcCloseMemHandle", "cuIpcCloseMemHandle"),
-    MLA_ALIAS(open_event, "hipIpcOpenEventHandle", "cuIpcOpenEventHandle"),
-    MLA_ALIAS(event_create, "hipEventCreateWithFlags", "cuEventCreate"),
-    MLA_ALIAS(event_destroy, "hipEventDestroy", "cuEventDestroy_v2"),
-    MLA_ALIAS(event_record, "hipEventRecord", "cuEventRecord"),
-    MLA_ALIAS(stream_create, "hipStreamCreateWithFlags", "cuStreamCreate"),
-    MLA_ALIAS(stream_destroy, "hipStreamDestroy", "cuStreamDestroy_v2"),
-    MLA_ALIAS(stream_finish, "hipStreamSynchronize", "cuStreamSynchronize"),
-    MLA_ALIAS(stream_wait, "hipStreamWaitEvent", "cuStreamWaitEvent"),
-    MLA_ALIAS(amd_version, "hipRuntimeGetVersion", nullptr),
-    MLA_ALIAS(amd_get_device, "hipGetDevice", nullptr),
-    MLA_ALIAS(amd_set_device, "hipSetDevice", nullptr),
-    MLA_ALIAS(nvidia_retain, nullptr, "cuDevicePrimaryCtxRetain"),
-    MLA_ALIAS(nvidia_push, nullptr, "cuCtxPushCurrent_v2"),
-    MLA_ALIAS(nvidia_pop, nullptr, "cuCtxPopCurrent_v2"),
-    MLA_ALIAS(nvidia_attribute, nullptr, "cuDeviceGetAttribute"),
-    MLA_ALIAS(nvidia_create, nullptr, "cuCtxCreate_v2"),
-    MLA_ALIAS(nvidia_destroy, nullptr, "cuCtxDestroy_v2"),
-};
-constexpr Alias kOptional[] = {
-    MLA_ALIAS(register_host, "hipHostRegister", "cuMemHostRegister_v2"),
-    MLA_ALIAS(unregister_host, "hipHostUnregister", "cuMemHostUnregister"),
-    MLA_ALIAS(device_address, "hipHostGetDevicePointer", "cuMemHostGetDevicePointer_v2"),
-    MLA_ALIAS(store_word, "hipStreamWriteValue32", "cuStreamWriteValue32_v2"),
-    MLA_ALIAS(amd_await_word, "hipStreamWaitValue32", nullptr),
-    MLA_ALIAS(nvidia_await_word, nullptr, "cuStreamWaitValue32_v2"),
-    MLA_ALIAS(batch_words, "hipStreamBatchMemOp", "cuStreamBatchMemOp_v2"),
-    MLA_ALIAS(capture_info, "hipStreamGetCaptureInfo_v2", "cuStreamGetCaptureInfo_v2"),
-    MLA_ALIAS(set_word_node, "hipGraphExecBatchMemOpNodeSetParams",
-              "cuGraphExecBatchMemOpNodeSetParams"),
-    MLA_ALIAS(amd_copy_rows, "hipMemcpy2DAsync", nullptr),
-    MLA_ALIAS(nvidia_copy_rows, nullptr, "cuMemcpy2DAsync_v2"),
-};
-#undef MLA_ALIAS
 
 // Names of the library for the loader. AMD's library is also searched in ROCm's folders, because
 // its packages do not always configure the loader.
@@ -81,44 +26,64 @@ std::vector<std::string> Libraries(bool nvidia) {
   return names;
 }
 
-// Never closed: the vendors' runtimes do not survive being unloaded.
-absl::StatusOr<void*> OpenLibrary(bool nvidia, const std::string& library) {
-  const std::vector<std::string> names =
-      library.empty() ? Libraries(nvidia) : std::vector<std::string>{library};
-  // A second copy of the runtime in a process would not share the state of the first.
-  for (const std::string& name : names) {
-    if (void* const loaded = dlopen(name.c_str(), RTLD_NOW | RTLD_NOLOAD)) return loaded;
-  }
-  std::string reasons;
-  for (const std::string& name : names) {
-    void* const opened = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (opened != nullptr) return opened;
-    absl::StrAppend(&reasons, reasons.empty() ? "" : "; ", dlerror());
-  }
-  return absl::UnavailableError(absl::StrCat("no GPU runtime: ", reasons));
-}
-
 }  // namespace
 
 absl::StatusOr<DeviceRuntime> OpenDeviceRuntime(bool nvidia, const std::string& library) {
-  absl::StatusOr<void*> found = OpenLibrary(nvidia, library);
-  if (!found.ok()) return found.status();
-  void* const opened = *found;
+  const std::vector<std::string> names =
+      library.empty() ? Libraries(nvidia) : std::vector<std::string>{library};
+  MLA_ASSIGN_OR_RETURN(const SharedLibrary opened,
+                       OpenSharedLibrary(names, LoadedCopy::kShare, "no GPU runtime"));
+  SymbolTable symbols(opened.handle);
+  // A null name: the vendor does not have such a call.
+  const auto need = [&](const char* amd, const char* other, auto** function) {
+    symbols.Need(nvidia ? other : amd, function);
+  };
+  const auto want = [&](const char* amd, const char* other, auto** function) {
+    symbols.Want(nvidia ? other : amd, function);
+  };
   DeviceRuntime table{};
-  for (const Alias& alias : kAliases) {
-    const char* const name = nvidia ? alias.nvidia : alias.amd;
-    if (name == nullptr) continue;
-    void* const entry = dlsym(opened, name);
-    if (entry == nullptr) {
-      return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", name));
-    }
-    std::memcpy(reinterpret_cast<char*>(&table) + alias.offset, &entry, sizeof(entry));
-  }
-  for (const Alias& alias : kOptional) {
-    const char* const name = nvidia ? alias.nvidia : alias.amd;
-    void* const entry = name == nullptr ? nullptr : dlsym(opened, name);
-    std::memcpy(reinterpret_cast<char*>(&table) + alias.offset, &entry, sizeof(entry));
-  }
+  need("hipInit", "cuInit", &table.init);
+  need("hipGetDeviceCount", "cuDeviceGetCount", &table.device_count);
+  need("hipDeviceGetUuid", "cuDeviceGetUuid_v2", &table.uuid);
+  need("hipMemImportFromShareableHandle", "cuMemImportFromShareableHandle", &table.import_memory);
+  need("hipMemAddressReserve", "cuMemAddressReserve", &table.reserve);
+  need("hipMemAddressFree", "cuMemAddressFree", &table.unreserve);
+  need("hipMemMap", "cuMemMap", &table.map);
+  need("hipMemUnmap", "cuMemUnmap", &table.unmap);
+  need("hipMemRelease", "cuMemRelease", &table.release);
+  need("hipMemSetAccess", "cuMemSetAccess", &table.set_access);
+  need("hipIpcOpenMemHandle", "cuIpcOpenMemHandle_v2", &table.open_memory);
+  need("hipIpcCloseMemHandle", "cuIpcCloseMemHandle", &table.close_memory);
+  need("hipIpcOpenEventHandle", "cuIpcOpenEventHandle", &table.open_event);
+  need("hipEventCreateWithFlags", "cuEventCreate", &table.event_create);
+  need("hipEventDestroy", "cuEventDestroy_v2", &table.event_destroy);
+  need("hipEventRecord", "cuEventRecord", &table.event_record);
+  need("hipStreamCreateWithFlags", "cuStreamCreate", &table.stream_create);
+  need("hipStreamDestroy", "cuStreamDestroy_v2", &table.stream_destroy);
+  need("hipStreamSynchronize", "cuStreamSynchronize", &table.stream_finish);
+  need("hipStreamWaitEvent", "cuStreamWaitEvent", &table.stream_wait);
+  need("hipRuntimeGetVersion", nullptr, &table.amd_version);
+  need("hipGetDevice", nullptr, &table.amd_get_device);
+  need("hipSetDevice", nullptr, &table.amd_set_device);
+  need(nullptr, "cuDevicePrimaryCtxRetain", &table.nvidia_retain);
+  need(nullptr, "cuCtxPushCurrent_v2", &table.nvidia_push);
+  need(nullptr, "cuCtxPopCurrent_v2", &table.nvidia_pop);
+  need(nullptr, "cuDeviceGetAttribute", &table.nvidia_attribute);
+  need(nullptr, "cuCtxCreate_v2", &table.nvidia_create);
+  need(nullptr, "cuCtxDestroy_v2", &table.nvidia_destroy);
+  want("hipHostRegister", "cuMemHostRegister_v2", &table.register_host);
+  want("hipHostUnregister", "cuMemHostUnregister", &table.unregister_host);
+  want("hipHostGetDevicePointer", "cuMemHostGetDevicePointer_v2", &table.device_address);
+  want("hipStreamWriteValue32", "cuStreamWriteValue32_v2", &table.store_word);
+  want("hipStreamWaitValue32", nullptr, &table.amd_await_word);
+  want(nullptr, "cuStreamWaitValue32_v2", &table.nvidia_await_word);
+  want("hipStreamBatchMemOp", "cuStreamBatchMemOp_v2", &table.batch_words);
+  want("hipStreamGetCaptureInfo_v2", "cuStreamGetCaptureInfo_v2", &table.capture_info);
+  want("hipGraphExecBatchMemOpNodeSetParams", "cuGraphExecBatchMemOpNodeSetParams",
+       &table.set_word_node);
+  want("hipMemcpy2DAsync", nullptr, &table.amd_copy_rows);
+  want(nullptr, "cuMemcpy2DAsync_v2", &table.nvidia_copy_rows);
+  MLA_RETURN_IF_ERROR(symbols.Check("the GPU runtime"));
   return table;
 }
 

@@ -20,6 +20,7 @@
 #include <tuple>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/cpp/shared_memory/socket_owner.h"
 #include "proto/wire/futex.h"
 
@@ -92,7 +93,7 @@ Received Receive(int socket, wire::ConnectReply* connect_reply, std::array<int, 
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Connect(
     const std::string& shm_path, const SharedMemoryOptions& options) {
   std::unique_ptr<SharedMemory> channel(new SharedMemory(options));
-  if (absl::Status status = channel->Handshake(shm_path); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(channel->Handshake(shm_path));
   return channel;
 }
 
@@ -389,8 +390,7 @@ absl::StatusOr<void*> SharedMemory::CaptureTurn(void* stream) {
   if (device_ == nullptr) return device_status_;
   if (!device_->chains()) return absl::UnimplementedError("chained: the server has no such words");
   if (!words_mapped_) {
-    absl::Status s = MapWords(region().first(wire::RingBytes(connect_reply_.ring_entries)));
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(MapWords(region().first(wire::RingBytes(connect_reply_.ring_entries))));
   }
   return device_->CaptureTurn(TurnOf(submitted_), stream);
 }

@@ -72,4 +72,10 @@ absl::Status RestartedError(uint64_t expected_boot_id, uint64_t got_boot_id) {
                     "the server restarted: its sequences are gone", detail);
 }
 
+absl::Status CheckSame(const char* what, uint64_t got, uint64_t wanted) {
+  if (got == wanted) return absl::OkStatus();
+  return absl::DataLossError(
+      absl::StrCat("the server's answer has ", what, " ", got, ", must be ", wanted));
+}
+
 }  // namespace mla::client

@@ -33,6 +33,9 @@ absl::Status ForkedError(int64_t pid);
 // ABORTED / "server_restarted".
 absl::Status RestartedError(uint64_t expected_boot_id, uint64_t got_boot_id);
 
+// DATA_LOSS unless an answer is about the requested object.
+absl::Status CheckSame(const char* what, uint64_t got, uint64_t wanted);
+
 }  // namespace mla::client
 
 #endif  // MLA_CLIENT_CPP_STREAMS_ERRORS_H_

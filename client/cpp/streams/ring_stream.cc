@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/cpp/streams/errors.h"
 
 namespace mla::client {
@@ -232,12 +233,11 @@ absl::StatusOr<RingMemory::GraphEntry> RingStream::Capture(wire::SubmissionEntry
   if (!broken_.ok()) return broken_;
   absl::Status status = memory_->device()->Copy(in, stream);
   if (!status.ok()) return status;
-  const absl::StatusOr<void*> node = memory_->CaptureTurn(stream);
-  if (!node.ok()) return node.status();
+  MLA_ASSIGN_OR_RETURN(void* const node, memory_->CaptureTurn(stream));
   if (!out.empty()) status = memory_->device()->Copy(out, stream);
   if (!status.ok()) return status;
   entry.flags |= wire::kEntryChained;
-  return RingMemory::GraphEntry{entry, *node};
+  return RingMemory::GraphEntry{entry, node};
 }
 
 absl::Status RingStream::Replay(std::span<const RingMemory::GraphEntry> calls, uint64_t step_id,

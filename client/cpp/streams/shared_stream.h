@@ -37,6 +37,7 @@ class SharedStream final : public StepStream {
             const std::shared_ptr<PendingReply>& pending) override;
   absl::Status Wait(PendingReply* pending) override;
   absl::Status Close() override;
+  void Cancel(const absl::Status& why) override { stream_->Cancel(why); }
   std::span<std::byte> Allocate(uint64_t bytes) override {
     return left() ? std::span<std::byte>() : memory_->Allocate(bytes);
   }

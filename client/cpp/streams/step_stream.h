@@ -77,6 +77,8 @@ class StepStream {
   // Waits until requests under way have finished, then ends the stream; cancels it after the
   // timeout.
   virtual absl::Status Close() = 0;
+  // Session::Cancel.
+  virtual void Cancel(const absl::Status& why) {}
   // Memory in which tensors need not be copied, aligned to 64 bytes; empty if it has none left.
   virtual std::span<std::byte> Allocate(uint64_t bytes) = 0;
   virtual void Free(std::span<std::byte> block) = 0;

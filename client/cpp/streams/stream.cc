@@ -348,6 +348,12 @@ void Stream::Break(absl::Status why) {
   if (!reading_) StartFinish();
 }
 
+void Stream::Cancel(const absl::Status& why) {
+  if (left()) return;
+  const MutexLock lock(mutex_);
+  if (!done_) Break(why);
+}
+
 void Stream::OnFinished() {
   const MutexLock lock(mutex_);
   final_status_ = FromGrpc(result_, context_);

@@ -69,6 +69,7 @@ class Stream final : public StepStream {
             const std::shared_ptr<PendingReply>& pending) override;
   absl::Status Wait(PendingReply* pending) override;
   absl::Status Close() override;
+  void Cancel(const absl::Status& why) override;
   std::span<std::byte> Allocate(uint64_t) override { return {}; }
   void Free(std::span<std::byte>) override {}
 

@@ -1,52 +1,73 @@
 #include "client/cpp/streams/tensor_placement.h"
 
+#include "proto/wire/attend_layout.h"
 #include "proto/wire/ring_layout.h"
 
 namespace mla::client {
 namespace {
 
-uint64_t Together(size_t first, size_t second) {
-  return second == 0 ? first : wire::AlignShared(first) + second;
+using wire::AttendLayout;
+
+AttendLayout LayoutOf(const InputTensors& inputs, const PendingReply& pending) {
+  return AttendLayout({.kv = inputs.kv.size(),
+                       .q = inputs.q.size(),
+                       .lists = inputs.lists.size(),
+                       .o = pending.o.size(),
+                       .lse = pending.lse.size(),
+                       .lists_out = pending.chosen.size()});
 }
 
-// Returns true if `second` follows `first` at the distance that the contract asks for.
-bool IsBehind(std::span<const std::byte> first, std::span<const std::byte> second) {
-  return first.empty() || second.empty() ||
-         second.data() == first.data() + wire::AlignShared(first.size());
+const std::byte* StartOf(std::span<const std::byte> first, std::span<const std::byte> second) {
+  return first.empty() ? second.data() : first.data();
 }
 
-// Returns the start of two tensors that can be used in place together, else null.
+// Returns `start` if tensors from there on, of `bytes` in all, can be used in place, else null.
 template <typename Memory>
-const std::byte* InPlace(const Memory& memory, std::span<const std::byte> first,
-                         std::span<const std::byte> second) {
-  const std::byte* const start = first.empty() ? second.data() : first.data();
-  const bool fits = IsBehind(first, second) &&
-                    memory.Holds(start, Together(first.size(), second.size())) &&
+const std::byte* InPlace(const Memory& memory, const std::byte* start, uint64_t bytes) {
+  const bool fits = start != nullptr && memory.Holds(start, bytes) &&
                     memory.OffsetOf(start) % wire::kSharedAlignment == 0;
   return fits ? start : nullptr;
 }
 
-const std::byte* InputsInPlace(const RingMemory& memory, const InputTensors& inputs) {
-  const std::byte* const start = InPlace(memory, inputs.kv, inputs.q);
-  if (inputs.lists.empty() || start == nullptr) return start;
-  const uint64_t size =
-      wire::AlignShared(Together(inputs.kv.size(), inputs.q.size())) + inputs.lists.size();
-  return IsBehind(inputs.q, inputs.lists) && memory.Holds(start, size) ? start : nullptr;
+// Returns true if the tensor is empty or lies at its place.
+bool LiesAt(const std::byte* place, std::span<const std::byte> tensor) {
+  return tensor.empty() || tensor.data() == place;
+}
+
+// Returns the start of the inputs if they can be used where they are, else null.
+template <typename Memory>
+const std::byte* InputsInPlace(const Memory& memory, const InputTensors& inputs,
+                               const AttendLayout& layout) {
+  const std::byte* const start = StartOf(inputs.kv, inputs.q);
+  const bool placed = start != nullptr && LiesAt(start + layout.q, inputs.q) &&
+                      LiesAt(start + layout.lists, inputs.lists);
+  return placed ? InPlace(memory, start, layout.inputs.bytes()) : nullptr;
+}
+
+// As InputsInPlace, for o and lse.
+template <typename Memory>
+const std::byte* OutputsInPlace(const Memory& memory, const PendingReply& pending,
+                                const AttendLayout& layout) {
+  const std::byte* const start = StartOf(pending.o, pending.lse);
+  const bool placed = start != nullptr && LiesAt(start + layout.lse, pending.lse);
+  const uint64_t bytes = pending.lse.empty() ? pending.o.size() : layout.lse + pending.lse.size();
+  return placed ? InPlace(memory, start, bytes) : nullptr;
 }
 
 // Returns true if all tensors lie in device memory and can be used there. It is not enough that
 // some do, because the host cannot copy them.
-bool OnDevice(const RingMemory& memory, const InputTensors& inputs, const PendingReply& pending) {
+bool OnDevice(const RingMemory& memory, const InputTensors& inputs, const PendingReply& pending,
+              const AttendLayout& layout) {
   if (memory.device() == nullptr || !inputs.lists.empty()) return false;
   const DeviceRegion& device = *memory.device();
   const bool no_output = pending.o.empty() && pending.lse.empty();
-  return inputs.size() > 0 && InPlace(device, inputs.kv, inputs.q) != nullptr &&
-         (no_output || InPlace(device, pending.o, pending.lse) != nullptr);
+  return inputs.size() > 0 && InputsInPlace(device, inputs, layout) != nullptr &&
+         (no_output || OutputsInPlace(device, pending, layout) != nullptr);
 }
 
 uint64_t DeviceOffset(const RingMemory& memory, std::span<const std::byte> first,
                       std::span<const std::byte> second) {
-  const std::byte* const start = first.empty() ? second.data() : first.data();
+  const std::byte* const start = StartOf(first, second);
   return start == nullptr ? 0 : memory.device()->OffsetOf(start);
 }
 
@@ -55,22 +76,20 @@ uint64_t DeviceOffset(const RingMemory& memory, std::span<const std::byte> first
 bool PlaceTensors(RingMemory* memory, wire::ThreadTeam* copier, const InputTensors& inputs,
                   const PendingReply& pending, TensorPlacement* placement) {
   TensorPlacement made;
-  const uint64_t lists_at = wire::AlignShared(Together(inputs.kv.size(), inputs.q.size()));
-  made.in_bytes = inputs.lists.empty() ? Together(inputs.kv.size(), inputs.q.size())
-                                       : lists_at + inputs.lists.size();
-  const uint64_t results = Together(pending.o.size(), pending.lse.size());
-  made.out_bytes = Together(results, pending.chosen.size());
-  if (OnDevice(*memory, inputs, pending)) {
+  const AttendLayout layout = LayoutOf(inputs, pending);
+  made.in_bytes = layout.inputs.bytes();
+  made.out_bytes = layout.outputs.bytes();
+  if (OnDevice(*memory, inputs, pending, layout)) {
     made.in_offset = DeviceOffset(*memory, inputs.kv, inputs.q);
     made.out_offset = DeviceOffset(*memory, pending.o, pending.lse);
     made.on_device = true;
     *placement = made;
     return true;
   }
-  const std::byte* in = made.in_bytes == 0 ? nullptr : InputsInPlace(*memory, inputs);
+  const std::byte* in = made.in_bytes == 0 ? nullptr : InputsInPlace(*memory, inputs, layout);
   // A caller's memory for returned lists does not follow the other outputs, so these are copied.
   const bool out_stays = made.out_bytes > 0 && pending.chosen.empty();
-  const std::byte* out = out_stays ? InPlace(*memory, pending.o, pending.lse) : nullptr;
+  const std::byte* out = out_stays ? OutputsInPlace(*memory, pending, layout) : nullptr;
   if (made.in_bytes > 0 && in == nullptr) made.in = memory->Allocate(made.in_bytes);
   if (made.out_bytes > 0 && out == nullptr) made.out = memory->Allocate(made.out_bytes);
   if (in == nullptr) in = made.in.data();
@@ -81,9 +100,8 @@ bool PlaceTensors(RingMemory* memory, wire::ThreadTeam* copier, const InputTenso
   }
   if (!made.in.empty()) {
     copier->Copy(inputs.kv, made.in.data());
-    const uint64_t q_at = inputs.kv.empty() ? 0 : wire::AlignShared(inputs.kv.size());
-    copier->Copy(inputs.q, made.in.data() + q_at);
-    if (!inputs.lists.empty()) copier->Copy(inputs.lists, made.in.data() + lists_at);
+    copier->Copy(inputs.q, made.in.data() + layout.q);
+    if (!inputs.lists.empty()) copier->Copy(inputs.lists, made.in.data() + layout.lists);
   }
   if (in != nullptr) made.in_offset = memory->OffsetOf(in);
   if (out != nullptr) made.out_offset = memory->OffsetOf(out);
@@ -92,16 +110,19 @@ bool PlaceTensors(RingMemory* memory, wire::ThreadTeam* copier, const InputTenso
 }
 
 bool AreInPlace(const RingMemory& memory, const InputTensors& inputs, const PendingReply& pending) {
-  if (OnDevice(memory, inputs, pending)) return true;
+  const AttendLayout layout = LayoutOf(inputs, pending);
+  if (OnDevice(memory, inputs, pending, layout)) return true;
   const bool no_input = inputs.size() == 0;
   const bool no_output = pending.o.empty() && pending.lse.empty();
-  return (no_input || InputsInPlace(memory, inputs) != nullptr) && pending.chosen.empty() &&
-         (no_output || InPlace(memory, pending.o, pending.lse) != nullptr);
+  return (no_input || InputsInPlace(memory, inputs, layout) != nullptr) && pending.chosen.empty() &&
+         (no_output || OutputsInPlace(memory, pending, layout) != nullptr);
 }
 
 absl::Status CheckDevicePlaces(const RingMemory& memory, const InputTensors& inputs,
                                const PendingReply& pending) {
-  if (memory.device() == nullptr || OnDevice(memory, inputs, pending)) return absl::OkStatus();
+  if (memory.device() == nullptr || OnDevice(memory, inputs, pending, LayoutOf(inputs, pending))) {
+    return absl::OkStatus();
+  }
   const std::span<const std::byte> tensors[] = {inputs.kv, inputs.q, inputs.lists, pending.o,
                                                 pending.lse};
   for (const std::span<const std::byte> tensor : tensors) {
@@ -117,9 +138,10 @@ void TakeOutputs(const TensorPlacement& placement, wire::ThreadTeam* copier,
                  const PendingReply& pending) {
   if (placement.out.empty()) return;
   copier->Copy(placement.out.first(pending.o.size()), pending.o.data());
-  const uint64_t lse_end = Together(pending.o.size(), pending.lse.size());
-  copier->Copy(placement.out.subspan(lse_end - pending.lse.size(), pending.lse.size()),
-               pending.lse.data());
+  if (!pending.lse.empty()) {
+    const wire::AttendLayout layout({.o = pending.o.size(), .lse = pending.lse.size()});
+    copier->Copy(placement.out.subspan(layout.lse, pending.lse.size()), pending.lse.data());
+  }
   if (pending.chosen.empty()) return;
   copier->Copy(placement.out.last(pending.chosen.size()), pending.chosen.data());
 }

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "proto/wire/futex.h"
 
 namespace mla::client {
@@ -62,9 +63,8 @@ UcxMemory::UcxMemory(const UcxMemoryOptions& options)
     : options_(options), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
 
 absl::StatusOr<std::unique_ptr<UcxMemory>> UcxMemory::Open(const UcxMemoryOptions& options) {
-  const absl::StatusOr<wire::UcxApi> api = wire::OpenUcxApi(options.library);
-  if (!api.ok()) return api.status();
-  return Open(*api, options);
+  MLA_ASSIGN_OR_RETURN(const wire::UcxApi api, wire::OpenUcxApi(options.library));
+  return Open(api, options);
 }
 
 absl::StatusOr<std::unique_ptr<UcxMemory>> UcxMemory::Open(const wire::UcxApi& api,
@@ -72,9 +72,7 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> UcxMemory::Open(const wire::UcxApi& a
   std::unique_ptr<UcxMemory> memory(new UcxMemory(options));
   if (memory->wake_ < 0) return absl::ResourceExhaustedError("UCX ring: no descriptor is left");
   const MutexLock lock(memory->mutex_);
-  auto link = wire::UcxLink::Open(api, options.link, memory.get());
-  if (!link.ok()) return link.status();
-  memory->link_ = *std::move(link);
+  MLA_ASSIGN_OR_RETURN(memory->link_, wire::UcxLink::Open(api, options.link, memory.get()));
   memory->address_ = memory->link_->address();
   memory->handles_losses_ = memory->link_->handles_losses();
   memory->event_ = memory->link_->event_descriptor();
@@ -82,7 +80,7 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> UcxMemory::Open(const wire::UcxApi& a
 }
 
 absl::Status UcxMemory::Connect(const UcxRing& ring) {
-  if (absl::Status status = CheckRing(ring); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckRing(ring));
   std::memcpy(token_.data(), ring.token.data(), token_.size());
   entries_ = ring.entries;
   slots_ = std::vector<Slot>(entries_);
@@ -95,7 +93,7 @@ absl::Status UcxMemory::Connect(const UcxRing& ring) {
   SetRegion({static_cast<std::byte*>(at), ring.region_bytes}, ring.arena_offset);
   MutexLock lock(mutex_);
   link_->Register(region()).IgnoreError();  // payloads take slower ways without it
-  if (absl::Status status = link_->Connect(ring.worker_address); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(link_->Connect(ring.worker_address));
   try {
     pump_ = std::thread([this] { Pump(); });
   } catch (const std::system_error& error) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/cpp/streams/errors.h"
 #include "mla/v1/transport.grpc.pb.h"
 
@@ -88,19 +89,18 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcxRing(std::shared_ptr<grpc::Cha
   if (!memory.ok()) return memory.status();
   auto call = std::make_shared<UcxCall>(std::move(channel), memory->get());
   (*memory)->OnGivenUp([call] { call->Cancel(); });
-  const absl::StatusOr<v1::OpenUcxReply> reply = call->Start(options);
-  if (!reply.ok()) return reply.status();
-  if (reply->boot_id() != options.boot_id) {
-    return RestartedError(options.boot_id, reply->boot_id());
+  MLA_ASSIGN_OR_RETURN(const v1::OpenUcxReply reply, call->Start(options));
+  if (reply.boot_id() != options.boot_id) {
+    return RestartedError(options.boot_id, reply.boot_id());
   }
   UcxRing ring;
-  ring.worker_address = reply->worker_address();
-  ring.token = reply->token();
-  ring.region_bytes = reply->region_bytes();
-  ring.arena_offset = reply->arena_offset();
-  ring.entries = reply->ring_entries();
+  ring.worker_address = reply.worker_address();
+  ring.token = reply.token();
+  ring.region_bytes = reply.region_bytes();
+  ring.arena_offset = reply.arena_offset();
+  ring.entries = reply.ring_entries();
   ring.arena_bytes = options.bytes;
-  if (absl::Status status = (*memory)->Connect(ring); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR((*memory)->Connect(ring));
   return memory;
 }
 

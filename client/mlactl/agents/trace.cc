@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "base/splitmix.h"
 #include "nlohmann/json.hpp"
 
 namespace mla::mlactl {
@@ -18,13 +19,6 @@ constexpr int kVersion = 1;
 constexpr uint32_t kForeignBlockRows = 512;  // in traces without a first line of this format
 constexpr double kMostMillis = 1e9;
 constexpr int kStreamShift = 24;  // in a block's id: the conversation or branch, then its place
-
-// Two rounds of SplitMix64's mixing.
-uint64_t Mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
 
 uint32_t BlocksOf(uint32_t rows, uint32_t block_rows) {
   return (rows + block_rows - 1) / block_rows;
@@ -188,7 +182,7 @@ std::vector<uint32_t> Trace::Tokens(const Turn& turn, uint32_t first, uint32_t e
   std::vector<uint32_t> tokens;
   for (uint64_t row = first; row < std::min<uint64_t>(end, named); ++row) {
     const uint64_t id = turn.blocks[row / block_rows];
-    tokens.push_back(static_cast<uint32_t>(Mix(Mix(id) + row % block_rows)));
+    tokens.push_back(static_cast<uint32_t>(MixBits(MixBits(id) + row % block_rows)));
   }
   return tokens;
 }
@@ -259,7 +253,7 @@ Trace GenerateTurn(uint32_t context, double share, uint32_t repeats, uint64_t se
   uint32_t blocks = BlocksOf(static_cast<uint32_t>(context * share), trace.block_rows);
   blocks = std::max(1u, std::min(blocks, (context - 1) / trace.block_rows));
   const uint32_t cached = blocks * trace.block_rows;
-  uint64_t stream = 1 + (Mix(seed) % 1024) * (2 * uint64_t{repeats} + 1);
+  uint64_t stream = 1 + (MixBits(seed) % 1024) * (2 * uint64_t{repeats} + 1);
   const std::vector<uint64_t> common = Blocks({}, stream++, cached, trace.block_rows);
   turn.input_rows = cached;
   turn.blocks = common;

@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/clock.h"
 #include "client/cpp/streams/errors.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/cli/transport.h"
@@ -36,12 +37,6 @@ CallBytes BytesOf(const v1::ModelSpec& model, v1::Profile profile, uint64_t rows
   const uint64_t value = absorbed ? geometry.kv_lora_rank() : geometry.v_dim();
   return {rows * (geometry.kv_lora_rank() + geometry.rope_dim()) * 2,
           rows_heads * (query + geometry.rope_dim()) * 2, rows_heads * value * 2};
-}
-
-int64_t UnixMillis() {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(
-             std::chrono::system_clock::now().time_since_epoch())
-      .count();
 }
 
 int64_t NanosSince(Clock::time_point start) {

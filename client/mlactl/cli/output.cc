@@ -1,7 +1,6 @@
 #include "client/mlactl/cli/output.h"
 
 #include <google/protobuf/util/json_util.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "base/printable.h"
+#include "base/random_bytes.h"
 #include "client/cpp/streams/errors.h"
 #include "client/mlactl/text/yaml.h"
 
@@ -77,10 +77,7 @@ absl::StatusOr<std::unique_ptr<client::Client>> Connect(const CommonOptions& com
 }
 
 std::string NewModelId(const std::string& purpose) {
-  uint64_t value = 0;
-  while (getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value))) {
-  }
-  return absl::StrFormat("mlactl-%s-%016x", purpose, value);
+  return absl::StrFormat("mlactl-%s-%016x", purpose, RandomNumber());
 }
 
 absl::Status WithContext(const std::string& context, const absl::Status& status) {

@@ -117,6 +117,11 @@ def from_e4m3(sent: npt.NDArray[np.uint8], parts: Tuple[int, ...]) -> npt.NDArra
     return _NUMBERS[codes] * np.repeat(scales, parts, axis=1)
 
 
+def numbers_of(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """What codes of e4m3 stand for."""
+    return _NUMBERS[codes]
+
+
 def round_to_e4m3(values: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray[np.float32]:
     """float32 values after a round trip through e4m3."""
     return from_e4m3(to_e4m3(values, parts), parts).reshape(np.shape(values))

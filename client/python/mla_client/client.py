@@ -24,6 +24,7 @@ from mla_client.moves import Following, Moves
 from mla_client.operations import Operations
 from mla_client.pages import Pages
 from mla_client.service import Model
+from mla_client.service.projected import ProjectedWeights
 from mla_client.shm.shared_memory import DeviceWish
 from mla_client.streams.steps import Steps
 from mla_client.streams.stream import StepStream
@@ -262,13 +263,20 @@ class Client(Steps, Pages, Operations, Following):
 
     def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
                 w_uv: npt.NDArray) -> WeightsStatus:
+        return self._send_weights(lambda: messages.weight_chunks(
+            spec.model_id, layer, head_begin, w_uk, w_uv, self._chunk_bytes))
+
+    def _upload_projected(self, spec: ModelSpec, layer: int, head_begin: int,
+                          weights: ProjectedWeights) -> WeightsStatus:
+        return self._send_weights(lambda: messages.projected_chunks(
+            spec.model_id, layer, head_begin, weights, self._chunk_bytes))
+
+    def _send_weights(self, messages_of: Callable[[], Iterator[Any]]) -> WeightsStatus:
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
                 reply = self._call(self._models.UploadWeights, None, idempotent=False,
-                                   requests=lambda: messages.weight_chunks(
-                                       spec.model_id, layer, head_begin, w_uk, w_uv,
-                                       self._chunk_bytes))
+                                   requests=messages_of)
             except errors.Aborted as error:
                 # Workers of one model that start together: one upload at a time.
                 if (error.detail.reason != "upload_under_way" or time.monotonic() > deadline

@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from mla_client import errors, wire
 from mla_client.gen import model_pb2, sequence_pb2, tensor_pb2
+from mla_client.service.projected import ProjectedWeights
 from mla_client.types import (DType, Geometry, ModelSpec, Prefix, PrefixMatch, Probe,
                               SequenceState)
 
 # By number in the contract.
 _PRECISIONS = ("", "bf16", "split")
 _KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row", "fp8_page")
+_ROPE_LAYOUTS = ("", "interleaved", "halves")
 _ATTENTION = ("", "dense", "sparse_v32", "sparse_v4")
 _FP8_COMPUTE = ("", "off", "on")
 MATCH_ENDS = ("", "all", "absent", "diverged", "evicted", "deferred")
@@ -119,7 +121,11 @@ def spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
         layers=spec.layers, softmax_scale=spec.softmax_scale,
         kv_dtype=tensor_pb2.DTYPE_BF16 if bf16 else tensor_pb2.DTYPE_UNSPECIFIED,
         kv_format=kv_format,
-        rope_owner=model_pb2.ROPE_OWNER_WORKER, page_size=spec.page_size,
+        rope_owner=(model_pb2.ROPE_OWNER_SERVER if spec.rope_layout
+                    else model_pb2.ROPE_OWNER_WORKER),
+        rope_layout=_number_of(spec.rope_layout, _ROPE_LAYOUTS, "rope_layout"),
+        q_lora_rank=spec.geometry.q_lora_rank, hidden_size=spec.geometry.hidden_size,
+        page_size=spec.page_size,
         query_precision=_number_of(spec.query_precision, _PRECISIONS, "query_precision"),
         fp8_compute=_number_of(spec.fp8_compute, _FP8_COMPUTE, "fp8_compute"),
         attention=_number_of(spec.attention, _ATTENTION, "attention"), top_k=spec.top_k,
@@ -134,7 +140,8 @@ def spec_from_proto(message: Any) -> ModelSpec:
     return ModelSpec(message.model_id,
                      Geometry(geometry.num_heads, geometry.kv_lora_rank, geometry.rope_dim,
                               geometry.nope_dim, geometry.v_dim,
-                              message.attention == model_pb2.ATTENTION_KIND_SPARSE_V4),
+                              message.attention == model_pb2.ATTENTION_KIND_SPARSE_V4,
+                              message.q_lora_rank, message.hidden_size),
                      message.layers, message.softmax_scale, message.page_size,
                      name_of(message.query_precision, _PRECISIONS),
                      name_of(message.kv_format, _KV_FORMATS),
@@ -142,7 +149,8 @@ def spec_from_proto(message: Any) -> ModelSpec:
                      message.index_dim, message.weights_digest,
                      name_of(message.fp8_compute, _FP8_COMPUTE), message.window,
                      tuple(message.ratios), name_of(message.entry_format, _KV_FORMATS),
-                     message.tail_bytes, message.needs_sinks)
+                     message.tail_bytes, message.needs_sinks,
+                     name_of(message.rope_layout, _ROPE_LAYOUTS))
 
 
 def check_in_force(asked: ModelSpec, got: ModelSpec) -> None:
@@ -158,12 +166,13 @@ def check_in_force(asked: ModelSpec, got: ModelSpec) -> None:
     if asked.needs_sinks != got.needs_sinks:
         raise errors.Unimplemented(
             "model.needs_sinks: the server takes sinks with register_model only")
-    for field in ("num_heads", "kv_lora_rank", "rope_dim", "nope_dim", "v_dim"):
+    for field in ("num_heads", "kv_lora_rank", "rope_dim", "nope_dim", "v_dim", "q_lora_rank",
+                  "hidden_size"):
         wanted, found = getattr(asked.geometry, field), getattr(got.geometry, field)
         if wanted != found:
             raise wrong_answer("register_model", f"model.geometry.{field}", found, wanted)
     for field in ("model_id", "layers", "softmax_scale", "top_k", "index_dim", "window",
-                  "tail_bytes"):
+                  "tail_bytes", "rope_layout"):
         wanted, found = getattr(asked, field), getattr(got, field)
         if wanted != found:
             raise wrong_answer("register_model", f"model.{field}", found, wanted)
@@ -172,6 +181,28 @@ def check_in_force(asked: ModelSpec, got: ModelSpec) -> None:
     if asked.page_size not in (0, got.page_size) or got.page_size < 1:
         raise wrong_answer("register_model", "model.page_size", got.page_size,
                            asked.page_size or "1 or more")
+
+
+def projected_chunks(model_id: str, layer: int, head_begin: int, weights: ProjectedWeights,
+                     chunk_bytes: int) -> Iterator[Any]:
+    """As weight_chunks, for W_UQ and then W_O."""
+    Request = model_pb2.UploadWeightsRequest
+    yield Request(header=Request.Header(model_id=model_id))
+    digest = hashlib.sha256()
+    heads = weights.heads
+    for part in (model_pb2.WEIGHT_PART_QUERIES, model_pb2.WEIGHT_PART_OUTPUTS):
+        head_bytes = weights.head_bytes(part == model_pb2.WEIGHT_PART_QUERIES)
+        heads_a_chunk = max(1, chunk_bytes // (head_bytes + head_bytes // 64))
+        for begin in range(0, heads, heads_a_chunk):
+            end = min(heads, begin + heads_a_chunk)
+            payload = weights.payload(part == model_pb2.WEIGHT_PART_QUERIES, begin, end,
+                                      head_begin)
+            digest.update(payload)
+            yield Request(chunk=Request.Chunk(
+                layer=layer, head_begin=head_begin + begin, head_count=end - begin, part=part,
+                dtype=tensor_pb2.DTYPE_F8_E4M3 if weights.w_uq_scales is not None
+                else tensor_pb2.DTYPE_BF16, payload=payload))
+    yield Request(trailer=Request.Trailer(sha256=digest.digest()))
 
 
 def weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

@@ -20,6 +20,8 @@ class Profile(enum.IntEnum):
     ABSORBED = 1     # q [rows, heads, lora + rope] -> o [rows, heads, lora]
     EXPANDED = 2     # q [rows, heads, nope + rope] -> o [rows, heads, v]
     APPEND_ONLY = 3  # KV rows only
+    # q [rows, q_lora_rank], normed -> o [rows, hidden_size], for models with a rope_layout
+    PROJECTED = 4
 
 
 class DType(enum.IntEnum):
@@ -53,6 +55,9 @@ class Geometry:
     v_dim: int = 0
     # Outputs are as wide as queries: for "sparse_v4", set by Service.register_model.
     wide_output: bool = False
+    # For PROJECTED: elements of a normed query row, and of a row of hidden states.
+    q_lora_rank: int = 0
+    hidden_size: int = 0
 
     @property
     def row_dim(self) -> int:
@@ -60,9 +65,11 @@ class Geometry:
         return self.kv_lora_rank + self.rope_dim
 
     def q_dim(self, profile: Profile) -> int:
-        """Elements of a query head."""
+        """Elements of a query head; of PROJECTED, where heads share them, of a row."""
         if profile == Profile.ABSORBED:
             return self.row_dim
+        if profile == Profile.PROJECTED:
+            return self.q_lora_rank
         return self.nope_dim + self.rope_dim if profile == Profile.EXPANDED else 0
 
     def q_parts(self, profile: Profile) -> Tuple[int, ...]:
@@ -72,9 +79,11 @@ class Geometry:
         return tuple(part for part in (self.kv_lora_rank, self.rope_dim) if part > 0)
 
     def o_dim(self, profile: Profile) -> int:
-        """Elements of an output head."""
+        """Elements of an output head; of PROJECTED of a row."""
         if profile == Profile.ABSORBED:
             return self.row_dim if self.wide_output else self.kv_lora_rank
+        if profile == Profile.PROJECTED:
+            return self.hidden_size
         return self.v_dim if profile == Profile.EXPANDED else 0
 
 
@@ -122,6 +131,11 @@ class ModelSpec:
     # For "sparse_v4": every layer and head has a sink that the client brings, with register_model
     # or Model.upload_sinks; until all are set Attend is FailedPrecondition.
     needs_sinks: bool = False
+    # For PROJECTED, which models with a layout have in place of ABSORBED and EXPANDED: the server
+    # makes the queries (Model.upload_projected) and rotates them (Service.step's `rotations`).
+    # "interleaved": elements 2 i and 2 i + 1 of the rotated part are a pair; "halves": elements i
+    # and i + rope_dim / 2. The worker leaves its rotated keys in the same order. "": no such model.
+    rope_layout: str = ""
 
     @property
     def kv_parts(self) -> Tuple[int, ...]:
@@ -235,7 +249,8 @@ class AttendResult(NamedTuple):
     """Output of `Step.attend`. Arrays are float32 whatever travelled on the wire, except that with
     `out=` they are the buffers' own."""
 
-    o: Optional[npt.NDArray]                # [rows, heads, o dim]; None for APPEND_ONLY
+    # [rows, heads, o dim], or [rows, hidden_size] for PROJECTED; None for APPEND_ONLY
+    o: Optional[npt.NDArray]
     lse: Optional[npt.NDArray[np.float32]]  # [rows, heads], natural log; None unless asked for
     timings: List[Timings]                  # one per message that the work was split into
     # [rows, top_k] from the server's indexer, ascending, then padded with -1; None unless asked
@@ -264,7 +279,8 @@ class Buffers:
                  o: Optional[npt.NDArray], lse: Optional[npt.NDArray[np.float32]], dtype: DType,
                  place: Any = None, release: Optional[Callable[[], None]] = None) -> None:
         self.kv = kv    # [rows, row dim]; uint16 (bf16 patterns) or float32, as `dtype` says
-        self.q = q      # [rows, heads, q dim], as kv; None for APPEND_ONLY
+        # [rows, heads, q dim], as kv; None for APPEND_ONLY. In PROJECTED q and o have one head.
+        self.q = q
         self.o = o      # [rows, heads, o dim], uint16 or float32; None for APPEND_ONLY
         self.lse = lse  # [rows, heads]; None unless asked for
         self.dtype = dtype
@@ -293,7 +309,7 @@ class AttendArgs(NamedTuple):
     row_begin: int
     rows: int
     head_offset: int
-    num_heads: int
+    num_heads: int             # 1 in PROJECTED, whose rows are for all heads
     q: Optional[npt.NDArray]   # [rows, heads, q dim], float32 or uint16 (bf16 patterns)
     # [rows, row dim], of the same type as q; then the entries that the rows make whole.
     kv: Optional[npt.NDArray]

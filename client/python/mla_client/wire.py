@@ -123,6 +123,11 @@ def kv_parts(kv_row_dtype: Optional[DType], dtype: DType, spec: ModelSpec) -> Tu
     return ()
 
 
+def message_heads(args: AttendArgs, heads: int, geometry: Geometry) -> int:
+    """Attend.num_heads of a message with `heads` of AttendArgs.num_heads."""
+    return geometry.num_heads if args.profile == Profile.PROJECTED else heads
+
+
 def output_dtype(dtype: DType) -> DType:
     if dtype == DType.F8_E4M3:
         raise errors.InvalidArgument("attend.o_dtype: got F8_E4M3, must be BF16 or F32")
@@ -337,4 +342,7 @@ class ResultAssembler:
 
     def result(self) -> AttendResult:
         """The call's result once every chunk was added."""
-        return AttendResult(self._o, self._lse, self._timings, self._lists)
+        o = self._o
+        if o is not None and self._args.profile == Profile.PROJECTED:
+            o = o[:, 0]
+        return AttendResult(o, self._lse, self._timings, self._lists)

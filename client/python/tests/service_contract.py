@@ -7,6 +7,7 @@ import threading
 
 import mla_client
 import numpy as np
+from contract.projected_contract import ProjectedContract
 from contract.sparse_contract import SparseContract
 from contract.window_contract import WindowContract
 from mla_client import DType, Geometry, ModelSpec, Profile, bf16, wire
@@ -57,7 +58,7 @@ class Worker:
         return o, lse
 
 
-class ServiceContract(SparseContract, WindowContract):
+class ServiceContract(ProjectedContract, SparseContract, WindowContract):
     """Mixin for a TestCase that provides make_service()."""
 
     def setUp(self):

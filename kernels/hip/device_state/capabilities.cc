@@ -18,6 +18,9 @@ constexpr int64_t kMostBytesInPlace = 40 << 10;
 // Bytes of queries. In smaller launches a kernel copies inputs and outputs, or the launch computes
 // while another one's copies run.
 constexpr int64_t kLeastStreamBytes = 2 << 20;
+// Time of a byte of KV rows in launches that were not measured yet. GPUs read 0.8 to 5 TB/s of
+// them.
+constexpr double kNanosPerKvByte = 1e-3;
 // Most pieces of a streamed plan for each unit: many enough that little work remains when the last
 // queries arrive, and few enough that merging them costs little. A piece has at least
 // item_overhead_rows, so this limit matters only for many KV rows.
@@ -74,6 +77,7 @@ BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch) {
   if (info.fp8_products) info.fp8_compute = std::string(arch.fp8_compute);
   info.units = runtime.units();
   info.unified_memory = false;
+  info.nanos_per_kv_byte = kNanosPerKvByte;
   SetHostMemory(runtime, arch, &info);
   info.absorbed_q_of_f32 = DType::kBf16;  // the kernels read no other queries
   info.notes = {{"runtime", runtime.vendor() == Vendor::kAmd

@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/hip/args/gate_args.h"
 
 namespace mla::kernels::hip {
@@ -15,19 +16,18 @@ namespace {
 // which then waits for the device. Drivers before 12.4 lack the call; with them the self-test,
 // which launches all kernels, has the same effect. HIP loads all code with its module.
 absl::Status Load(GpuRuntime& runtime, Function function) {
-  using LoadFunction = int (*)(Function);
-  const auto load = reinterpret_cast<LoadFunction>(runtime.EntryPoint("cuFuncLoad"));
+  int (*load)(Function) = nullptr;
+  runtime.Symbols().Want("cuFuncLoad", &load);
   return load == nullptr ? absl::OkStatus() : runtime.Check(load(function), "function load");
 }
 
 // `shared`: most dynamic shared memory, in bytes, of a launch of the kernel.
 absl::Status Find(GpuRuntime& runtime, Module module, const char* name, int32_t shared,
                   Function* into) {
-  absl::StatusOr<Function> kernel = runtime.Find(module, name);
-  if (!kernel.ok()) return kernel.status();
-  *into = *kernel;
-  if (absl::Status s = Load(runtime, *kernel); !s.ok()) return s;
-  return shared > 0 ? runtime.AllowSharedBytes(*kernel, shared) : absl::OkStatus();
+  MLA_ASSIGN_OR_RETURN(Function kernel, runtime.Find(module, name));
+  *into = kernel;
+  MLA_RETURN_IF_ERROR(Load(runtime, kernel));
+  return shared > 0 ? runtime.AllowSharedBytes(kernel, shared) : absl::OkStatus();
 }
 
 }  // namespace

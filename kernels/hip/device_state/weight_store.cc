@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/hip/args/expanded_args.h"
 #include "kernels/hip/device_state/weight_panels.h"
 
@@ -38,9 +39,7 @@ absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const Ba
   for (const auto& [buffer, what, bytes] :
        {std::tuple(&memory_, "limits.weights_bytes", limits.weights_bytes),
         std::tuple(&pointers_, "weight pointers", pointers)}) {
-    absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(runtime, what, bytes);
-    if (!made.ok()) return made.status();
-    *buffer = *std::move(made);
+    MLA_ASSIGN_OR_RETURN(*buffer, DeviceBuffer::Create(runtime, what, bytes));
   }
   absl::StatusOr<PinnedBuffer> pinned = PinnedBuffer::Create(runtime, "weight pointers", pointers);
   if (!pinned.ok()) return pinned.status();
@@ -89,10 +88,10 @@ absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t h
   const int32_t capacity = std::max(geometry.num_heads, head_end);
   if (target.used() &&
       (!(target.geometry == geometry) || capacity > static_cast<int32_t>(target.loaded.size()))) {
-    if (absl::Status s = Free(slot); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Free(slot));
   }
   if (!target.used()) {
-    if (absl::Status s = Place(slot, geometry, capacity, scratch); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Place(slot, geometry, capacity, scratch));
   }
   const DevicePtr uk = memory_.at() + static_cast<uint64_t>(arena_.at(slot));
   const auto places = static_cast<int32_t>(target.loaded.size());

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "base/status_macros.h"
 #include "kernels/hip/launch/combine.h"
 
 namespace mla::kernels::hip {
@@ -85,7 +86,7 @@ std::optional<AbsorbedWork::Split> AbsorbedWork::SplitOf(const AttentionParams& 
   return fits ? std::optional(split) : std::nullopt;
 }
 
-absl::Status AbsorbedWork::AddSplit(LaunchSlot& slot, const AttentionParams& params,
+absl::Status AbsorbedWork::AddSplit(LaunchRecording& recording, const AttentionParams& params,
                                     const Split& split) const {
   const SplitVariant& variant = device_.arch->split[split.kernel];
   const PlanView& plan = params.plan;
@@ -108,28 +109,27 @@ absl::Status AbsorbedWork::AddSplit(LaunchSlot& slot, const AttentionParams& par
   args.packed_rows = split.packed_rows;
   args.blocks_per_unit = split.blocks_per_unit;
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
-  args.late = slot.late_word();
+  args.late = recording.late_word();
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.pieces * args.blocks_per_unit),
                           .threads = static_cast<uint32_t>(variant.threads),
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
                           .overlap_predecessor = true,
                           .blocks_meet = true};
-  return slot.AddKernel(device_.kernels.split[split.kernel], shape, args);
+  return recording.AddKernel(device_.kernels.split[split.kernel], shape, args);
 }
 
-absl::Status AbsorbedWork::Add(LaunchSlot& slot, const AttentionParams& params,
+absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams& params,
                                const DevicePlan& plan) const {
-  auto segments = PutSegments(slot, device_, params);
-  if (!segments.ok()) return segments.status();
+  MLA_ASSIGN_OR_RETURN(auto segments, PutSegments(recording, device_, params));
   const int64_t layer = params.segments[0].layer_offset;
-  Rows rows{.segments = *segments,
+  Rows rows{.segments = segments,
             .format = params.desc.kv_format,
             .products = params.desc.products,
             .page_tables = device_.table_mirror.As<uint32_t>(),
             .pool = device_.pool.As<uint8_t>() + layer};
   const int32_t packed_rows = MostPackedRows(params.plan);
   if (Widens(params, rows, packed_rows)) {
-    if (absl::Status s = AddWiden(slot, params, &rows); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(AddWiden(recording, params, &rows));
   }
   const BusyUnits units = UnitsOf(params.plan);
   const int32_t device_units = device_.runtime->units();
@@ -139,7 +139,7 @@ absl::Status AbsorbedWork::Add(LaunchSlot& slot, const AttentionParams& params,
   AttendArgs args = {};
   args.segments = rows.segments;
   if (!params.windows.empty()) {
-    auto windows = slot.metadata().PutEach(params.windows, [layer](WindowRecord record) {
+    auto windows = recording.metadata().PutEach(params.windows, [layer](WindowRecord record) {
       record.layer_offset -= layer;
       return record;
     });
@@ -157,18 +157,17 @@ absl::Status AbsorbedWork::Add(LaunchSlot& slot, const AttentionParams& params,
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.blocks = units.last * args.blocks_per_unit;
   args.xcds = XcdsOf(*device_.arch, device_units);
-  args.late = slot.late_word();
+  args.late = recording.late_word();
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks),
                           .threads = static_cast<uint32_t>(variant.threads),
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
                           .overlap_predecessor = true};
-  absl::Status s = slot.AddKernel(device_.kernels.attend[chosen], shape, args);
-  if (!s.ok()) return s;
+  MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.attend[chosen], shape, args));
   const Attended run{.segments = rows.segments,
                      .windows = args.windows,
                      .exchanged = variant.exchanged_partials,
                      .idle_units = std::max(0, device_units - units.busy * args.blocks_per_unit)};
-  return AddCombine(slot, device_, params, plan, run);
+  return AddCombine(recording, device_, params, plan, run);
 }
 
 bool AbsorbedWork::Widens(const AttentionParams& params, const Rows& rows,
@@ -181,9 +180,9 @@ bool AbsorbedWork::Widens(const AttentionParams& params, const Rows& rows,
   return WidensLists(*device_.arch, rows.format, packed_rows, places, kv_rows);
 }
 
-absl::Status AbsorbedWork::AddWiden(LaunchSlot& slot, const AttentionParams& params,
+absl::Status AbsorbedWork::AddWiden(LaunchRecording& recording, const AttentionParams& params,
                                     Rows* rows) const {
-  StagedRegion& metadata = slot.metadata();
+  StagedRegion& metadata = recording.metadata();
   const auto count = static_cast<int64_t>(params.segments.size());
   // Row counts before each segment, then the page table that all segments share, which has one
   // page.
@@ -222,7 +221,7 @@ absl::Status AbsorbedWork::AddWiden(LaunchSlot& slot, const AttentionParams& par
   const LaunchShape shape{
       .grid_x = static_cast<uint32_t>((kv_rows + kRowsOfBlock - 1) / kRowsOfBlock),
       .threads = kBlockThreads};
-  return slot.AddKernel(device_.kernels.widen, shape, args);
+  return recording.AddKernel(device_.kernels.widen, shape, args);
 }
 
 }  // namespace mla::kernels::hip

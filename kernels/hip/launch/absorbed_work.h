@@ -14,7 +14,7 @@
 #include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/plan_store.h"
-#include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/slot/launch_recording.h"
 #include "kernels/types/attention_params.h"
 
 namespace mla::kernels::hip {
@@ -25,7 +25,8 @@ class AbsorbedWork final {
   AbsorbedWork(const DeviceState& device, const DeviceBuffer& widened)
       : device_(device), widened_(widened) {}
 
-  absl::Status Add(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan) const;
+  absl::Status Add(LaunchRecording& recording, const AttentionParams& params,
+                   const DevicePlan& plan) const;
 
   // A plan of one tile in equal pieces, all of whose blocks run at the same time. One kernel
   // attends and merges (SplitArgs), and the device needs neither the plan nor the segments.
@@ -35,7 +36,8 @@ class AbsorbedWork final {
   };
   // Returns nothing if the plan is not of this kind, or no such kernel exists.
   std::optional<Split> SplitOf(const AttentionParams& params) const;
-  absl::Status AddSplit(LaunchSlot& slot, const AttentionParams& params, const Split& split) const;
+  absl::Status AddSplit(LaunchRecording& recording, const AttentionParams& params,
+                        const Split& split) const;
 
  private:
   // Format and place of the rows that attention reads.
@@ -49,7 +51,8 @@ class AbsorbedWork final {
   // Returns true if the rows are to be widened first, for work items of at most `packed_rows`.
   bool Widens(const AttentionParams& params, const Rows& rows, int32_t packed_rows) const;
   // Widens the rows and updates `rows` to the result.
-  absl::Status AddWiden(LaunchSlot& slot, const AttentionParams& params, Rows* rows) const;
+  absl::Status AddWiden(LaunchRecording& recording, const AttentionParams& params,
+                        Rows* rows) const;
 
   const DeviceState& device_;
   const DeviceBuffer& widened_;

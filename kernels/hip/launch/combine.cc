@@ -7,12 +7,13 @@ int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads) {
   return (q_end - q_begin) * static_cast<int32_t>((heads >> 16) - (heads & 0xffffu));
 }
 
-absl::StatusOr<const SegmentRecord*> PutSegments(LaunchSlot& slot, const DeviceState& device,
+absl::StatusOr<const SegmentRecord*> PutSegments(LaunchRecording& recording,
+                                                 const DeviceState& device,
                                                  const AttentionParams& params,
                                                  std::span<const std::byte* const> host_queries) {
   const SegmentRecord& first = params.segments[0];
   size_t index = 0;
-  return slot.metadata().PutEach(params.segments, [&](SegmentRecord record) {
+  return recording.metadata().PutEach(params.segments, [&](SegmentRecord record) {
     if (!host_queries.empty()) {
       record.list = reinterpret_cast<const int32_t*>(host_queries[index++]);
     }
@@ -23,8 +24,9 @@ absl::StatusOr<const SegmentRecord*> PutSegments(LaunchSlot& slot, const DeviceS
   });
 }
 
-absl::Status AddCombine(LaunchSlot& slot, const DeviceState& device, const AttentionParams& params,
-                        const DevicePlan& plan, const Attended& run) {
+absl::Status AddCombine(LaunchRecording& recording, const DeviceState& device,
+                        const AttentionParams& params, const DevicePlan& plan,
+                        const Attended& run) {
   if (params.plan.reduce_final_map.empty()) return absl::OkStatus();
   int32_t rows = 0, parts = 0;
   for (size_t i = 0; i < params.plan.reduce_final_map.size(); ++i) {
@@ -50,14 +52,14 @@ absl::Status AddCombine(LaunchSlot& slot, const DeviceState& device, const Atten
   args.waves_per_row = CombineWavesBeside(*device.arch, int64_t{tiles} * rows, parts,
                                           args.waves_per_row, args.column_blocks, run.idle_units);
   args.exchanged = run.exchanged;
-  args.late = slot.late_word();
+  args.late = recording.late_word();
   const auto row_blocks = BlocksFor(rows, device.arch->waves_per_block / args.waves_per_row);
   const LaunchShape shape{.grid_x = tiles,
                           .grid_y = row_blocks * static_cast<uint32_t>(args.column_blocks),
                           .threads = kBlockThreads,
                           .shared_bytes = static_cast<uint32_t>(device.arch->combine_shared_bytes),
                           .overlap_predecessor = true};
-  return slot.AddKernel(device.kernels.combine, shape, args);
+  return recording.AddKernel(device.kernels.combine, shape, args);
 }
 
 }  // namespace mla::kernels::hip

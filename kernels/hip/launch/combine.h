@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/plan_store.h"
-#include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/slot/launch_recording.h"
 #include "kernels/types/attention_params.h"
 
 namespace mla::kernels::hip {
@@ -32,14 +32,14 @@ int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads);
 // addresses. `host_queries` is for streamed launches: where the queries of each segment are in host
 // memory (StreamArgs); else empty. RESOURCE_EXHAUSTED if they do not fit.
 absl::StatusOr<const SegmentRecord*> PutSegments(
-    LaunchSlot& slot, const DeviceState& device, const AttentionParams& params,
+    LaunchRecording& recording, const DeviceState& device, const AttentionParams& params,
     std::span<const std::byte* const> host_queries = {});
 
 // Adds the kernel that merges the partials of the preceding attention by their log-sum-exp; adds
 // none if the plan splits no rows. A part that saw no key has LSE -inf and weight 0. A row with no
 // key at all has output 0 and LSE -inf.
-absl::Status AddCombine(LaunchSlot& slot, const DeviceState& device, const AttentionParams& params,
-                        const DevicePlan& plan, const Attended& run);
+absl::Status AddCombine(LaunchRecording& recording, const DeviceState& device,
+                        const AttentionParams& params, const DevicePlan& plan, const Attended& run);
 
 }  // namespace mla::kernels::hip
 

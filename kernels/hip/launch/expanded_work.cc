@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/hip/launch/combine.h"
 
 namespace mla::kernels::hip {
@@ -47,11 +48,10 @@ absl::Status ExpandedWork::Check(const AttentionParams& params) const {
   return absl::OkStatus();
 }
 
-absl::Status ExpandedWork::Add(LaunchSlot& slot, const AttentionParams& params,
+absl::Status ExpandedWork::Add(LaunchRecording& recording, const AttentionParams& params,
                                const DevicePlan& plan) const {
-  auto segments = PutSegments(slot, device_, params);
-  if (!segments.ok()) return segments.status();
-  const Attended run{.segments = *segments};
+  MLA_ASSIGN_OR_RETURN(auto segments, PutSegments(recording, device_, params));
+  const Attended run{.segments = segments};
 
   ExpandArgs expand = {};
   expand.segments = run.segments;
@@ -74,10 +74,9 @@ absl::Status ExpandedWork::Add(LaunchSlot& slot, const AttentionParams& params,
   const RoundView& rounds = *params.plan.rounds;
   const RoundKernels kernels = KernelsOf(params.desc, rounds.units);
   for (const Round& round : rounds.rounds) {
-    absl::Status s = AddRound(slot, round, kernels, expand, attend);
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(AddRound(recording, round, kernels, expand, attend));
   }
-  return rounds.merges ? AddCombine(slot, device_, params, plan, run) : absl::OkStatus();
+  return rounds.merges ? AddCombine(recording, device_, params, plan, run) : absl::OkStatus();
 }
 
 ExpandedWork::RoundKernels ExpandedWork::KernelsOf(const AttentionDesc& desc, int32_t units) const {
@@ -93,7 +92,7 @@ ExpandedWork::RoundKernels ExpandedWork::KernelsOf(const AttentionDesc& desc, in
 }
 
 // `expand` and `attend` hold the arguments of the first round.
-absl::Status ExpandedWork::AddRound(LaunchSlot& slot, const Round& round,
+absl::Status ExpandedWork::AddRound(LaunchRecording& recording, const Round& round,
                                     const RoundKernels& kernels, const ExpandArgs& expand,
                                     const ExpandedArgs& attend) const {
   if (round.pairs > 0) {
@@ -109,12 +108,11 @@ absl::Status ExpandedWork::AddRound(LaunchSlot& slot, const Round& round,
     shape.grid_x = static_cast<uint32_t>(args.blocks);
     shape.threads = static_cast<uint32_t>(variant.threads);
     shape.shared_bytes = static_cast<uint32_t>(variant.shared_bytes);
-    absl::Status s = slot.AddKernel(device_.kernels.expand[kernels.expand], shape, args);
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.expand[kernels.expand], shape, args));
   }
   ExpandedArgs args = attend;
   args.unit_indptr += round.first_indptr;
-  return slot.AddKernel(kernels.attend, kernels.shape, args);
+  return recording.AddKernel(kernels.attend, kernels.shape, args);
 }
 
 }  // namespace mla::kernels::hip

@@ -14,7 +14,7 @@
 #include "kernels/hip/args/expanded_args.h"
 #include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/plan_store.h"
-#include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/slot/launch_recording.h"
 
 namespace mla::kernels::hip {
 
@@ -32,7 +32,8 @@ class ExpandedWork final {
   // FAILED_PRECONDITION if the launch lacks weights, rounds or a workspace.
   absl::Status Check(const AttentionParams& params) const;
   // REQUIRES: Check is OK.
-  absl::Status Add(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan) const;
+  absl::Status Add(LaunchRecording& recording, const AttentionParams& params,
+                   const DevicePlan& plan) const;
 
  private:
   // Kernels of a round: up-projection, as an index in ArchTraits::expand, and attention.
@@ -42,7 +43,7 @@ class ExpandedWork final {
     LaunchShape shape;  // shape of attention
   };
   RoundKernels KernelsOf(const AttentionDesc& desc, int32_t units) const;
-  absl::Status AddRound(LaunchSlot& slot, const Round& round, const RoundKernels& kernels,
+  absl::Status AddRound(LaunchRecording& recording, const Round& round, const RoundKernels& kernels,
                         const ExpandArgs& expand, const ExpandedArgs& attend) const;
 
   const DeviceState& device_;

@@ -5,10 +5,11 @@
 
 namespace mla::kernels::hip {
 
-absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch) {
+absl::Status GateWork::AddGate(LaunchRecording& recording, const Launch& launch) {
   const LaunchGate& gate = launch.gate;
   if (gate.ready.word == nullptr) return absl::OkStatus();
-  if (!device_.runtime->kernels_reach_host() || !slot.Reaches(gate.ready.word, sizeof(uint32_t))) {
+  if (!device_.runtime->kernels_reach_host() ||
+      !recording.Reaches(gate.ready.word, sizeof(uint32_t))) {
     return absl::InvalidArgumentError("gate: its word is not in pinned memory");
   }
   if (gate.limit_ns < 0 || gate.limit_ns > kMostGateNs) {
@@ -18,47 +19,49 @@ absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch) {
   GateArgs args = {};
   const uint32_t* const nearby = gate.ready.nearby;
   args.word =
-      nearby != nullptr && slot.Reaches(nearby, sizeof(uint32_t)) ? nearby : gate.ready.word;
+      nearby != nullptr && recording.Reaches(nearby, sizeof(uint32_t)) ? nearby : gate.ready.word;
   args.value = gate.ready.value;
   args.limit_ns = static_cast<uint64_t>(gate.limit_ns);
-  args.outcome = slot.gate_outcome();
+  args.outcome = recording.gate_outcome();
   for (const HostOutput& out : launch.outputs) {
     if (!out.shared || out.in_place()) continue;
     return absl::InvalidArgumentError("gate: an output is copied to shared memory, late or not");
   }
-  absl::Status s = slot.AddKernel(device_.kernels.gate, {.threads = kGateThreads}, args);
-  slot.NoteGate(args.word != nearby);
+  absl::Status s = recording.AddKernel(device_.kernels.gate, {.threads = kGateThreads}, args);
+  recording.NoteGate(args.word != nearby);
   return s;
 }
 
-absl::Status GateWork::AddTimedSignals(LaunchSlot& slot, std::span<const WordValue> signals) {
-  if (slot.outputs_in_place()) return AddSignals(slot, signals);
-  return slot.gated() ? AddSignals(slot, {}) : absl::OkStatus();
+absl::Status GateWork::AddTimedSignals(LaunchRecording& recording,
+                                       std::span<const WordValue> signals) {
+  if (recording.outputs_in_place()) return AddSignals(recording, signals);
+  return recording.gated() ? AddSignals(recording, {}) : absl::OkStatus();
 }
 
-absl::Status GateWork::AddSignalsBehindMoves(LaunchSlot& slot, std::span<const WordValue> signals) {
-  return slot.output_moves().empty() ? absl::OkStatus() : AddSignals(slot, signals);
+absl::Status GateWork::AddSignalsBehindMoves(LaunchRecording& recording,
+                                             std::span<const WordValue> signals) {
+  return recording.output_moves().empty() ? absl::OkStatus() : AddSignals(recording, signals);
 }
 
-absl::Status GateWork::AddSignals(LaunchSlot& slot, std::span<const WordValue> signals) {
+absl::Status GateWork::AddSignals(LaunchRecording& recording, std::span<const WordValue> signals) {
   SignalArgs args = {};
-  if (slot.gated()) args.outcome = slot.gate_outcome();
-  if (slot.gated()) args.report = slot.gate_report();
+  if (recording.gated()) args.outcome = recording.gate_outcome();
+  if (recording.gated()) args.report = recording.gate_report();
   const bool few = device_.runtime->kernels_reach_host() && signals.size() <= size_t{kMostSignals};
   for (const WordValue& signal : signals) {
-    if (!few || !slot.Reaches(signal.word, sizeof(uint32_t))) break;
-    if (signal.nearby != nullptr && !slot.Reaches(signal.nearby, sizeof(uint32_t))) break;
+    if (!few || !recording.Reaches(signal.word, sizeof(uint32_t))) break;
+    if (signal.nearby != nullptr && !recording.Reaches(signal.nearby, sizeof(uint32_t))) break;
     args.words[args.count++] = {signal.word, signal.nearby, signal.value, 0};
   }
-  if (!signals.empty()) slot.NoteSignals(static_cast<size_t>(args.count) == signals.size());
-  if (const auto& copy = slot.signal_copy(); copy.bytes > 0) {
+  if (!signals.empty()) recording.NoteSignals(static_cast<size_t>(args.count) == signals.size());
+  if (const auto& copy = recording.signal_copy(); copy.bytes > 0) {
     args.to = reinterpret_cast<uint8_t*>(copy.to);
     args.from = reinterpret_cast<const uint8_t*>(copy.from);
     args.copied = copy.bytes;
   }
-  if (args.count == 0 && args.copied == 0 && !slot.gated()) return absl::OkStatus();
-  return slot.AddKernel(device_.kernels.signal,
-                        {.threads = kSignalThreads, .overlap_predecessor = true}, args);
+  if (args.count == 0 && args.copied == 0 && !recording.gated()) return absl::OkStatus();
+  return recording.AddKernel(device_.kernels.signal,
+                             {.threads = kSignalThreads, .overlap_predecessor = true}, args);
 }
 
 }  // namespace mla::kernels::hip

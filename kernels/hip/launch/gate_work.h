@@ -6,7 +6,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/hip/device_state/device_state.h"
-#include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/slot/launch_recording.h"
 #include "kernels/types/launch.h"
 
 namespace mla::kernels::hip {
@@ -19,15 +19,16 @@ class GateWork final {
   // Adds the gate as the first of the timed kernels. INVALID_ARGUMENT if the device does not reach
   // the word, if the limit is not in bounds (kMostGateNs), or if a kernel that does not read the
   // gate's outcome would write shared memory.
-  absl::Status AddGate(LaunchSlot& slot, const Launch& launch);
+  absl::Status AddGate(LaunchRecording& recording, const Launch& launch);
   // AddTimedSignals adds the last of the timed kernels, if the kernels store all outputs in place
   // or there is a gate. AddSignalsBehindMoves adds the last kernel of all, if kernels copy the
   // outputs. Neither sets a signal if copy commands move outputs.
-  absl::Status AddTimedSignals(LaunchSlot& slot, std::span<const WordValue> signals);
-  absl::Status AddSignalsBehindMoves(LaunchSlot& slot, std::span<const WordValue> signals);
+  absl::Status AddTimedSignals(LaunchRecording& recording, std::span<const WordValue> signals);
+  absl::Status AddSignalsBehindMoves(LaunchRecording& recording,
+                                     std::span<const WordValue> signals);
 
  private:
-  absl::Status AddSignals(LaunchSlot& slot, std::span<const WordValue> signals);
+  absl::Status AddSignals(LaunchRecording& recording, std::span<const WordValue> signals);
 
   const DeviceState& device_;
 };

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -60,15 +61,14 @@ absl::Status IndexWork::Allocate(const BackendLimits& limits, Stream stream) {
   return device_.runtime->Fill(bins_.at(), 0, bins_.bytes(), stream);
 }
 
-absl::Status IndexWork::AddRound(LaunchSlot& slot, const Indexing& all) {
-  auto rows = slot.metadata().Put(std::span<const IndexRow>(rows_));
-  if (!rows.ok()) return rows.status();
-  auto blocks = slot.metadata().Put(std::span<const int32_t>(first_blocks_));
-  if (!blocks.ok()) return blocks.status();
+absl::Status IndexWork::AddRound(LaunchRecording& recording, const Indexing& all) {
+  MLA_ASSIGN_OR_RETURN(auto rows, recording.metadata().Put(std::span<const IndexRow>(rows_)));
+  MLA_ASSIGN_OR_RETURN(auto blocks,
+                       recording.metadata().Put(std::span<const int32_t>(first_blocks_)));
   IndexArgs args = {};
   args.records = all.records;
-  args.rows = *rows;
-  args.first_block = *blocks;
+  args.rows = rows;
+  args.first_block = blocks;
   args.page_tables = device_.table_mirror.As<uint32_t>();
   args.pool = device_.pool.As<uint8_t>() + all.layer_offset;
   args.ranks = ranks_.As<uint32_t>();
@@ -78,14 +78,14 @@ absl::Status IndexWork::AddRound(LaunchSlot& slot, const Indexing& all) {
   LaunchShape shape{.grid_x = static_cast<uint32_t>(first_blocks_.back()),
                     .threads = static_cast<uint32_t>(device_.arch->index_logits_threads),
                     .shared_bytes = static_cast<uint32_t>(all.logits_shared_bytes)};
-  if (absl::Status s = slot.AddKernel(device_.kernels.index_logits, shape, args); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.index_logits, shape, args));
   shape.grid_x = static_cast<uint32_t>(args.count);
   shape.threads = kIndexSelectThreads;
   shape.shared_bytes = static_cast<uint32_t>(device_.arch->index_select_shared_bytes);
-  return slot.AddKernel(device_.kernels.index_select, shape, args);
+  return recording.AddKernel(device_.kernels.index_select, shape, args);
 }
 
-absl::Status IndexWork::Add(LaunchSlot& slot, std::span<const SelectRecord> records) {
+absl::Status IndexWork::Add(LaunchRecording& recording, std::span<const SelectRecord> records) {
   if (records.empty()) return absl::OkStatus();
   if (ranks_.bytes() == 0) {
     return absl::UnimplementedError(absl::StrCat("an indexer; device: ", device_.info.device));
@@ -102,7 +102,7 @@ absl::Status IndexWork::Add(LaunchSlot& slot, std::span<const SelectRecord> reco
                      ", multiples of 16 bytes, at most ", kRanks, " rows"));
   }
   const int64_t layer = records[0].layer_offset;
-  auto uploaded = slot.metadata().PutEach(records, [layer](SelectRecord record) {
+  auto uploaded = recording.metadata().PutEach(records, [layer](SelectRecord record) {
     record.layer_offset -= layer;
     return record;
   });
@@ -111,7 +111,7 @@ absl::Status IndexWork::Add(LaunchSlot& slot, std::span<const SelectRecord> reco
                      LogitsSharedBytes(*device_.arch, records)};
   int64_t ranks = 0;
   const auto end_round = [&] {
-    absl::Status s = AddRound(slot, all);
+    absl::Status s = AddRound(recording, all);
     ranks = 0;
     rows_.clear();
     first_blocks_.assign(1, 0);
@@ -123,7 +123,7 @@ absl::Status IndexWork::Add(LaunchSlot& slot, std::span<const SelectRecord> reco
     for (int32_t row = 0; row < records[i].rows; ++row) {
       const int32_t visible = SelectVisible(records[i], row);
       if (rows_.size() == kRoundRows || ranks + RanksOf(visible) > kRanks) {
-        if (absl::Status s = end_round(); !s.ok()) return s;
+        MLA_RETURN_IF_ERROR(end_round());
       }
       rows_.push_back({static_cast<int32_t>(i), row, visible, static_cast<int32_t>(ranks)});
       first_blocks_.push_back(first_blocks_.back() +

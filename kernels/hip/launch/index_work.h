@@ -15,7 +15,7 @@
 #include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/device_memory.h"
-#include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/slot/launch_recording.h"
 
 namespace mla::kernels::hip {
 
@@ -30,7 +30,7 @@ class IndexWork final {
 
   // Call once; clears the workspace on `stream`.
   absl::Status Allocate(const BackendLimits& limits, Stream stream);
-  absl::Status Add(LaunchSlot& slot, std::span<const SelectRecord> records);
+  absl::Status Add(LaunchRecording& recording, std::span<const SelectRecord> records);
 
   // Workspace that nothing uses between the kernels of Add and the next launch; may be empty.
   const DeviceBuffer& scratch() const { return ranks_; }
@@ -44,7 +44,7 @@ class IndexWork final {
     int32_t logits_shared_bytes;
   };
   // Adds the kernels of one round, from rows_ and first_blocks_.
-  absl::Status AddRound(LaunchSlot& slot, const Indexing& all);
+  absl::Status AddRound(LaunchRecording& recording, const Indexing& all);
 
   const DeviceState& device_;
   DeviceBuffer ranks_, bins_;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/hip/device_state/capabilities.h"
 #include "kernels/read_rows.h"
 
@@ -61,13 +62,10 @@ absl::StatusOr<std::unique_ptr<LaunchBuilder>> LaunchBuilder::Create(const Devic
                                                                      const BackendLimits& limits,
                                                                      Stream stream) {
   std::unique_ptr<LaunchBuilder> builder(new LaunchBuilder(device, limits));
-  if (absl::Status s = builder->index_.Allocate(limits, stream); !s.ok()) return s;
-  auto streams = StreamWork::Create(device, limits, stream);
-  if (!streams.ok()) return streams.status();
-  builder->streams_ = *std::move(streams);
-  auto plans = PlanStore::Create(device.runtime, PlanCopies(limits), PlanBytes(device, limits));
-  if (!plans.ok()) return plans.status();
-  builder->plans_ = *std::move(plans);
+  MLA_RETURN_IF_ERROR(builder->index_.Allocate(limits, stream));
+  MLA_ASSIGN_OR_RETURN(builder->streams_, StreamWork::Create(device, limits, stream));
+  MLA_ASSIGN_OR_RETURN(builder->plans_, PlanStore::Create(device.runtime, PlanCopies(limits),
+                                                          PlanBytes(device, limits)));
   return builder;
 }
 
@@ -114,54 +112,76 @@ absl::Status LaunchBuilder::CheckAttention(const AttentionParams& params) const 
   return s;
 }
 
-absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
-                                         const AttentionParams& params) {
-  if (params.segments.empty()) return absl::OkStatus();
-  if (absl::Status s = CheckAttention(params); !s.ok()) return s;
-  if (params.plan.work_info.empty()) return absl::OkStatus();
-  const bool expanded = params.desc.form == AttentionForm::kExpanded;
-  if (expanded) {
-    if (absl::Status s = expanded_.Check(params); !s.ok()) return s;
+absl::StatusOr<LaunchForm> LaunchBuilder::Choose(LaunchRecording& recording, int32_t index,
+                                                 const Launch& launch) {
+  for (const AttentionParams* params : {&launch.absorbed, &launch.expanded}) {
+    if (!params->segments.empty()) MLA_RETURN_IF_ERROR(CheckAttention(*params));
   }
-  const bool whole = !expanded && !streams_->Has(index);
-  if (const auto split = whole ? absorbed_.SplitOf(params) : std::nullopt) {
-    return absorbed_.AddSplit(slot, params, *split);
+  LaunchForm form{.tensors = {launch.inputs, launch.outputs}};
+  const AttentionParams& params = launch.absorbed;
+  if (params.segments.empty() || params.plan.work_info.empty() ||
+      params.desc.form == AttentionForm::kExpanded) {
+    return form;
   }
-  const int64_t uploads = plans_->uploads();
-  absl::StatusOr<DevicePlan> plan = plans_->Get(params.plan, index, slot.input_stream());
-  if (!plan.ok()) return plan.status();
-  if (plans_->uploads() != uploads) slot.NoteInput();
-  if (!expanded && streams_->Has(index)) return streams_->Add(slot, index, *plan);
-  return expanded ? expanded_.Add(slot, params, *plan) : absorbed_.Add(slot, params, *plan);
+  if (const auto tensors = streams_->Take(recording, index, launch)) {
+    form.absorbed = AbsorbedForm::kStreamed;
+    form.tensors = *tensors;
+  } else if (const auto split = absorbed_.SplitOf(params)) {
+    form.absorbed = AbsorbedForm::kSplit;
+    form.split = *split;
+  }
+  return form;
 }
 
-absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch& launch) {
-  if (streams_->Has(index)) streams_->AddArrivals(slot, index);
-  absl::Status s = pages_.AddTensors(slot, slot.input_moves(), slot.kernels_begun(), nullptr);
-  slot.BeginTimed();
-  if (s.ok()) s = gate_.AddGate(slot, launch);
+absl::Status LaunchBuilder::AddAttention(LaunchRecording& recording, int32_t index,
+                                         const AttentionParams& params, const LaunchForm& form) {
+  if (params.segments.empty() || params.plan.work_info.empty()) return absl::OkStatus();
+  const bool expanded = params.desc.form == AttentionForm::kExpanded;
+  if (expanded) MLA_RETURN_IF_ERROR(expanded_.Check(params));
+  if (form.absorbed == AbsorbedForm::kSplit) {
+    return absorbed_.AddSplit(recording, params, form.split);
+  }
+  const int64_t uploads = plans_->uploads();
+  MLA_ASSIGN_OR_RETURN(const DevicePlan plan,
+                       plans_->Get(params.plan, index, recording.input_stream()));
+  if (plans_->uploads() != uploads) recording.NoteInput();
+  if (form.absorbed == AbsorbedForm::kStreamed) {
+    return streams_->Add(recording, index, params, plan);
+  }
+  return expanded ? expanded_.Add(recording, params, plan) : absorbed_.Add(recording, params, plan);
+}
+
+absl::Status LaunchBuilder::Build(LaunchRecording& recording, int32_t index, const Launch& launch,
+                                  const LaunchForm& form) {
+  const bool streamed = form.absorbed == AbsorbedForm::kStreamed;
+  if (streamed) streams_->AddArrivals(recording, index);
+  absl::Status s =
+      pages_.AddTensors(recording, recording.input_moves(), recording.kernels_begun(), nullptr);
+  recording.BeginTimed();
+  if (s.ok()) s = gate_.AddGate(recording, launch);
   if (s.ok()) s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
   if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
-  if (s.ok()) s = pages_.AddDigests(slot, launch);
-  if (s.ok()) s = pages_.AddPages(slot, launch.pages);
-  if (s.ok()) s = pages_.AddTables(slot, launch);
+  if (s.ok()) s = pages_.AddDigests(recording, launch);
+  if (s.ok()) s = pages_.AddPages(recording, launch.pages);
+  if (s.ok()) s = pages_.AddTables(recording, launch);
   // Without selects, absorb follows append. Its blocks may then read their weights while the gate
   // waits: the gate waits for work on another device, which needs no unit of this one.
   const bool early =
-      slot.gate_is_far() && launch.selects.empty() && projections_.StartsEarly(launch.absorb);
-  const bool by_attention = streams_->Has(index) && streams_->Appends(index);
-  if (s.ok() && !by_attention) s = pages_.AddAppends(slot, launch.appends, early);
-  if (s.ok()) s = index_.Add(slot, launch.selects);
-  if (s.ok()) s = projections_.AddAbsorb(slot, launch.absorb);
-  if (s.ok()) s = AddAttention(slot, index, launch.absorbed);
-  if (s.ok()) s = projections_.AddProject(slot, launch.project);
-  if (s.ok()) s = AddAttention(slot, index, launch.expanded);
-  if (s.ok()) s = gate_.AddTimedSignals(slot, launch.signals);
-  slot.EndTimed();
+      recording.gate_is_far() && launch.selects.empty() && projections_.StartsEarly(launch.absorb);
+  const bool by_attention = streamed && streams_->Appends(index);
+  if (s.ok() && !by_attention) s = pages_.AddAppends(recording, launch.appends, early);
+  if (s.ok()) s = index_.Add(recording, launch.selects);
+  if (s.ok()) s = projections_.AddAbsorb(recording, launch.absorb);
+  if (s.ok()) s = AddAttention(recording, index, launch.absorbed, form);
+  if (s.ok()) s = projections_.AddProject(recording, launch.project);
+  if (s.ok()) s = AddAttention(recording, index, launch.expanded, {});
+  if (s.ok()) s = gate_.AddTimedSignals(recording, launch.signals);
+  recording.EndTimed();
   if (s.ok()) {
-    s = pages_.AddTensors(slot, slot.output_moves(), slot.kernels_begun(), slot.kernels_lasted());
+    s = pages_.AddTensors(recording, recording.output_moves(), recording.kernels_begun(),
+                          recording.kernels_lasted());
   }
-  return s.ok() ? gate_.AddSignalsBehindMoves(slot, launch.signals) : s;
+  return s.ok() ? gate_.AddSignalsBehindMoves(recording, launch.signals) : s;
 }
 
 }  // namespace mla::kernels::hip

@@ -1,4 +1,4 @@
-// Turns a Launch into the kernels and metadata of a launch slot.
+// Turns a Launch into kernels and metadata: a LaunchRecording.
 //
 // Ownership: borrows the device's state; owns the device copies of plans, the workspaces between
 // kernels, and scratch memory. Threading: as the backend's launches, one thread at a time. Nothing
@@ -22,9 +22,20 @@
 #include "kernels/hip/launch/project_work.h"
 #include "kernels/hip/launch/stream_work.h"
 #include "kernels/hip/runtime/plan_store.h"
-#include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/slot/launch_recording.h"
 
 namespace mla::kernels::hip {
+
+// How the latent rows of a launch are attended: by kernels of attention and merge, by one kernel
+// that does both (AbsorbedWork::AddSplit), or while queries arrive (StreamWork).
+enum class AbsorbedForm : uint8_t { kPlain, kSplit, kStreamed };
+
+// What LaunchBuilder has decided about a launch.
+struct LaunchForm {
+  AbsorbedForm absorbed = AbsorbedForm::kPlain;
+  AbsorbedWork::Split split = {};  // of kSplit
+  LaunchTensors tensors;           // what the slot copies
+};
 
 class LaunchBuilder final {
  public:
@@ -39,21 +50,22 @@ class LaunchBuilder final {
   static int64_t WorkspaceBytes(const DeviceState& device, const BackendLimits& limits);
   static int64_t HostBytes(const DeviceState& device, const BackendLimits& limits);
 
-  // Returns the launch to give to Begin, Build and Submit of the slot in place of `launch`
-  // (StreamWork::Take). Call it before slot.Begin; slot.Abandon or slot.Submit must follow.
-  const Launch& Take(LaunchSlot& slot, int32_t index, const Launch& launch) {
-    return streams_->Take(slot, index, launch);
-  }
-  // Call between slot.Begin and slot.Submit or Abandon. `index` is the slot's; the builder holds
-  // the launch's plans under it until Release. INVALID_ARGUMENT, FAILED_PRECONDITION or
-  // UNIMPLEMENTED for launches that the device does not run, RESOURCE_EXHAUSTED beyond the limits.
-  absl::Status Build(LaunchSlot& slot, int32_t index, const Launch& launch);
+  // Decides how the launch of slot `index` is computed. INVALID_ARGUMENT, FAILED_PRECONDITION or
+  // UNIMPLEMENTED for attention that the device does not run. Call it before recording.Begin; the
+  // slot's Abandon or Submit must follow.
+  absl::StatusOr<LaunchForm> Choose(LaunchRecording& recording, int32_t index,
+                                    const Launch& launch);
+  // Adds the kernels of a launch after recording.Begin; the builder holds the launch's plans under
+  // `index` until Release. Errors as Choose, and RESOURCE_EXHAUSTED beyond the limits.
+  absl::Status Build(LaunchRecording& recording, int32_t index, const Launch& launch,
+                     const LaunchForm& form);
   // Call when the slot's launch has ended, or was refused and no part of it runs.
   void Release(int32_t index) { plans_->Release(index); }
 
  private:
   LaunchBuilder(const DeviceState& device, const BackendLimits& limits);
-  absl::Status AddAttention(LaunchSlot& slot, int32_t index, const AttentionParams& params);
+  absl::Status AddAttention(LaunchRecording& recording, int32_t index,
+                            const AttentionParams& params, const LaunchForm& form);
   absl::Status CheckAttention(const AttentionParams& params) const;
 
   const DeviceState& device_;

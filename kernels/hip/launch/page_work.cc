@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -41,15 +42,13 @@ int64_t PageWork::MetadataBytes(const BackendLimits& l) {
   return appends + tables + moves + digests;
 }
 
-absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends) {
-  StagedRegion& metadata = launch.metadata();
-  auto ranges = metadata.Put(std::span<const MoveRange>(moves_));
-  if (!ranges.ok()) return ranges.status();
+absl::Status PageWork::AddMoves(LaunchRecording& recording, std::span<const size_t> ends) {
+  StagedRegion& metadata = recording.metadata();
+  MLA_ASSIGN_OR_RETURN(auto ranges, metadata.Put(std::span<const MoveRange>(moves_)));
   const size_t counts = moves_.size() + ends.size();
-  absl::StatusOr<int64_t> at = metadata.Take(static_cast<int64_t>(counts * sizeof(int32_t)));
-  if (!at.ok()) return at.status();
-  const auto* on_device = reinterpret_cast<const int32_t*>(metadata.device(*at));
-  int64_t offset = *at;
+  MLA_ASSIGN_OR_RETURN(int64_t at, metadata.Take(static_cast<int64_t>(counts * sizeof(int32_t))));
+  const auto* on_device = reinterpret_cast<const int32_t*>(metadata.device(at));
+  int64_t offset = at;
   const auto put = [&metadata, &offset](int64_t first_chunk) {
     const auto value = static_cast<int32_t>(first_chunk);
     metadata.Write(offset, &value, sizeof(value));
@@ -69,7 +68,7 @@ absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends
     }
     put(chunks);
     MoveArgs args = {};
-    args.ranges = *ranges + begin;
+    args.ranges = ranges + begin;
     args.first_chunk = on_device;
     args.count = static_cast<int32_t>(end - begin);
     args.blocks = static_cast<int32_t>(std::min(chunks, kMaxMoveBlocks));
@@ -77,13 +76,13 @@ absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends
     begin = end;
     if (chunks == 0) continue;
     const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks), .threads = kBlockThreads};
-    if (absl::Status s = launch.AddKernel(device_.kernels.move, shape, args); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.move, shape, args));
   }
   return absl::OkStatus();
 }
 
-absl::Status PageWork::AddPages(LaunchSlot& slot, std::span<const PageRange> ranges) {
-  if (absl::Status s = CheckPageRanges(ranges, limits_); !s.ok()) return s;
+absl::Status PageWork::AddPages(LaunchRecording& recording, std::span<const PageRange> ranges) {
+  MLA_RETURN_IF_ERROR(CheckPageRanges(ranges, limits_));
   if (ranges.empty()) return absl::OkStatus();
   moves_.clear();
   run_ends_.clear();
@@ -100,11 +99,11 @@ absl::Status PageWork::AddPages(LaunchSlot& slot, std::span<const PageRange> ran
     done += run;
     run_ends_.push_back(moves_.size());
   }
-  return AddMoves(slot, run_ends_);
+  return AddMoves(recording, run_ends_);
 }
 
-absl::StatusOr<LaunchSlot::Digests> PageWork::DigestsOf(LaunchSlot& slot,
-                                                        std::span<const PageTransfer> transfers) {
+absl::StatusOr<LaunchRecording::Digests> PageWork::DigestsOf(
+    LaunchRecording& recording, std::span<const PageTransfer> transfers) {
   digest_ranges_.clear();
   first_parts_.assign(1, 0);
   for (const PageTransfer& t : transfers) {
@@ -112,21 +111,21 @@ absl::StatusOr<LaunchSlot::Digests> PageWork::DigestsOf(LaunchSlot& slot,
     digest_ranges_.push_back({device_.pool.As<uint8_t>() + t.pool_offset, t.bytes});
     first_parts_.push_back(first_parts_.back() + static_cast<int32_t>(DigestParts(t.bytes)));
   }
-  LaunchSlot::Digests digests;
+  LaunchRecording::Digests digests;
   if (digest_ranges_.empty()) return digests;
-  StagedRegion& metadata = slot.metadata();
+  StagedRegion& metadata = recording.metadata();
   auto ranges = metadata.Put(std::span<const DigestRange>(digest_ranges_));
   auto first_parts = metadata.Put(std::span<const int32_t>(first_parts_));
   if (!ranges.ok() || !first_parts.ok()) {
     return ranges.ok() ? first_parts.status() : ranges.status();
   }
   digests.transfers = transfers;
-  digests.first = slot.digests_taken();
+  digests.first = recording.digests_taken();
   digests.parts = first_parts_.back();
   DigestArgs args = {};
   args.ranges = *ranges;
   args.first_part = *first_parts;
-  args.digests = slot.digests() + 2 * digests.first;
+  args.digests = recording.digests() + 2 * digests.first;
   args.count = static_cast<int32_t>(digest_ranges_.size());
   digests.kernel.function = device_.kernels.digest;
   digests.kernel.shape = {.grid_x = BlocksFor(digests.parts, kDigestsPerBlock),
@@ -136,19 +135,17 @@ absl::StatusOr<LaunchSlot::Digests> PageWork::DigestsOf(LaunchSlot& slot,
   return digests;
 }
 
-absl::Status PageWork::AddDigests(LaunchSlot& slot, const Launch& launch) {
-  auto writes = DigestsOf(slot, launch.page_writes);
-  if (!writes.ok()) return writes.status();
-  slot.SetWriteDigests(*writes);
-  auto reads = DigestsOf(slot, launch.page_reads);
-  if (!reads.ok()) return reads.status();
-  slot.SetReadDigests(*reads);
+absl::Status PageWork::AddDigests(LaunchRecording& recording, const Launch& launch) {
+  MLA_ASSIGN_OR_RETURN(auto writes, DigestsOf(recording, launch.page_writes));
+  recording.SetWriteDigests(writes);
+  MLA_ASSIGN_OR_RETURN(auto reads, DigestsOf(recording, launch.page_reads));
+  recording.SetReadDigests(reads);
   return absl::OkStatus();
 }
 
-absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const TensorMove> moves,
+absl::Status PageWork::AddTensors(LaunchRecording& recording, std::span<const TensorMove> moves,
                                   uint64_t* begun, uint64_t* lasted) {
-  static_assert(LaunchSlot::kMoves <= kTensorCopies);
+  static_assert(LaunchRecording::kMoves <= kTensorCopies);
   if (moves.empty()) return absl::OkStatus();
   CopyTensorsArgs args = {};
   args.begun = begun;
@@ -160,10 +157,10 @@ absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const TensorMove> 
     copy = {reinterpret_cast<uint8_t*>(m.to), reinterpret_cast<const uint8_t*>(m.from), m.bytes};
     shape.grid_x += static_cast<uint32_t>(copy.blocks());
   }
-  return slot.AddKernel(device_.kernels.copy_tensors, shape, args);
+  return recording.AddKernel(device_.kernels.copy_tensors, shape, args);
 }
 
-absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
+absl::Status PageWork::AddTables(LaunchRecording& recording, const Launch& launch) {
   const std::span<const TableRange> changed = launch.table_changes;
   absl::Status inside = CheckTableRanges(changed, limits_, launch.page_tables.size());
   if (!inside.ok() || changed.empty()) return inside;
@@ -184,11 +181,10 @@ absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
   table_ranges_.resize(last_kept + 1);
   int64_t entries = 0;
   for (const TableRange& r : table_ranges_) entries += r.count;
-  StagedRegion& metadata = slot.metadata();
-  absl::StatusOr<int64_t> at = metadata.Take(entries * static_cast<int64_t>(sizeof(uint32_t)));
-  if (!at.ok()) return at.status();
+  StagedRegion& metadata = recording.metadata();
+  MLA_ASSIGN_OR_RETURN(int64_t at, metadata.Take(entries * static_cast<int64_t>(sizeof(uint32_t))));
   moves_.clear();
-  int64_t offset = *at;
+  int64_t offset = at;
   // The entries are copied now, because the host may change them while the launch runs.
   for (const TableRange& r : table_ranges_) {
     const int64_t bytes = r.count * static_cast<int64_t>(sizeof(uint32_t));
@@ -198,16 +194,16 @@ absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
     offset += bytes;
   }
   const size_t all = moves_.size();
-  return AddMoves(slot, {&all, 1});
+  return AddMoves(recording, {&all, 1});
 }
 
-absl::Status PageWork::AddAppends(LaunchSlot& launch, std::span<const AppendRecord> records,
+absl::Status PageWork::AddAppends(LaunchRecording& recording, std::span<const AppendRecord> records,
                                   bool next_starts_early) const {
   if (records.empty()) return absl::OkStatus();
   const int64_t count = static_cast<int64_t>(records.size());
-  absl::StatusOr<int64_t> prefix = launch.metadata().Take((count + 1) * sizeof(int32_t));
+  absl::StatusOr<int64_t> prefix = recording.metadata().Take((count + 1) * sizeof(int32_t));
   if (!prefix.ok()) return prefix.status();
-  StagedRegion& metadata = launch.metadata();
+  StagedRegion& metadata = recording.metadata();
   const auto put_first_row = [&metadata, &prefix](int64_t i, int32_t first_row) {
     metadata.Write(*prefix + i * int64_t{sizeof(first_row)}, &first_row, sizeof(first_row));
   };
@@ -244,11 +240,11 @@ absl::Status PageWork::AddAppends(LaunchSlot& launch, std::span<const AppendReco
   args.pool = device_.pool.As<uint8_t>() + layer;
   args.count = static_cast<int32_t>(count);
   args.next_starts_early = next_starts_early ? 1 : 0;
-  args.late = launch.late_word();
+  args.late = recording.late_word();
   const LaunchShape shape{.grid_x = BlocksFor(rows, device_.arch->waves_per_block),
                           .threads = kBlockThreads,
                           .overlap_gate = true};
-  return launch.AddKernel(device_.kernels.append, shape, args);
+  return recording.AddKernel(device_.kernels.append, shape, args);
 }
 
 }  // namespace mla::kernels::hip

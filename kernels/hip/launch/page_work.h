@@ -17,7 +17,7 @@
 #include "kernels/attention_backend.h"
 #include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/device_state/device_state.h"
-#include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/slot/launch_recording.h"
 #include "kernels/types/page_ranges.h"
 
 namespace mla::kernels::hip {
@@ -30,27 +30,27 @@ class PageWork final {
   // Most bytes of metadata that a launch takes here.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
-  // Add the kernels of a part of the launch to `slot`. INVALID_ARGUMENT for ranges that leave the
-  // pool or the table, RESOURCE_EXHAUSTED beyond the limits.
-  absl::Status AddPages(LaunchSlot& slot, std::span<const PageRange> ranges);
-  absl::Status AddTables(LaunchSlot& slot, const Launch& launch);
+  // Add the kernels of a part of the launch to `recording`. INVALID_ARGUMENT for ranges that leave
+  // the pool or the table, RESOURCE_EXHAUSTED beyond the limits.
+  absl::Status AddPages(LaunchRecording& recording, std::span<const PageRange> ranges);
+  absl::Status AddTables(LaunchRecording& recording, const Launch& launch);
   // `next_starts_early`: see AppendArgs.
-  absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records,
+  absl::Status AddAppends(LaunchRecording& recording, std::span<const AppendRecord> records,
                           bool next_starts_early) const;
   // Adds the digests of transfers that ask for them. REQUIRES: both lists have passed
   // CheckPageTransfers.
-  absl::Status AddDigests(LaunchSlot& slot, const Launch& launch);
+  absl::Status AddDigests(LaunchRecording& recording, const Launch& launch);
   // Adds no kernel if there are no tensors. `begun` and `lasted` as in CopyTensorsArgs.
-  absl::Status AddTensors(LaunchSlot& slot, std::span<const TensorMove> moves, uint64_t* begun,
-                          uint64_t* lasted);
+  absl::Status AddTensors(LaunchRecording& recording, std::span<const TensorMove> moves,
+                          uint64_t* begun, uint64_t* lasted);
 
  private:
   // Has no parts if no transfer asks for digests.
-  absl::StatusOr<LaunchSlot::Digests> DigestsOf(LaunchSlot& slot,
-                                                std::span<const PageTransfer> transfers);
+  absl::StatusOr<LaunchRecording::Digests> DigestsOf(LaunchRecording& recording,
+                                                     std::span<const PageTransfer> transfers);
   // Adds kernels for moves_, run after run: ends[i] is the end of run i, and moves of a run are
   // independent.
-  absl::Status AddMoves(LaunchSlot& slot, std::span<const size_t> ends);
+  absl::Status AddMoves(LaunchRecording& recording, std::span<const size_t> ends);
 
   const DeviceState& device_;
   const BackendLimits limits_;

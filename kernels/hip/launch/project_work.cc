@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -41,7 +42,7 @@ absl::Status ProjectWork::Check(const char* verb, std::span<const ProjectionReco
   return absl::OkStatus();
 }
 
-absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionRecord> records,
+absl::Status ProjectWork::Add(LaunchRecording& recording, std::span<const ProjectionRecord> records,
                               bool absorbs, const ProjectArgs& args) {
   tiles_.clear();
   rows_.clear();
@@ -84,12 +85,11 @@ absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionReco
     complete.only_row = rows_[0];
     complete.only_weights = absorbs ? device_.weights.UkOf(layer) : device_.weights.UvOf(layer);
   } else {
-    auto rows = launch.metadata().Put(std::span<const ProjectRow>(rows_));
-    if (!rows.ok()) return rows.status();
-    auto tiles = launch.metadata().Put(std::span<const ProjectTile>(tiles_));
-    if (!tiles.ok()) return tiles.status();
-    complete.rows = *rows;
-    complete.tiles = *tiles;
+    MLA_ASSIGN_OR_RETURN(auto rows, recording.metadata().Put(std::span<const ProjectRow>(rows_)));
+    MLA_ASSIGN_OR_RETURN(auto tiles,
+                         recording.metadata().Put(std::span<const ProjectTile>(tiles_)));
+    complete.rows = rows;
+    complete.tiles = tiles;
     complete.weights = (absorbs ? device_.weights.w_uk() : device_.weights.w_uv()) + layer;
   }
   LaunchShape shape{.grid_x = static_cast<uint32_t>(tiles_.size()),
@@ -98,7 +98,7 @@ absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionReco
   const auto add = [&](Function function, int32_t columns, int32_t shared_bytes) {
     shape.grid_y = static_cast<uint32_t>(heads) * BlocksFor(args.n, columns);
     shape.shared_bytes = static_cast<uint32_t>(shared_bytes);
-    return launch.AddKernel(function, shape, complete);
+    return recording.AddKernel(function, shape, complete);
   };
   if (!rows_alone)
     return add(device_.kernels.project, kProjectCols, device_.arch->project_shared_bytes);
@@ -108,15 +108,14 @@ absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionReco
                                            device_.arch->project_row_deep_shared_bytes);
 }
 
-absl::Status ProjectWork::AddChecked(LaunchSlot& slot, bool absorbs, const Projection& projection,
-                                     ProjectArgs args) {
-  absl::Status s = Check(absorbs ? "absorb" : "project", projection.records);
-  if (!s.ok()) return s;
+absl::Status ProjectWork::AddChecked(LaunchRecording& recording, bool absorbs,
+                                     const Projection& projection, ProjectArgs args) {
+  MLA_RETURN_IF_ERROR(Check(absorbs ? "absorb" : "project", projection.records));
   args.weight_panels = device_.weights.InPanels(projection.geometry);
   args.in_is_f32 = projection.in == DType::kF32;
   args.out_is_f32 = projection.out == DType::kF32;
-  args.late = slot.late_word();
-  return Add(slot, projection.records, absorbs, args);
+  args.late = recording.late_word();
+  return Add(recording, projection.records, absorbs, args);
 }
 
 bool ProjectWork::StartsEarly(const Projection& projection) const {
@@ -124,19 +123,19 @@ bool ProjectWork::StartsEarly(const Projection& projection) const {
          projection.records[0].rows == 1;
 }
 
-absl::Status ProjectWork::AddAbsorb(LaunchSlot& slot, const Projection& projection) {
+absl::Status ProjectWork::AddAbsorb(LaunchRecording& recording, const Projection& projection) {
   ProjectArgs args = {};
   args.k = projection.geometry.nope_dim;
   args.n = projection.geometry.kv_lora_rank;
   args.copy = projection.geometry.rope_dim;
-  return AddChecked(slot, true, projection, args);
+  return AddChecked(recording, true, projection, args);
 }
 
-absl::Status ProjectWork::AddProject(LaunchSlot& slot, const Projection& projection) {
+absl::Status ProjectWork::AddProject(LaunchRecording& recording, const Projection& projection) {
   ProjectArgs args = {};
   args.k = projection.geometry.kv_lora_rank;
   args.n = projection.geometry.v_dim;
-  return AddChecked(slot, false, projection, args);
+  return AddChecked(recording, false, projection, args);
 }
 
 }  // namespace mla::kernels::hip

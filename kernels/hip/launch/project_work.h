@@ -14,7 +14,7 @@
 #include "kernels/attention_backend.h"
 #include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/device_state/device_state.h"
-#include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/slot/launch_recording.h"
 
 namespace mla::kernels::hip {
 
@@ -30,18 +30,18 @@ class ProjectWork final {
   bool StartsEarly(const Projection& projection) const;
 
   // FAILED_PRECONDITION for heads without weights, RESOURCE_EXHAUSTED beyond the limits.
-  absl::Status AddAbsorb(LaunchSlot& slot, const Projection& projection);
-  absl::Status AddProject(LaunchSlot& slot, const Projection& projection);
+  absl::Status AddAbsorb(LaunchRecording& recording, const Projection& projection);
+  absl::Status AddProject(LaunchRecording& recording, const Projection& projection);
 
  private:
   absl::Status Check(const char* verb, std::span<const ProjectionRecord> records) const;
   // `args` lacks the fields that follow from `projection`: weights, dtypes and records. `absorbs`
   // selects W_UK.
-  absl::Status AddChecked(LaunchSlot& slot, bool absorbs, const Projection& projection,
+  absl::Status AddChecked(LaunchRecording& recording, bool absorbs, const Projection& projection,
                           ProjectArgs args);
   // `args` lacks the weights, and the rows and tiles, which are made from `records`.
-  absl::Status Add(LaunchSlot& slot, std::span<const ProjectionRecord> records, bool absorbs,
-                   const ProjectArgs& args);
+  absl::Status Add(LaunchRecording& recording, std::span<const ProjectionRecord> records,
+                   bool absorbs, const ProjectArgs& args);
 
   const DeviceState& device_;
   // Scratch, capacity from the limits.

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/status_macros.h"
 #include "kernels/hip/launch/combine.h"
 
 namespace mla::kernels::hip {
@@ -89,16 +90,13 @@ absl::StatusOr<StreamWork> StreamWork::Create(const DeviceState& device,
        {std::tuple(&work.arrived_, "arrivals of queries", ArrivedBytes(limits)),
         std::tuple(&work.finished_, "finished outputs of a stream", FinishedBytes(limits)),
         std::tuple(&work.meetings_, "meetings of a stream's blocks", MeetingBytes(limits))}) {
-    absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(device.runtime, what, bytes);
-    if (!made.ok()) return made.status();
-    *buffer = *std::move(made);
-    if (absl::Status s = device.runtime->Fill(buffer->at(), 0, bytes, stream); !s.ok()) return s;
+    MLA_ASSIGN_OR_RETURN(*buffer, DeviceBuffer::Create(device.runtime, what, bytes));
+    MLA_RETURN_IF_ERROR(device.runtime->Fill(buffer->at(), 0, bytes, stream));
   }
   // Waits, because words are stored from other streams.
-  if (absl::Status s = device.runtime->Synchronize(stream); !s.ok()) return s;
-  auto reports = PinnedBuffer::Create(device.runtime, "reports of streams", ReportBytes(limits));
-  if (!reports.ok()) return reports.status();
-  work.reports_ = *std::move(reports);
+  MLA_RETURN_IF_ERROR(device.runtime->Synchronize(stream));
+  MLA_ASSIGN_OR_RETURN(work.reports_, PinnedBuffer::Create(device.runtime, "reports of streams",
+                                                           ReportBytes(limits)));
   std::memset(work.reports_.data(), 0, static_cast<size_t>(ReportBytes(limits)));
   work.meetings_count_ = MeetingsFor(limits.partial_rows);
   work.page_tables_.reserve(static_cast<size_t>(limits.launch_requests));
@@ -169,14 +167,15 @@ bool StreamWork::FindCut(const PlanView& plan, Cut* cut) const {
          MeetingsFor(plan.partial_rows) <= meetings_count_;
 }
 
-bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
+bool StreamWork::PlaceQueries(LaunchRecording& recording, const AttentionParams& params,
+                              Taken& taken) const {
   size_t next = 0;
   const std::byte* expected = nullptr;  // where the last segment's input continues
   const HostInput* last = nullptr;
   const auto ended = [&] {
     return last == nullptr || expected == last->device + last->rows * last->row_bytes;
   };
-  for (const SegmentRecord& r : taken.launch.absorbed.segments) {
+  for (const SegmentRecord& r : params.segments) {
     const int64_t bytes = r.q_rows * r.q_row_stride * static_cast<int64_t>(sizeof(uint16_t));
     if (r.q_head_stride != kQueryDim || r.q_row_stride != r.num_heads * kQueryDim) return false;
     HostInput* const in = FindTensor(taken.inputs, r.q, bytes, &next);
@@ -187,7 +186,7 @@ bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
     if (in == last && q != expected) return false;
     if (in != last) {
       const int64_t whole = in->rows * in->row_bytes;
-      if (!slot.Reaches(in->host, whole) || !Aligned(q, q, whole)) return false;
+      if (!recording.Reaches(in->host, whole) || !Aligned(q, q, whole)) return false;
       taken.queries.push_back({AddressOf(q), AddressOf(in->host), whole});
     }
     last = in;
@@ -198,8 +197,9 @@ bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
   return ended() && last == &taken.inputs.back();
 }
 
-bool StreamWork::PlaceOutputs(LaunchSlot& slot, Taken& taken) const {
-  const int64_t element = taken.launch.absorbed.desc.o_dtype == DType::kF32 ? 4 : 2;
+bool StreamWork::PlaceOutputs(LaunchRecording& recording, const AttentionParams& params,
+                              Taken& taken) const {
+  const int64_t element = params.desc.o_dtype == DType::kF32 ? 4 : 2;
   struct Search {
     size_t next = 0;
     const HostOutput* reached = nullptr;
@@ -208,14 +208,14 @@ bool StreamWork::PlaceOutputs(LaunchSlot& slot, Taken& taken) const {
   const auto placed = [&](const void* at, int64_t bytes, Search* search) -> std::byte* {
     const HostOutput* const out = FindTensor(taken.outputs, at, bytes, &search->next);
     if (out == nullptr || out->in_place() || out->shared) return nullptr;
-    if (out != search->reached && !slot.Reaches(out->host, out->rows * out->row_bytes)) {
+    if (out != search->reached && !recording.Reaches(out->host, out->rows * out->row_bytes)) {
       return nullptr;
     }
     search->reached = out;
     return out->host + (static_cast<const std::byte*>(at) - out->device);
   };
   Search next_o, next_lse;
-  for (const SegmentRecord& r : taken.launch.absorbed.segments) {
+  for (const SegmentRecord& r : params.segments) {
     if (r.o_head_stride != kOutputDim || r.o_row_stride != r.num_heads * kOutputDim) return false;
     const int64_t bytes = r.q_rows * r.o_row_stride * element;
     std::byte* const o = placed(r.o, bytes, &next_o);
@@ -239,8 +239,8 @@ bool StreamWork::PlaceOutputs(LaunchSlot& slot, Taken& taken) const {
 
 // Reads rows in place if the device reaches all of them, because a copy and the wait for it take
 // longer.
-void StreamWork::PlaceRows(LaunchSlot& slot, Taken& taken) const {
-  const std::span<const AppendRecord> appends = taken.launch.appends;
+void StreamWork::PlaceRows(LaunchRecording& recording, std::span<const AppendRecord> appends,
+                           Taken& taken) const {
   size_t next = 0;
   const HostInput* reached = nullptr;
   bool all = true;
@@ -250,7 +250,7 @@ void StreamWork::PlaceRows(LaunchSlot& slot, Taken& taken) const {
     t.row_pitch = r.kv_row_stride * static_cast<int64_t>(sizeof(uint16_t));
     HostInput* const in = FindTensor(taken.inputs, r.kv, r.rows * t.row_pitch, &next);
     all = all && in != nullptr && !in->shared &&
-          (in == reached || slot.Reaches(in->host, in->rows * in->row_bytes));
+          (in == reached || recording.Reaches(in->host, in->rows * in->row_bytes));
     if (!all) continue;
     reached = in;
     const auto* const from = in->host + (static_cast<const std::byte*>(r.kv) - in->device);
@@ -308,55 +308,51 @@ bool StreamWork::AppendsOwnRows(const Launch& launch) {
   return std::adjacent_find(page_tables_.begin(), page_tables_.end()) == page_tables_.end();
 }
 
-const Launch& StreamWork::Take(LaunchSlot& slot, int32_t index, const Launch& launch) {
+std::optional<LaunchTensors> StreamWork::Take(LaunchRecording& recording, int32_t index,
+                                              const Launch& launch) {
   Taken& taken = taken_[static_cast<size_t>(index)];
-  taken.streamed = false;
-  if (!Serves(launch) || !ReadPlan(launch.absorbed.plan, launch.absorbed.segments.size(), taken)) {
-    return launch;
-  }
-  taken.launch = launch;
+  const AttentionParams& params = launch.absorbed;
+  if (!Serves(launch) || !ReadPlan(params.plan, params.segments.size(), taken)) return std::nullopt;
   taken.inputs.assign(launch.inputs.begin(), launch.inputs.end());
   taken.outputs.assign(launch.outputs.begin(), launch.outputs.end());
   taken.queries.clear();
   taken.host_queries.clear();
   taken.tensors.clear();
-  if (!PlaceQueries(slot, taken) || !PlaceOutputs(slot, taken)) return launch;
+  if (!PlaceQueries(recording, params, taken) || !PlaceOutputs(recording, params, taken)) {
+    return std::nullopt;
+  }
   size_t input = 0, output = 0;
-  for (const SegmentRecord& r : launch.absorbed.segments) {
+  for (const SegmentRecord& r : params.segments) {
     PutInPlace(taken.inputs, r.q, &input);
     PutInPlace(taken.outputs, r.o, &output);
   }
   output = 0;
-  for (const SegmentRecord& r : launch.absorbed.segments) {
+  for (const SegmentRecord& r : params.segments) {
     if (r.lse != nullptr) PutInPlace(taken.outputs, r.lse, &output);
   }
   taken.appends = AppendsOwnRows(launch);
-  if (taken.appends) PlaceRows(slot, taken);
-  taken.launch.inputs = taken.inputs;
-  taken.launch.outputs = taken.outputs;
-  taken.streamed = true;
-  return taken.launch;
+  if (taken.appends) PlaceRows(recording, launch.appends, taken);
+  return LaunchTensors{taken.inputs, taken.outputs};
 }
 
-void StreamWork::AddArrivals(LaunchSlot& slot, int32_t index) {
+void StreamWork::AddArrivals(LaunchRecording& recording, int32_t index) {
   Taken& taken = taken_[static_cast<size_t>(index)];
   if (++ticket_ == 0) ++ticket_;  // skips the initial value of the words
   taken.ticket = ticket_;
-  slot.SetArrivals(
+  recording.SetArrivals(
       {taken.queries, AddressOf(arrived_.As<uint32_t>() + index), taken.ticket, ReportOf(index)});
 }
 
-absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& plan) {
+absl::Status StreamWork::Add(LaunchRecording& recording, int32_t index,
+                             const AttentionParams& params, const DevicePlan& plan) {
   const Taken& taken = taken_[static_cast<size_t>(index)];
-  const AttentionParams& params = taken.launch.absorbed;
   const StreamVariant& variant = device_->arch->stream.front();
-  auto segments = PutSegments(slot, *device_, params, taken.host_queries);
-  if (!segments.ok()) return segments.status();
-  auto tensors = slot.metadata().PutEach(std::span<const StreamedTensors>(taken.tensors),
-                                         [](const StreamedTensors& t) { return t; });
+  MLA_ASSIGN_OR_RETURN(auto segments, PutSegments(recording, *device_, params, taken.host_queries));
+  auto tensors = recording.metadata().PutEach(std::span<const StreamedTensors>(taken.tensors),
+                                              [](const StreamedTensors& t) { return t; });
   if (!tensors.ok()) return tensors.status();
   StreamArgs args = {};
-  args.segments = *segments;
+  args.segments = segments;
   args.page_tables = device_->table_mirror.As<uint32_t>();
   args.pool = device_->pool.As<uint8_t>() + params.segments[0].layer_offset;
   args.work_indptr = plan.work_indptr;
@@ -382,7 +378,7 @@ absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& 
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
                           .overlap_predecessor = true,
                           .blocks_meet = true};
-  return slot.AddKernel(device_->kernels.stream.front(), shape, args);
+  return recording.AddKernel(device_->kernels.stream.front(), shape, args);
 }
 
 }  // namespace mla::kernels::hip

@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,7 +17,7 @@
 #include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/plan_store.h"
-#include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/slot/launch_recording.h"
 #include "kernels/types/attention_params.h"
 #include "kernels/types/launch.h"
 
@@ -32,18 +34,18 @@ class StreamWork final {
   static int64_t WorkspaceBytes(const BackendLimits& limits);
   static int64_t HostBytes(const BackendLimits& limits);
 
-  // Returns the launch to give to slot `index`: `launch` itself or, if it is streamed, a copy whose
-  // tensors are in place in host memory, so that the slot does not copy them. The copy stays valid
-  // until the next call for this slot.
-  const Launch& Take(LaunchSlot& slot, int32_t index, const Launch& launch);
-  // Returns true if the slot's launch is streamed, as Take has decided.
-  bool Has(int32_t index) const { return taken_[static_cast<size_t>(index)].streamed; }
-  // REQUIRES Has(index), also for the calls below. Returns true if the launch's attention appends
-  // its KV rows, too.
+  // Returns the tensors of a launch of slot `index` if it is streamed: those that kernels move are
+  // in place in host memory, so that the slot does not copy them. Returns nothing for other
+  // launches. The tensors stay valid until the next call for this slot.
+  std::optional<LaunchTensors> Take(LaunchRecording& recording, int32_t index,
+                                    const Launch& launch);
+  // REQUIRES, for the calls below: Take has returned tensors for the slot's launch. Returns true if
+  // the launch's attention appends its KV rows, too.
   bool Appends(int32_t index) const { return taken_[static_cast<size_t>(index)].appends; }
-  // Adds the copies of its queries (LaunchSlot::SetArrivals); Add adds its attention.
-  void AddArrivals(LaunchSlot& slot, int32_t index);
-  absl::Status Add(LaunchSlot& slot, int32_t index, const DevicePlan& plan);
+  // Adds the copies of its queries (LaunchRecording::SetArrivals); Add adds its attention.
+  void AddArrivals(LaunchRecording& recording, int32_t index);
+  absl::Status Add(LaunchRecording& recording, int32_t index, const AttentionParams& params,
+                   const DevicePlan& plan);
 
  private:
   // How a streamed plan is cut.
@@ -51,13 +53,11 @@ class StreamWork final {
     int32_t piece_rows, packed_rows, units;
   };
   struct Taken {
-    bool streamed = false;
     bool appends = false;
-    uint64_t plan = 0;  // generation of the plan behind `cut` and `writers`; 0: none
+    uint64_t plan = 0;  // generation of the plan that `cut` and `writers` describe; 0: none
     Cut cut = {};
     std::vector<uint32_t> writers;  // by segment (StreamedTensors)
     uint32_t ticket = 0;
-    Launch launch;
     std::vector<HostInput> inputs;
     std::vector<HostOutput> outputs;
     std::vector<TensorMove> queries;
@@ -75,9 +75,10 @@ class StreamWork final {
   bool ReadPlan(const PlanView& plan, size_t segments, Taken& taken) const;
   int32_t BlocksPerUnit(const Cut& cut) const;
   bool AppendsOwnRows(const Launch& launch);
-  bool PlaceQueries(LaunchSlot& slot, Taken& taken) const;
-  bool PlaceOutputs(LaunchSlot& slot, Taken& taken) const;
-  void PlaceRows(LaunchSlot& slot, Taken& taken) const;
+  bool PlaceQueries(LaunchRecording& recording, const AttentionParams& params, Taken& taken) const;
+  bool PlaceOutputs(LaunchRecording& recording, const AttentionParams& params, Taken& taken) const;
+  void PlaceRows(LaunchRecording& recording, std::span<const AppendRecord> appends,
+                 Taken& taken) const;
 
   const DeviceState* device_;
   DeviceBuffer arrived_, finished_, meetings_;

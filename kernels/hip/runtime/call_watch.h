@@ -9,6 +9,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "base/clock.h"
+
 namespace mla::kernels::hip {
 
 class CallWatch final {
@@ -18,7 +20,7 @@ class CallWatch final {
    public:
     Scope(CallWatch& watch, const char* what) : watch_(watch) {
       watch_.driver_call_.store(nullptr, std::memory_order_relaxed);
-      watch_.since_.store(Now(), std::memory_order_relaxed);
+      watch_.since_.store(SteadyNanos(), std::memory_order_relaxed);
       watch_.what_.store(what, std::memory_order_release);
       of_thread_ = &watch_;
     }
@@ -43,7 +45,7 @@ class CallWatch final {
     now.what = what_.load(std::memory_order_acquire);
     if (now.what == nullptr) return now;
     now.driver_call = driver_call_.load(std::memory_order_relaxed);
-    now.lasts = std::chrono::nanoseconds(Now() - since_.load(std::memory_order_relaxed));
+    now.lasts = std::chrono::nanoseconds(SteadyNanos() - since_.load(std::memory_order_relaxed));
     return now;
   }
 
@@ -54,10 +56,6 @@ class CallWatch final {
   }
 
  private:
-  static int64_t Now() {
-    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-  }
-
   static inline thread_local CallWatch* of_thread_ = nullptr;
 
   std::atomic<const char*> what_{nullptr}, driver_call_{nullptr};

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -131,12 +132,11 @@ absl::StatusOr<StagedRegion> StagedRegion::Create(GpuRuntime* runtime, const cha
                                                   int64_t bytes) {
   StagedRegion region;
   region.what_ = what;
-  absl::StatusOr<PinnedBuffer> host = PinnedBuffer::Create(runtime, what, AlignRegion(bytes));
-  if (!host.ok()) return host.status();
-  absl::StatusOr<DeviceBuffer> device = DeviceBuffer::Create(runtime, what, AlignRegion(bytes));
-  if (!device.ok()) return device.status();
-  region.host_ = *std::move(host);
-  region.device_ = *std::move(device);
+  MLA_ASSIGN_OR_RETURN(PinnedBuffer host, PinnedBuffer::Create(runtime, what, AlignRegion(bytes)));
+  MLA_ASSIGN_OR_RETURN(DeviceBuffer device,
+                       DeviceBuffer::Create(runtime, what, AlignRegion(bytes)));
+  region.host_ = std::move(host);
+  region.device_ = std::move(device);
   return region;
 }
 

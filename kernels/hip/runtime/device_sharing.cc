@@ -3,12 +3,12 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <cstring>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
+#include "base/shared_library.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -58,47 +58,6 @@ struct SharingTable {
   int (*unmap)(DevicePtr, size_t);
   int (*set_access)(DevicePtr, size_t, const Access*, size_t);
 };
-
-namespace {
-
-struct Alias {
-  const char* amd;
-  const char* nvidia;
-  size_t offset;
-};
-#define MLA_ALIAS(field, amd, nvidia) \
-  Alias { amd, nvidia, offsetof(SharingTable, field) }
-constexpr Alias kNeeded[] = {
-    MLA_ALIAS(uuid, "hipDeviceGetUuid", "cuDeviceGetUuid_v2"),
-    MLA_ALIAS(memory_handle, "hipIpcGetMemHandle", "cuIpcGetMemHandle"),
-    MLA_ALIAS(event_create, "hipEventCreateWithFlags", "cuEventCreate"),
-    MLA_ALIAS(event_handle, "hipIpcGetEventHandle", "cuIpcGetEventHandle"),
-};
-constexpr Alias kVirtual[] = {
-    MLA_ALIAS(granularity, "hipMemGetAllocationGranularity", "cuMemGetAllocationGranularity"),
-    MLA_ALIAS(create, "hipMemCreate", "cuMemCreate"),
-    MLA_ALIAS(release, "hipMemRelease", "cuMemRelease"),
-    MLA_ALIAS(export_descriptor, "hipMemExportToShareableHandle", "cuMemExportToShareableHandle"),
-    MLA_ALIAS(reserve, "hipMemAddressReserve", "cuMemAddressReserve"),
-    MLA_ALIAS(unreserve, "hipMemAddressFree", "cuMemAddressFree"),
-    MLA_ALIAS(map, "hipMemMap", "cuMemMap"),
-    MLA_ALIAS(unmap, "hipMemUnmap", "cuMemUnmap"),
-    MLA_ALIAS(set_access, "hipMemSetAccess", "cuMemSetAccess"),
-};
-#undef MLA_ALIAS
-
-// Returns the name of the first missing entry point, or null.
-const char* Resolve(GpuRuntime& runtime, std::span<const Alias> aliases, SharingTable* table) {
-  for (const Alias& alias : aliases) {
-    const char* const name = runtime.vendor() == Vendor::kAmd ? alias.amd : alias.nvidia;
-    void* const entry = runtime.EntryPoint(name);
-    if (entry == nullptr) return name;
-    std::memcpy(reinterpret_cast<char*>(table) + alias.offset, &entry, sizeof(entry));
-  }
-  return nullptr;
-}
-
-}  // namespace
 
 // The destructor undoes the steps in reverse order, as far as they were done.
 class SharedMemoryOfDevice final : public SharedDeviceMemory {
@@ -196,9 +155,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   // A handle opens the whole allocation unit, so the memory takes whole units.
   absl::Status TakeAllocation(size_t bytes) {
     size_ = (bytes + kAllocationUnit - 1) / kAllocationUnit * kAllocationUnit;
-    absl::StatusOr<DevicePtr> at = sharing_->runtime_->Malloc(static_cast<int64_t>(size_));
-    if (!at.ok()) return at.status();
-    at_ = *at;
+    MLA_ASSIGN_OR_RETURN(at_, sharing_->runtime_->Malloc(static_cast<int64_t>(size_)));
     allocated_ = true;
     return Check(sharing_->api_->memory_handle(&exported_.memory, at_), "memory handle");
   }
@@ -243,11 +200,10 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   // The memory may hold another process's data, so it is zeroed.
   absl::Status Clear() {
     GpuRuntime& runtime = *sharing_->runtime_;
-    absl::StatusOr<Stream> stream = runtime.CreateStream();
-    if (!stream.ok()) return stream.status();
-    absl::Status s = runtime.Fill(at_, 0, static_cast<int64_t>(size_), *stream);
-    if (s.ok()) s = runtime.Synchronize(*stream);
-    runtime.Destroy(*stream);
+    MLA_ASSIGN_OR_RETURN(Stream stream, runtime.CreateStream());
+    absl::Status s = runtime.Fill(at_, 0, static_cast<int64_t>(size_), stream);
+    if (s.ok()) s = runtime.Synchronize(stream);
+    runtime.Destroy(stream);
     return s;
   }
 
@@ -286,11 +242,25 @@ DeviceSharing::~DeviceSharing() = default;
 
 absl::StatusOr<std::unique_ptr<DeviceSharing>> DeviceSharing::Open(GpuRuntime* runtime) {
   auto table = std::make_unique<SharingTable>();
-  *table = {};
-  if (const char* const missing = Resolve(*runtime, kNeeded, table.get()); missing != nullptr) {
-    return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", missing));
-  }
-  if (Resolve(*runtime, kVirtual, table.get()) != nullptr) table->create = nullptr;
+  SymbolTable symbols = runtime->Symbols();
+  const auto find = [&](const char* amd, const char* nvidia, auto** function) {
+    symbols.Need(runtime->vendor() == Vendor::kAmd ? amd : nvidia, function);
+  };
+  find("hipDeviceGetUuid", "cuDeviceGetUuid_v2", &table->uuid);
+  find("hipIpcGetMemHandle", "cuIpcGetMemHandle", &table->memory_handle);
+  find("hipEventCreateWithFlags", "cuEventCreate", &table->event_create);
+  find("hipIpcGetEventHandle", "cuIpcGetEventHandle", &table->event_handle);
+  MLA_RETURN_IF_ERROR(symbols.Check("the GPU runtime"));
+  find("hipMemGetAllocationGranularity", "cuMemGetAllocationGranularity", &table->granularity);
+  find("hipMemCreate", "cuMemCreate", &table->create);
+  find("hipMemRelease", "cuMemRelease", &table->release);
+  find("hipMemExportToShareableHandle", "cuMemExportToShareableHandle", &table->export_descriptor);
+  find("hipMemAddressReserve", "cuMemAddressReserve", &table->reserve);
+  find("hipMemAddressFree", "cuMemAddressFree", &table->unreserve);
+  find("hipMemMap", "cuMemMap", &table->map);
+  find("hipMemUnmap", "cuMemUnmap", &table->unmap);
+  find("hipMemSetAccess", "cuMemSetAccess", &table->set_access);
+  if (symbols.missing() != nullptr) table->create = nullptr;
   return std::unique_ptr<DeviceSharing>(new DeviceSharing(runtime, std::move(table)));
 }
 
@@ -298,7 +268,7 @@ absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> DeviceSharing::Allocate(
     int64_t bytes, int32_t events, std::shared_ptr<PinnedRanges> ranges,
     std::chrono::milliseconds most) {
   auto made = std::make_unique<SharedMemoryOfDevice>(this, std::move(ranges), most);
-  if (absl::Status s = made->Make(bytes, events); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(made->Make(bytes, events));
   return std::unique_ptr<SharedDeviceMemory>(std::move(made));
 }
 

@@ -1,10 +1,10 @@
 #include "kernels/hip/runtime/gpu_runtime.h"
 
-#include <dlfcn.h>
-
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/shared_library.h"
+#include "base/status_macros.h"
 #include "kernels/hip/runtime/call_watch.h"
 #include "kernels/hip/runtime/runtime_table.h"
 
@@ -38,13 +38,13 @@ absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
   const std::vector<std::string> names = libraries.empty()
                                              ? RuntimeLibraries(vendor, "")
                                              : std::vector(libraries.begin(), libraries.end());
-  absl::StatusOr<OpenedLibrary> opened = OpenRuntimeLibrary(names);
-  if (!opened.ok()) return opened.status();
+  MLA_ASSIGN_OR_RETURN(const SharedLibrary opened,
+                       OpenSharedLibrary(names, LoadedCopy::kIgnore, "no GPU runtime"));
   auto table = std::make_unique<RuntimeTable>();
-  if (absl::Status s = FindEntryPoints(vendor, opened->handle, table.get()); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(FindEntryPoints(vendor, opened.handle, table.get()));
   std::unique_ptr<GpuRuntime> runtime(
-      new GpuRuntime(vendor, opened->name, opened->handle, std::move(table)));
-  if (absl::Status s = runtime->OpenDevice(device); !s.ok()) return s;
+      new GpuRuntime(vendor, opened.name, opened.handle, std::move(table)));
+  MLA_RETURN_IF_ERROR(runtime->OpenDevice(device));
   return runtime;
 }
 
@@ -53,8 +53,6 @@ GpuRuntime::GpuRuntime(Vendor vendor, std::string name, void* library,
     : vendor_(vendor), library_(std::move(name)), opened_(library), api_(std::move(table)) {}
 
 GpuRuntime::~GpuRuntime() = default;
-
-void* GpuRuntime::EntryPoint(const char* name) const { return dlsym(opened_, name); }
 
 absl::Status GpuRuntime::Check(int code, const char* call) const {
   if (code == kSuccess) return absl::OkStatus();
@@ -92,14 +90,11 @@ absl::Status GpuRuntime::OpenDevice(int device) {
 
 absl::Status GpuRuntime::Identify() {
   if (vendor_ == Vendor::kNvidia) {
-    absl::Status s = Check(api_->nvidia_retain_context(&context_, device_), "context");
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api_->nvidia_retain_context(&context_, device_), "context"));
   }
-  if (absl::Status s = Bind(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Bind());
   char name[256] = {};
-  if (absl::Status s = Check(api_->device_name(name, sizeof(name) - 1, device_), "name"); !s.ok()) {
-    return s;
-  }
+  MLA_RETURN_IF_ERROR(Check(api_->device_name(name, sizeof(name) - 1, device_), "name"));
   name_ = name;
   return vendor_ == Vendor::kAmd ? IdentifyAmd() : IdentifyNvidia();
 }
@@ -129,8 +124,7 @@ absl::Status GpuRuntime::IdentifyNvidia() {
   for (const auto& [what, into] :
        {std::pair(kNvidiaMultiprocessorCount, &units_), std::pair(kNvidiaCapabilityMajor, &major),
         std::pair(kNvidiaCapabilityMinor, &minor)}) {
-    absl::Status s = Check(api_->device_attribute(into, what, device_), "attribute");
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api_->device_attribute(into, what, device_), "attribute"));
   }
   arch_ = absl::StrCat("sm_", major, minor);
   // Drivers that do not know the attribute lack the capability.
@@ -145,11 +139,11 @@ absl::Status GpuRuntime::Bind() {
                                  : Check(api_->nvidia_set_context(context_), "set context");
 }
 
-#define MLA_GPU_CALL(call, name)                               \
-  do {                                                         \
-    CallWatch::NoteDriverCall(name);                           \
-    if (absl::Status s = Bind(); !s.ok()) return s;            \
-    if (absl::Status s = Check(call, name); !s.ok()) return s; \
+#define MLA_GPU_CALL(call, name)            \
+  do {                                      \
+    CallWatch::NoteDriverCall(name);        \
+    MLA_RETURN_IF_ERROR(Bind());            \
+    MLA_RETURN_IF_ERROR(Check(call, name)); \
   } while (false)
 
 absl::StatusOr<int64_t> GpuRuntime::FreeMemory() {
@@ -159,7 +153,7 @@ absl::StatusOr<int64_t> GpuRuntime::FreeMemory() {
 }
 absl::StatusOr<DevicePtr> GpuRuntime::Malloc(int64_t bytes) {
   DevicePtr address = 0;
-  if (absl::Status s = Bind(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Bind());
   absl::Status s = Check(api_->allocate(&address, static_cast<size_t>(bytes)), "malloc");
   if (!s.ok()) return absl::Status(s.code(), absl::StrCat(s.message(), " for ", bytes, " bytes"));
   return address;
@@ -217,10 +211,10 @@ absl::Status GpuRuntime::WaitFor(Stream stream, Event event) {
   return absl::OkStatus();
 }
 absl::StatusOr<bool> GpuRuntime::Done(Event event) {
-  if (absl::Status s = Bind(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Bind());
   const int code = api_->event_query(event);
   if (code == kNotReady) return false;
-  if (absl::Status s = Check(code, "event query"); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Check(code, "event query"));
   return true;
 }
 absl::StatusOr<int64_t> GpuRuntime::ElapsedNs(Event from, Event to) {
@@ -306,7 +300,7 @@ void GpuRuntime::Unload(Module module) {
 }
 absl::StatusOr<Function> GpuRuntime::Find(Module module, const char* name) {
   Function function = nullptr;
-  if (absl::Status s = Bind(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Bind());
   absl::Status s = Check(api_->module_function(&function, module, name), "module function");
   if (!s.ok()) return absl::InternalError(absl::StrCat(s.message(), ": ", name));
   return function;

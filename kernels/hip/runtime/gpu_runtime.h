@@ -18,6 +18,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/shared_library.h"
 #include "kernels/hip/runtime/runtime_library.h"
 
 namespace mla::kernels::hip {
@@ -82,8 +83,8 @@ class GpuRuntime final {
   bool stores_words() const;  // StoreWord; some drivers lack it
 
   // --- For calls that are not in this class.
-  void* EntryPoint(const char* name) const;  // null: the library lacks the name
-  absl::Status Bind();                       // makes the device current on the calling thread
+  SymbolTable Symbols() const { return SymbolTable(opened_); }
+  absl::Status Bind();  // makes the device current on the calling thread
   absl::Status Check(int code, const char* call) const;
 
   absl::StatusOr<int64_t> FreeMemory();  // on the device, in bytes

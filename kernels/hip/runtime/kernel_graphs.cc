@@ -4,7 +4,8 @@
 #include <cstring>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
+#include "base/shared_library.h"
+#include "base/status_macros.h"
 #include "kernels/hip/runtime/call_watch.h"
 
 namespace mla::kernels::hip {
@@ -61,26 +62,6 @@ struct GraphTable {
 };
 
 namespace {
-
-struct Alias {
-  const char* amd;  // null: the vendor has no such call
-  const char* nvidia;
-  size_t offset;
-};
-#define MLA_ALIAS(field, amd, nvidia) \
-  Alias { amd, nvidia, offsetof(GraphTable, field) }
-constexpr Alias kAliases[] = {
-    MLA_ALIAS(create, "hipGraphCreate", "cuGraphCreate"),
-    MLA_ALIAS(destroy, "hipGraphDestroy", "cuGraphDestroy"),
-    MLA_ALIAS(add_kernel, "hipGraphAddKernelNode", "cuGraphAddKernelNode_v2"),
-    MLA_ALIAS(instantiate, "hipGraphInstantiateWithFlags", "cuGraphInstantiateWithFlags"),
-    MLA_ALIAS(destroy_exec, "hipGraphExecDestroy", "cuGraphExecDestroy"),
-    MLA_ALIAS(set_kernel, "hipGraphExecKernelNodeSetParams", "cuGraphExecKernelNodeSetParams_v2"),
-    MLA_ALIAS(launch, "hipGraphLaunch", "cuGraphLaunch"),
-    MLA_ALIAS(nvidia_add_edges, nullptr, "cuGraphAddDependencies_v2"),
-    MLA_ALIAS(nvidia_set_attribute, nullptr, "cuGraphKernelNodeSetAttribute"),
-};
-#undef MLA_ALIAS
 
 // A kernel in the form that the vendor's calls take.
 class NodeParams {
@@ -157,15 +138,21 @@ KernelGraphs::~KernelGraphs() {
 absl::StatusOr<std::unique_ptr<KernelGraphs>> KernelGraphs::Open(GpuRuntime* runtime) {
   if (!runtime->uses_graphs()) return absl::UnavailableError("graphs are off");
   auto table = std::make_unique<GraphTable>();
-  for (const Alias& alias : kAliases) {
-    const char* const name = runtime->vendor() == Vendor::kAmd ? alias.amd : alias.nvidia;
-    if (name == nullptr) continue;
-    void* const entry = runtime->EntryPoint(name);
-    if (entry == nullptr) {
-      return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", name));
-    }
-    std::memcpy(reinterpret_cast<char*>(table.get()) + alias.offset, &entry, sizeof(entry));
-  }
+  SymbolTable symbols = runtime->Symbols();
+  // A null name: the vendor has no such call.
+  const auto need = [&](const char* amd, const char* nvidia, auto** function) {
+    symbols.Need(runtime->vendor() == Vendor::kAmd ? amd : nvidia, function);
+  };
+  need("hipGraphCreate", "cuGraphCreate", &table->create);
+  need("hipGraphDestroy", "cuGraphDestroy", &table->destroy);
+  need("hipGraphAddKernelNode", "cuGraphAddKernelNode_v2", &table->add_kernel);
+  need("hipGraphInstantiateWithFlags", "cuGraphInstantiateWithFlags", &table->instantiate);
+  need("hipGraphExecDestroy", "cuGraphExecDestroy", &table->destroy_exec);
+  need("hipGraphExecKernelNodeSetParams", "cuGraphExecKernelNodeSetParams_v2", &table->set_kernel);
+  need("hipGraphLaunch", "cuGraphLaunch", &table->launch);
+  need(nullptr, "cuGraphAddDependencies_v2", &table->nvidia_add_edges);
+  need(nullptr, "cuGraphKernelNodeSetAttribute", &table->nvidia_set_attribute);
+  MLA_RETURN_IF_ERROR(symbols.Check("the GPU runtime"));
   return std::unique_ptr<KernelGraphs>(new KernelGraphs(runtime, std::move(table)));
 }
 

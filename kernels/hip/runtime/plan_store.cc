@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 
@@ -12,9 +13,8 @@ absl::StatusOr<std::unique_ptr<PlanStore>> PlanStore::Create(GpuRuntime* runtime
   std::unique_ptr<PlanStore> store(new PlanStore(runtime));
   store->entries_.resize(static_cast<size_t>(copies));
   for (Entry& entry : store->entries_) {
-    absl::StatusOr<StagedRegion> region = StagedRegion::Create(runtime, "plan", bytes);
-    if (!region.ok()) return region.status();
-    entry.region = *std::move(region);
+    MLA_ASSIGN_OR_RETURN(StagedRegion region, StagedRegion::Create(runtime, "plan", bytes));
+    entry.region = std::move(region);
   }
   return store;
 }
@@ -75,7 +75,7 @@ absl::StatusOr<DevicePlan> PlanStore::Get(const PlanView& plan, int32_t slot, St
           absl::StrCat("plans on the device: all ", entries_.size(), " are in use"));
     }
     entry->generation = 0;  // until the upload has succeeded
-    if (absl::Status s = Upload(plan, *entry, stream); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Upload(plan, *entry, stream));
     entry->generation = plan.generation;
   }
   entry->held |= uint64_t{1} << slot;

@@ -1,14 +1,10 @@
 #include "kernels/hip/runtime/runtime_library.h"
 
-#include <dlfcn.h>
-
 #include <cstdlib>
 #include <filesystem>
 #include <system_error>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -42,19 +38,6 @@ std::vector<std::string> RuntimeLibraries(Vendor vendor, const std::string& path
   }
   AddFolder("/opt/rocm/lib", vendor, &names);
   return names;
-}
-
-absl::StatusOr<OpenedLibrary> OpenRuntimeLibrary(std::span<const std::string> names) {
-  std::vector<std::string> reasons;
-  for (const std::string& name : names) {
-    void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle != nullptr) return OpenedLibrary{handle, name};
-    // If a dependency of this library is missing, the loader's message names only the dependency.
-    const char* const reason = dlerror();
-    reasons.push_back(absl::StartsWith(reason, name) ? std::string(reason)
-                                                     : absl::StrCat(name, ": ", reason));
-  }
-  return absl::UnavailableError(absl::StrCat("no GPU runtime: ", absl::StrJoin(reasons, "; ")));
 }
 
 std::string RocmName(int version) {

@@ -2,12 +2,10 @@
 #ifndef MLA_KERNELS_HIP_RUNTIME_RUNTIME_LIBRARY_H_
 #define MLA_KERNELS_HIP_RUNTIME_RUNTIME_LIBRARY_H_
 
-#include <span>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 
 namespace mla::kernels::hip {
 
@@ -18,14 +16,6 @@ enum class Vendor { kAmd, kNvidia };
 // of ROCm do not always register with the loader. Otherwise only `path`, which is a library or its
 // folder.
 std::vector<std::string> RuntimeLibraries(Vendor vendor, const std::string& path);
-
-struct OpenedLibrary {
-  void* handle;  // never closed, because the vendors' runtimes do not survive being unloaded
-  std::string name;
-};
-
-// Opens the first of `names` that can be opened. UNAVAILABLE has the loader's reason for each.
-absl::StatusOr<OpenedLibrary> OpenRuntimeLibrary(std::span<const std::string> names);
 
 // Versions of ROCm as hipRuntimeGetVersion counts them (docs/kernels/rocm.md).
 inline constexpr int kOldestHip = 60200000;

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/runtime/device_memory.h"
 
@@ -60,19 +61,17 @@ absl::Status Copy(const DeviceState& device, Stream stream, const void* from, vo
 absl::Status RoundTrip(const DeviceState& device, Stream stream, std::byte* host, const char* kind,
                        int round) {
   GpuRuntime& runtime = *device.runtime;
-  absl::StatusOr<bool> same = runtime.SameAddress(host);
-  if (!same.ok()) return same.status();
-  if (!*same) {
+  MLA_ASSIGN_OR_RETURN(bool same, runtime.SameAddress(host));
+  if (!same) {
     return absl::UnavailableError(
         absl::StrCat("the device has ", kind, " memory at other addresses than the host"));
   }
-  auto there = DeviceBuffer::Create(&runtime, "host memory's probe", kBytes);
-  if (!there.ok()) return there.status();
+  MLA_ASSIGN_OR_RETURN(auto there, DeviceBuffer::Create(&runtime, "host memory's probe", kBytes));
   for (size_t i = 0; i < kBytes; ++i) host[i] = Pattern(i, round);
-  absl::Status s = Copy(device, stream, host, there->As<uint8_t>());
+  absl::Status s = Copy(device, stream, host, there.As<uint8_t>());
   if (s.ok()) s = runtime.Synchronize(stream);
   std::memset(host, 0, kBytes);
-  if (s.ok()) s = Copy(device, stream, there->As<uint8_t>(), host);
+  if (s.ok()) s = Copy(device, stream, there.As<uint8_t>(), host);
   if (s.ok()) s = runtime.Synchronize(stream);
   for (size_t i = 0; i < kBytes && s.ok(); ++i) {
     if (host[i] == Pattern(i, round)) continue;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/plan.h"
@@ -227,10 +228,10 @@ absl::Status CheckWindows(AttentionBackend& backend) {
     desc.kv_format = desc.entry_format = format;
     if (!backend.Info().windows || !backend.CanRun(desc).ok()) continue;
     Windows windows(format);
-    if (absl::Status s = Attend(backend, windows); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Attend(backend, windows));
     for (int32_t head = 0; head < kWindowHeads; ++head) {
       for (int32_t index = 0; index < 2; ++index) {
-        if (absl::Status s = Compare(windows, index, head); !s.ok()) return s;
+        MLA_RETURN_IF_ERROR(Compare(windows, index, head));
       }
     }
   }
@@ -273,7 +274,7 @@ absl::Status CheckIndexer(AttentionBackend& backend) {
   launch.page_tables = table;
   launch.appends = {&append, 1};
   launch.selects = {&select, 1};
-  if (absl::Status s = stage.Run(backend, launch); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(stage.Run(backend, launch));
 
   const std::vector<float> stored = Stored(key, keys), wide = Floats(queries);
   std::vector<double> logits(kKeys, 0.0);

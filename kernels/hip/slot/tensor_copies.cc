@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -64,9 +65,7 @@ absl::StatusOr<TensorCopies> TensorCopies::Create(GpuRuntime* runtime,
   for (const auto& [region, what, bytes] :
        {std::tuple(&copies.input_, "staged input", input_bytes),
         std::tuple(&copies.output_, "staged output", output_bytes)}) {
-    absl::StatusOr<StagedRegion> made = StagedRegion::Create(runtime, what, bytes);
-    if (!made.ok()) return made.status();
-    *region = *std::move(made);
+    MLA_ASSIGN_OR_RETURN(*region, StagedRegion::Create(runtime, what, bytes));
   }
   copies.direct_in_.reserve(most);
   copies.direct_out_.reserve(most);
@@ -89,12 +88,12 @@ void TensorCopies::End() {
   reached_.clear();
 }
 
-absl::Status TensorCopies::HoldInPlace(const Launch& launch) {
-  for (const HostInput& in : launch.inputs) {
+absl::Status TensorCopies::HoldInPlace(const LaunchTensors& tensors) {
+  for (const HostInput& in : tensors.inputs) {
     if (!in.in_place() && !in.shared) continue;
     if (!Reaches(in.host, in.rows * in.row_bytes)) return NotPinned("input");
   }
-  for (const HostOutput& out : launch.outputs) {
+  for (const HostOutput& out : tensors.outputs) {
     if (!out.in_place() && !out.shared) continue;
     if (!Reaches(out.host, out.rows * out.row_bytes)) return NotPinned("output");
   }
@@ -178,8 +177,7 @@ absl::StatusOr<bool> TensorCopies::EnqueueStaged(std::span<const HostInput> inpu
   // One copy moves all staged inputs. Direct copies follow on the same stream and overwrite the
   // gaps between them.
   if (staged_end == 0) return false;
-  absl::Status s = runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, stream);
-  if (!s.ok()) return s;
+  MLA_RETURN_IF_ERROR(runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, stream));
   return true;
 }
 
@@ -188,7 +186,7 @@ absl::StatusOr<bool> TensorCopies::EnqueueDirect(std::span<const HostInput> inpu
   for (size_t i = 0; i < inputs.size(); ++i) {
     const HostInput& in = inputs[i];
     if (!direct_in_[i] || in.in_place() || in.row_bytes == 0 || in.rows == 0) continue;
-    if (absl::Status s = Copy(in, stream); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Copy(in, stream));
     any = true;
   }
   return any;
@@ -216,7 +214,7 @@ absl::Status TensorCopies::EnqueueDirect(std::span<const HostOutput> outputs, St
   for (size_t i = 0; i < outputs.size(); ++i) {
     const HostOutput& out = outputs[i];
     if (!direct_out_[i] || out.in_place() || out.row_bytes == 0 || out.rows == 0) continue;
-    if (absl::Status s = Copy(out, stream); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Copy(out, stream));
   }
   return absl::OkStatus();
 }

@@ -30,6 +30,12 @@ struct TensorMove {
   int64_t bytes;
 };
 
+// The tensors of a launch as its slot copies them, or keeps them pinned if they are in place.
+struct LaunchTensors {
+  std::span<const HostInput> inputs;
+  std::span<const HostOutput> outputs;
+};
+
 class TensorCopies {
  public:
   // Makes regions of these sizes, for launches of at most `most` inputs and as many outputs.
@@ -46,7 +52,7 @@ class TensorCopies {
   bool Reaches(const void* host, int64_t bytes);
   void End();
   // Keeps memory that kernels use in place pinned. INTERNAL if it is not pinned.
-  absl::Status HoldInPlace(const Launch& launch);
+  absl::Status HoldInPlace(const LaunchTensors& tensors);
 
   // Bytes of the tensors that are copied; and whether they lie in at most `most` pieces of memory.
   static int64_t BytesOf(std::span<const HostInput> inputs);

@@ -1,8 +1,8 @@
 #include "proto/wire/ucx/ucx_api.h"
 
-#include <dlfcn.h>
-
 #include "absl/strings/str_cat.h"
+#include "base/shared_library.h"
+#include "base/status_macros.h"
 
 namespace mla::wire {
 namespace {
@@ -12,51 +12,39 @@ constexpr char kLibrary[] = "libucp.so.0";
 // ucp_mem_map's present rules.
 constexpr unsigned kLeastMajor = 1, kLeastMinor = 12;
 
-template <typename Function>
-bool Find(void* library, const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(dlsym(library, name));
-  return *function != nullptr;
-}
-
 }  // namespace
 
 absl::StatusOr<UcxApi> OpenUcxApi(const std::string& library) {
   const std::string name = library.empty() ? kLibrary : library;
   // A process with two copies of UCX would have two sets of hooks into its allocator.
-  void* opened = dlopen(name.c_str(), RTLD_NOW | RTLD_NOLOAD);
-  if (opened == nullptr) opened = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (opened == nullptr) return absl::UnavailableError(absl::StrCat("no UCX: ", dlerror()));
+  MLA_ASSIGN_OR_RETURN(const SharedLibrary opened,
+                       OpenSharedLibrary({&name, 1}, LoadedCopy::kShare, "no UCX"));
+  SymbolTable symbols(opened.handle);
   UcxApi api{};
-  const char* missing = nullptr;
-  const auto find = [&](const char* symbol, auto* function) {
-    if (missing == nullptr && !Find(opened, symbol, function)) missing = symbol;
-  };
-  find("ucp_get_version", &api.get_version);
-  find("ucp_config_read", &api.config_read);
-  find("ucp_config_modify", &api.config_modify);
-  find("ucp_config_release", &api.config_release);
-  find("ucp_init_version", &api.init_version);
-  find("ucp_cleanup", &api.cleanup);
-  find("ucp_worker_create", &api.worker_create);
-  find("ucp_worker_destroy", &api.worker_destroy);
-  find("ucp_worker_get_address", &api.worker_get_address);
-  find("ucp_worker_release_address", &api.worker_release_address);
-  find("ucp_worker_set_am_recv_handler", &api.worker_set_am_recv_handler);
-  find("ucp_worker_progress", &api.worker_progress);
-  find("ucp_worker_arm", &api.worker_arm);
-  find("ucp_worker_get_efd", &api.worker_get_efd);
-  find("ucp_ep_create", &api.ep_create);
-  find("ucp_ep_close_nbx", &api.ep_close_nbx);
-  find("ucp_am_send_nbx", &api.am_send_nbx);
-  find("ucp_am_recv_data_nbx", &api.am_recv_data_nbx);
-  find("ucp_request_check_status", &api.request_check_status);
-  find("ucp_request_free", &api.request_free);
-  find("ucp_mem_map", &api.mem_map);
-  find("ucp_mem_unmap", &api.mem_unmap);
-  find("ucs_status_string", &api.status_string);
-  if (missing != nullptr) {
-    return absl::UnavailableError(absl::StrCat("UCX has no entry point ", missing));
-  }
+  symbols.Need("ucp_get_version", &api.get_version);
+  symbols.Need("ucp_config_read", &api.config_read);
+  symbols.Need("ucp_config_modify", &api.config_modify);
+  symbols.Need("ucp_config_release", &api.config_release);
+  symbols.Need("ucp_init_version", &api.init_version);
+  symbols.Need("ucp_cleanup", &api.cleanup);
+  symbols.Need("ucp_worker_create", &api.worker_create);
+  symbols.Need("ucp_worker_destroy", &api.worker_destroy);
+  symbols.Need("ucp_worker_get_address", &api.worker_get_address);
+  symbols.Need("ucp_worker_release_address", &api.worker_release_address);
+  symbols.Need("ucp_worker_set_am_recv_handler", &api.worker_set_am_recv_handler);
+  symbols.Need("ucp_worker_progress", &api.worker_progress);
+  symbols.Need("ucp_worker_arm", &api.worker_arm);
+  symbols.Need("ucp_worker_get_efd", &api.worker_get_efd);
+  symbols.Need("ucp_ep_create", &api.ep_create);
+  symbols.Need("ucp_ep_close_nbx", &api.ep_close_nbx);
+  symbols.Need("ucp_am_send_nbx", &api.am_send_nbx);
+  symbols.Need("ucp_am_recv_data_nbx", &api.am_recv_data_nbx);
+  symbols.Need("ucp_request_check_status", &api.request_check_status);
+  symbols.Need("ucp_request_free", &api.request_free);
+  symbols.Need("ucp_mem_map", &api.mem_map);
+  symbols.Need("ucp_mem_unmap", &api.mem_unmap);
+  symbols.Need("ucs_status_string", &api.status_string);
+  MLA_RETURN_IF_ERROR(symbols.Check("UCX"));
   unsigned major = 0, minor = 0, release = 0;
   api.get_version(&major, &minor, &release);
   if (major != kLeastMajor || minor < kLeastMinor) {

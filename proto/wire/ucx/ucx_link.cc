@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "base/status_macros.h"
 #include "proto/wire/ucx/frames.h"
 
 namespace mla::wire {
@@ -89,7 +90,7 @@ absl::StatusOr<std::unique_ptr<UcxLink>> UcxLink::Open(const UcxApi& api,
                                                        const UcxLinkOptions& options,
                                                        UcxReceiver* receiver) {
   std::unique_ptr<UcxLink> link(new UcxLink(api, receiver));
-  if (absl::Status status = link->Init(options); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(link->Init(options));
   return link;
 }
 

@@ -15,7 +15,7 @@ using EngineHandOverTest = testing::EngineCoreTest;
 TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
   const SequenceInfo source = h_.Open();
   Fill(source, 4, 50);
-  h_.core().StartDrain("peer:1");
+  h_.core().draining().Start("peer:1");
   std::vector<TenantSequence> all = h_.core().transfers().AllSequences();
   ASSERT_EQ(all.size(), 1u);
   EXPECT_EQ(all[0].tenant, h_.tenant());
@@ -32,7 +32,7 @@ TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
   other = all[0];
   ++other.info.epoch;
   EXPECT_EQ(DetailOf(h_.core().transfers().EndHandOver(other, "peer:1")).reason, "epoch_mismatch");
-  ASSERT_TRUE(h_.core().TruncateSequence(h_.tenant(), source.id, 3, source.epoch).ok());
+  ASSERT_TRUE(h_.core().sequences().Truncate(h_.tenant(), source.id, 3, source.epoch).ok());
   std::vector<std::byte> bytes(8);
   PageMove cut;
   cut.tenant = h_.tenant();
@@ -52,8 +52,8 @@ TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
   ExpectCode(*begin, absl::StatusCode::kUnavailable, "draining");
   EXPECT_EQ(begin->detail.peer, "");
   // Others learn nothing of it.
-  EXPECT_TRUE(h_.core().GetSequences({"stranger", {source.id}, ""}).moved.empty());
-  EXPECT_EQ(h_.core().GetSequences({h_.tenant(), {source.id}, ""}).moved.size(), 1u);
+  EXPECT_TRUE(h_.core().sequences().Get({"stranger", {source.id}, ""}).moved.empty());
+  EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), {source.id}, ""}).moved.size(), 1u);
 }
 
 // A client that names a sequence before it has moved must not look for it at the peer; a new one
@@ -61,7 +61,7 @@ TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
 TEST_F(EngineHandOverTest, ThePeerIsNamedForWhatIsThere) {
   const SequenceInfo source = h_.Open();
   Fill(source, 4, 50);
-  h_.core().StartDrain("peer:1");
+  h_.core().draining().Start("peer:1");
   auto begin = h_.Begin(stream_, 9, {{source.id, source.epoch, 4, 1}});
   ExpectCode(*begin, absl::StatusCode::kUnavailable, "draining");
   EXPECT_EQ(begin->detail.peer, "");
@@ -70,12 +70,12 @@ TEST_F(EngineHandOverTest, ThePeerIsNamedForWhatIsThere) {
   fork.tenant = h_.tenant();
   fork.parent = source.id;
   fork.expected_epoch = source.epoch;
-  const auto fork_detail = [&] { return DetailOf(h_.core().ForkSequence(fork).status()); };
+  const auto fork_detail = [&] { return DetailOf(h_.core().sequences().Fork(fork).status()); };
   EXPECT_EQ(fork_detail().reason, "draining");
   EXPECT_EQ(fork_detail().peer, "");
   OpenArgs open;
   open.tenant = h_.tenant();
-  const auto opened = DetailOf(h_.core().OpenSequence(open, {}).status());
+  const auto opened = DetailOf(h_.core().sequences().Open(open, {}).status());
   EXPECT_EQ(opened.reason, "draining");
   EXPECT_EQ(opened.peer, "peer:1");
   ASSERT_TRUE(
@@ -87,19 +87,19 @@ TEST_F(EngineHandOverTest, ThePeerIsNamedForWhatIsThere) {
 // The latest of them are remembered, as many as may be open.
 TEST_F(EngineHandOverTest, WhereSequencesAreIsBounded) {
   const size_t most = static_cast<size_t>(h_.core().limits().max_sequences);
-  h_.core().StartDrain("peer:1");
+  h_.core().draining().Start("peer:1");
   std::vector<SequenceId> moved;
   for (size_t i = 0; i < most + 2; ++i) {
-    h_.core().CancelDrain();
+    h_.core().draining().Cancel();
     moved.push_back(h_.Open().id);
-    h_.core().StartDrain("peer:1");
+    h_.core().draining().Start("peer:1");
     const std::vector<TenantSequence> all = h_.core().transfers().AllSequences();
     ASSERT_EQ(all.size(), 1u);
     ASSERT_EQ(h_.core().transfers().EndHandOver(all[0], "peer:1"), absl::OkStatus());
   }
-  EXPECT_EQ(h_.core().GetSequences({h_.tenant(), moved, ""}).moved.size(), most);
-  EXPECT_EQ(h_.core().GetSequences({h_.tenant(), {moved[1]}, ""}).moved.size(), 0u);
-  EXPECT_EQ(h_.core().GetSequences({h_.tenant(), {moved[2]}, ""}).moved.size(), 1u);
+  EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), moved, ""}).moved.size(), most);
+  EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), {moved[1]}, ""}).moved.size(), 0u);
+  EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), {moved[2]}, ""}).moved.size(), 1u);
 }
 
 }  // namespace

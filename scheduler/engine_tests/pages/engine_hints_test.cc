@@ -55,7 +55,7 @@ class EngineHintsTest : public EngineCoreTest {
     return plan;
   }
   absl::StatusOr<HintAnswer> TryHint(const HintArgs& args) {
-    return h_.core().Hint(args, args.id == 0 ? PlanOf(args.prefix) : PrefixPlan());
+    return h_.core().sequences().Hint(args, args.id == 0 ? PlanOf(args.prefix) : PrefixPlan());
   }
   HintAnswer Hint(const HintArgs& args) { return TryHint(args).value(); }
   HintAnswer Pin(int text, int64_t ttl_ms, int count = kRows) {
@@ -68,12 +68,12 @@ class EngineHintsTest : public EngineCoreTest {
     args.tenant = h_.tenant();
     args.model_id = h_.model().id;
     args.prefix = prefix;
-    return h_.core().OpenSequence(args, PlanOf(prefix)).value();
+    return h_.core().sequences().Open(args, PlanOf(prefix)).value();
   }
   SequenceInfo OpenWith(int text) { return OpenWith(Args(HintKind::kPin, text).prefix); }
   void Release(const SequenceInfo& sequence) {
     std::vector<SequenceId> absent;
-    h_.core().ReleaseSequences(h_.tenant(), std::vector{sequence.id}, &absent);
+    h_.core().sequences().Release(h_.tenant(), std::vector{sequence.id}, &absent);
     h_.Run();
   }
   // Leaves the rows of a text in the cache.

@@ -93,13 +93,13 @@ class EngineMovesTest : public testing::EngineCoreTest {
     Payloads payloads;
     EXPECT_TRUE(MoveAll(*pages, false, &payloads, 40).ok());
     std::vector<SequenceId> absent;
-    h_.core().ReleaseSequences(h_.tenant(), std::vector{pages->id}, &absent);
+    h_.core().sequences().Release(h_.tenant(), std::vector{pages->id}, &absent);
     EXPECT_TRUE(absent.empty());
     return payloads;
   }
   absl::StatusOr<SequenceInfo> Import(const ImportArgs& args, Payloads payloads,
                                       int64_t not_finite = Engine::kAllFinite) {
-    absl::StatusOr<MovingPages> to = h_.core().BeginImport(args);
+    absl::StatusOr<MovingPages> to = h_.core().sequences().BeginImport(args);
     if (!to.ok()) return to.status();
     if (absl::Status moved = MoveAll(*to, true, &payloads, 64); !moved.ok()) return moved;
     return h_.core().transfers().EndImport(h_.tenant(), to->id, not_finite);
@@ -155,7 +155,7 @@ TEST_F(EngineMovesTest, AnExportKeepsItsRowsWhileTheSequenceGoesOnAndEnds) {
   const MovingPages pages = BeginExport(source).value();
   Fill(source, 4, 60);
   std::vector<SequenceId> absent;
-  h_.core().ReleaseSequences(h_.tenant(), std::vector{source.id}, &absent);
+  h_.core().sequences().Release(h_.tenant(), std::vector{source.id}, &absent);
   Payloads payloads;
   ASSERT_TRUE(MoveAll(pages, false, &payloads, 1000).ok());
   ExpectRows(Import(To(pages), payloads).value(), 4, 50);
@@ -167,14 +167,14 @@ TEST_F(EngineMovesTest, NothingCountsUntilTheEnd) {
   MovingPages pages;
   Payloads payloads = Export(source, &pages);
   const int64_t used = h_.core().Stats().page_groups_used;
-  const MovingPages to = h_.core().BeginImport(To(pages)).value();
+  const MovingPages to = h_.core().sequences().BeginImport(To(pages)).value();
   EXPECT_EQ(h_.Get(to.id).length, 0);
   EXPECT_TRUE(h_.Get(to.id).in_step);
   ForkArgs fork;
   fork.tenant = h_.tenant();
   fork.parent = to.id;
   fork.expected_epoch = 1;
-  EXPECT_EQ(DetailOf(h_.core().ForkSequence(fork).status()).reason, "in_step");
+  EXPECT_EQ(DetailOf(h_.core().sequences().Fork(fork).status()).reason, "in_step");
   auto begin = h_.Begin(stream_, 8, {{to.id, 1, 0, 1}});
   ExpectCode(*begin, absl::StatusCode::kFailedPrecondition, "in_step");
   ASSERT_TRUE(MoveAll(to, true, &payloads, 64).ok());
@@ -184,7 +184,7 @@ TEST_F(EngineMovesTest, NothingCountsUntilTheEnd) {
             absl::StatusCode::kNotFound);
   // Stored rows stay if a later import fails.
   const SequenceInfo copy = Import(To(pages), payloads).value();
-  EXPECT_EQ(DetailOf(h_.core().BeginImport(To(pages, copy.id)).status()).reason,
+  EXPECT_EQ(DetailOf(h_.core().sequences().BeginImport(To(pages, copy.id)).status()).reason,
             "position_mismatch");
   EXPECT_EQ(h_.Get(copy.id).length, 4);
   EXPECT_FALSE(h_.Get(copy.id).in_step);
@@ -198,7 +198,7 @@ TEST_F(EngineMovesTest, RowsOfAnotherMeaningAreRefused) {
   const auto refused = [&](auto change) {
     ImportArgs args = To(pages);
     change(&args.tags);
-    const absl::Status status = h_.core().BeginImport(args).status();
+    const absl::Status status = h_.core().sequences().BeginImport(args).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
     return DetailOf(status).field;
   };
@@ -215,7 +215,7 @@ TEST_F(EngineMovesTest, RowsOfAnotherMeaningAreRefused) {
   EXPECT_EQ(h_.core().Stats().sequences, 1);
   ImportArgs many = To(pages);
   many.tags.rows = 97;
-  EXPECT_EQ(DetailOf(h_.core().BeginImport(many).status()).field, "part.header.rows");
+  EXPECT_EQ(DetailOf(h_.core().sequences().BeginImport(many).status()).field, "part.header.rows");
   EXPECT_EQ(h_.core().Stats().sequences, 1);
 }
 
@@ -239,7 +239,7 @@ TEST_F(EngineMovesTest, RowsMayComeInTheOtherKindOfEightBits) {
   args.tags.weights_digest = model.spec->weights_digest;
   for (const auto kind : {kernels::Fp8Kind::kE4m3Fnuz, kernels::Fp8Kind::kE4m3Fn}) {
     args.tags.fp8 = kind;
-    const absl::StatusOr<MovingPages> pages = h_.core().BeginImport(args);
+    const absl::StatusOr<MovingPages> pages = h_.core().sequences().BeginImport(args);
     ASSERT_TRUE(pages.ok()) << pages.status();
     EXPECT_EQ(pages->tags.fp8, kind);
     h_.core().transfers().AbortImport(h_.tenant(), *pages);
@@ -255,7 +255,7 @@ TEST_F(EngineMovesTest, AQuotaHoldsAndNothingIsLeft) {
   TenantQuota quota;
   quota.bounds[Resource::kKvBytes] = before.used[Resource::kKvBytes] * 5 / 3;
   ASSERT_TRUE(h_.core().tenants().SetQuota(h_.tenant(), quota, false).ok());
-  const absl::Status status = h_.core().BeginImport(To(pages)).status();
+  const absl::Status status = h_.core().sequences().BeginImport(To(pages)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_EQ(DetailOf(status).field, "part.header.rows");
   EXPECT_EQ(DetailOf(status).resource, "kv_bytes");
@@ -308,9 +308,9 @@ TEST_F(EngineMovesTest, AReleasedSequenceEndsItsImport) {
   Fill(source, 4, 50);
   MovingPages pages;
   Payloads payloads = Export(source, &pages);
-  const MovingPages to = h_.core().BeginImport(To(pages)).value();
+  const MovingPages to = h_.core().sequences().BeginImport(To(pages)).value();
   std::vector<SequenceId> absent;
-  h_.core().ReleaseSequences(h_.tenant(), std::vector{to.id}, &absent);
+  h_.core().sequences().Release(h_.tenant(), std::vector{to.id}, &absent);
   EXPECT_EQ(MoveAll(to, true, &payloads, 64).code(), absl::StatusCode::kNotFound);
   h_.core().transfers().AbortImport(h_.tenant(), to);
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
@@ -324,21 +324,21 @@ TEST_F(EngineMovesTest, AnIdIsNotRestoredWhileAnImportOfItHasNotEnded) {
   Payloads payloads = Export(source, &pages);
   ImportArgs args = To(pages);
   args.restored_id = 77;
-  const MovingPages first = h_.core().BeginImport(args).value();
+  const MovingPages first = h_.core().sequences().BeginImport(args).value();
   std::vector<SequenceId> absent;
-  h_.core().ReleaseSequences(h_.tenant(), std::vector{first.id}, &absent);
-  EXPECT_EQ(DetailOf(h_.core().BeginImport(args).status()).reason, "sequence_open");
+  h_.core().sequences().Release(h_.tenant(), std::vector{first.id}, &absent);
+  EXPECT_EQ(DetailOf(h_.core().sequences().BeginImport(args).status()).reason, "sequence_open");
   EXPECT_FALSE(h_.core().transfers().EndImport(h_.tenant(), first.id, Engine::kAllFinite).ok());
-  const MovingPages second = h_.core().BeginImport(args).value();
+  const MovingPages second = h_.core().sequences().BeginImport(args).value();
   EXPECT_EQ(second.id, 77u);
   ASSERT_TRUE(MoveAll(second, true, &payloads, 64).ok());
   const SequenceInfo restored =
       h_.core().transfers().EndImport(h_.tenant(), second.id, Engine::kAllFinite).value();
   ExpectRows(restored, 4, 50);
   // An import that is aborted frees the id, too.
-  h_.core().ReleaseSequences(h_.tenant(), std::vector{restored.id}, &absent);
-  h_.core().transfers().AbortImport(h_.tenant(), h_.core().BeginImport(args).value());
-  EXPECT_TRUE(h_.core().BeginImport(args).ok());
+  h_.core().sequences().Release(h_.tenant(), std::vector{restored.id}, &absent);
+  h_.core().transfers().AbortImport(h_.tenant(), h_.core().sequences().BeginImport(args).value());
+  EXPECT_TRUE(h_.core().sequences().BeginImport(args).ok());
 }
 
 TEST_F(EngineMovesTest, AMoveOutlivesItsSequenceAndKeepsItsGroup) {
@@ -355,9 +355,9 @@ TEST_F(EngineMovesTest, AMoveOutlivesItsSequenceAndKeepsItsGroup) {
   move.done = [&](const absl::Status& status) { done = status.ok(); };
   ASSERT_TRUE(h_.core().transfers().Start(&move).ok());
   std::vector<SequenceId> absent;
-  h_.core().ReleaseSequences(h_.tenant(), std::vector{pages.id, source.id}, &absent);
+  h_.core().sequences().Release(h_.tenant(), std::vector{pages.id, source.id}, &absent);
   EXPECT_EQ(h_.core().Stats().page_groups_pinned, 1);
-  EXPECT_TRUE(h_.core().MayLaunch());
+  EXPECT_TRUE(h_.core().steps().MayLaunch());
   h_.Run();
   EXPECT_TRUE(done);
   EXPECT_EQ(h_.core().Stats().page_groups_pinned, 0);
@@ -366,10 +366,10 @@ TEST_F(EngineMovesTest, AMoveOutlivesItsSequenceAndKeepsItsGroup) {
 TEST_F(EngineMovesTest, ADrainLetsRowsOutAndNoneIn) {
   const SequenceInfo source = h_.Open();
   Fill(source, 4, 50);
-  h_.core().StartDrain();
+  h_.core().draining().Start();
   MovingPages pages;
   Export(source, &pages);
-  EXPECT_EQ(DetailOf(h_.core().BeginImport(To(pages)).status()).reason, "draining");
+  EXPECT_EQ(DetailOf(h_.core().sequences().BeginImport(To(pages)).status()).reason, "draining");
 }
 
 // A page group is larger than what one launch carries.
@@ -388,7 +388,7 @@ class LargeGroupTest : public EngineMovesTest {
     const MovingPages empty = BeginExport(h_.Open()).value();
     ImportArgs args = To(empty);
     args.tags.rows = kPageRows;
-    return h_.core().BeginImport(args).value();
+    return h_.core().sequences().BeginImport(args).value();
   }
   PageMove Whole(const MovingPages& pages, bool in, std::vector<std::byte>* payload,
                  absl::Status* answer) {

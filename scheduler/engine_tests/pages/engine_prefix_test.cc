@@ -36,7 +36,7 @@ class EnginePrefixTest : public EngineCoreTest {
     const TenantKey tenant = h_.core().FindTenant(args.tenant);
     plan.spec = (*h_.core().models().Find(tenant, args.model_id, "model_id"))->spec;
     absl::Status status = planner_.Fill(args.tenant, args.prefix, 0, 0, &plan);
-    return status.ok() ? h_.core().OpenSequence(args, plan) : status;
+    return status.ok() ? h_.core().sequences().Open(args, plan) : status;
   }
   SequenceInfo OpenWith(std::vector<uint32_t> tokens, const std::string& salt = "") {
     return TryOpen(Args(std::move(tokens), salt)).value();
@@ -50,14 +50,14 @@ class EnginePrefixTest : public EngineCoreTest {
     args.first_row = first_row;
     args.prefix.token_ids = std::move(tokens);
     int64_t committed = 0;
-    absl::StatusOr<PrefixPlan> plan = h_.core().PlanMatch(args, &committed);
+    absl::StatusOr<PrefixPlan> plan = h_.core().sequences().PlanMatch(args, &committed);
     if (!plan.ok()) return plan.status();
     absl::Status status = planner_.Fill(args.tenant, args.prefix, first_row, committed, &*plan);
-    return status.ok() ? h_.core().MatchSequence(args, *plan) : status;
+    return status.ok() ? h_.core().sequences().Match(args, *plan) : status;
   }
   void Release(const SequenceInfo& sequence) {
     std::vector<SequenceId> absent;
-    h_.core().ReleaseSequences(h_.tenant(), std::vector{sequence.id}, &absent);
+    h_.core().sequences().Release(h_.tenant(), std::vector{sequence.id}, &absent);
     EXPECT_TRUE(absent.empty());
   }
   int64_t Declared() {
@@ -262,13 +262,13 @@ TEST_F(EnginePrefixTest, EventsAreOfTheTenantThatTheModelBelongsTo) {
   evicted.tenant = h_.tenant();
   evicted.ids = {h_.Open().id};
   std::vector<SequenceId> absent;
-  EXPECT_EQ(h_.core().EvictSequences(evicted, &absent), 1);
+  EXPECT_EQ(h_.core().sequences().Evict(evicted, &absent), 1);
   events = log.Read(tenant, 100, &cursor);
   ASSERT_EQ(events.size(), 1u);
   EXPECT_EQ(events[0].kind, kvcache::EventKind::kPreempted);
   EXPECT_EQ(events[0].sequence, evicted.ids[0]);
   // A release by the client is not a preemption.
-  EXPECT_EQ(h_.core().ReleaseSequences(h_.tenant(), std::vector{h_.Open().id}, &absent), 1);
+  EXPECT_EQ(h_.core().sequences().Release(h_.tenant(), std::vector{h_.Open().id}, &absent), 1);
   EXPECT_TRUE(log.Read(tenant, 100, &cursor).empty());
   const std::vector<kvcache::Miss> misses = log.Misses(tenant, 1);
   ASSERT_EQ(misses.size(), 1u);
@@ -287,12 +287,12 @@ TEST_F(EnginePrefixTest, APlanForAnotherStateIsRefused) {
   args.expected_epoch = 1;
   args.prefix.token_ids = Tokens(4);
   int64_t committed = 0;
-  PrefixPlan plan = *h_.core().PlanMatch(args, &committed);
+  PrefixPlan plan = *h_.core().sequences().PlanMatch(args, &committed);
   ASSERT_TRUE(planner_.Fill(args.tenant, args.prefix, 0, committed, &plan).ok());
   ASSERT_TRUE(Match(first, 0, Tokens(2)).ok());
-  EXPECT_EQ(h_.core().MatchSequence(args, plan).status().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(h_.core().sequences().Match(args, plan).status().code(), absl::StatusCode::kAborted);
   OpenArgs open = Args(Tokens(2));
-  EXPECT_EQ(h_.core().OpenSequence(open).status().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(h_.core().sequences().Open(open).status().code(), absl::StatusCode::kAborted);
 }
 
 // Rows that were declared and not committed may be declared as others, until they are committed.
@@ -304,11 +304,11 @@ TEST_F(EnginePrefixTest, RowsThatAreCommittedWhileACallRunsStayWhatTheyWere) {
   args.expected_epoch = 1;
   args.prefix.token_ids = Tokens(5, 100);
   int64_t committed = 0;
-  auto plan = h_.core().PlanMatch(args, &committed);
+  auto plan = h_.core().sequences().PlanMatch(args, &committed);
   ASSERT_TRUE(plan.ok());
   ASSERT_TRUE(planner_.Fill(args.tenant, args.prefix, 0, committed, &*plan).ok());
   Fill(first, 5, 50);
-  const auto matched = h_.core().MatchSequence(args, *plan);
+  const auto matched = h_.core().sequences().Match(args, *plan);
   EXPECT_EQ(matched.status().code(), absl::StatusCode::kAborted) << matched.status();
   Release(first);
   EXPECT_EQ(OpenWith(Tokens(5, 100)).length, 0);

@@ -42,10 +42,10 @@ class EngineProbeTest : public testing::EngineCoreTest {
     const TenantKey tenant = h_.core().FindTenant(args.tenant);
     plan.spec = (*h_.core().models().Find(tenant, args.model_id, "model_id"))->spec;
     ASSERT_TRUE(planner_.Fill(args.tenant, args.prefix, 0, 0, &plan).ok());
-    const SequenceInfo sequence = h_.core().OpenSequence(args, plan).value();
+    const SequenceInfo sequence = h_.core().sequences().Open(args, plan).value();
     Fill(sequence, rows, 50);
     std::vector<SequenceId> absent;
-    h_.core().ReleaseSequences(h_.tenant(), std::vector{sequence.id}, &absent);
+    h_.core().sequences().Release(h_.tenant(), std::vector{sequence.id}, &absent);
   }
 
   const PrefixPlanner planner_{kvcache::PrefixSecret{}, testing::TinyLimits()};

@@ -64,10 +64,10 @@ class EngineTiersTest : public EngineCoreTest {
     args.prefix.token_ids = Tokens(text, count);
     const PrefixPlan plan = PlanOf(args);
     if (waits) {
-      h_.core().RestorePrefix(args.tenant, plan, 0);
+      h_.core().sequences().RestorePrefix(args.tenant, plan, 0);
       h_.Run();
     }
-    return h_.core().OpenSequence(args, plan).value();
+    return h_.core().sequences().Open(args, plan).value();
   }
   // Wants the rows of a text back, and does not wait for them.
   void Ask(int text) {
@@ -75,11 +75,11 @@ class EngineTiersTest : public EngineCoreTest {
     args.tenant = h_.tenant();
     args.model_id = h_.model().id;
     args.prefix.token_ids = Tokens(text);
-    h_.core().RestorePrefix(args.tenant, PlanOf(args), 0);
+    h_.core().sequences().RestorePrefix(args.tenant, PlanOf(args), 0);
   }
   void Release(const SequenceInfo& sequence) {
     std::vector<SequenceId> absent;
-    h_.core().ReleaseSequences(h_.tenant(), std::vector{sequence.id}, &absent);
+    h_.core().sequences().Release(h_.tenant(), std::vector{sequence.id}, &absent);
     EXPECT_TRUE(absent.empty());
   }
   // Leaves rows of a text in the cache; in layer l they are Rows(kRows, text + l).
@@ -225,7 +225,7 @@ TEST_F(EngineTiersTest, AModelThatGoesTakesItsCopiesAlong) {
   for (int text = 0; text < 6; ++text) Leave(10 * text);
   EXPECT_GT(Tiers().host.groups, 0);
   Ask(0);  // some are on their way back
-  ASSERT_TRUE(h_.core().EvictModel(h_.tenant(), h_.model().id).ok());
+  ASSERT_TRUE(h_.core().sequences().EvictModel(h_.tenant(), h_.model().id).ok());
   h_.Run();
   EXPECT_EQ(Tiers().host.groups, 0);
   EXPECT_EQ(Tiers().moving, 0);
@@ -238,7 +238,7 @@ TEST_F(EngineTiersTest, AModelThatGoesWhileItsRowsAreWrittenIntoThePool) {
   h_.core().tiers()->Pump();  // checked, and waiting for a launch
   EXPECT_GT(h_.core().Stats().page_groups_pinned, 0);
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
-  ASSERT_TRUE(h_.core().EvictModel(h_.tenant(), h_.model().id).ok());
+  ASSERT_TRUE(h_.core().sequences().EvictModel(h_.tenant(), h_.model().id).ok());
   h_.Run();
   EXPECT_EQ(Tiers().moving, 0);
   EXPECT_EQ(h_.core().Stats().page_groups_pinned, 0);

@@ -39,7 +39,7 @@ class PrefixCaller {
     EngineCore& core = engine_.core();
     account_ = *core.tenants().Enter(tenant);
     EXPECT_TRUE(core.models().Register(account_->key(), engine_.model()).ok());
-    stream_ = core.OpenStream(tenant);
+    stream_ = core.steps().OpenStream(tenant);
     rows_.resize(kPromptRows * static_cast<size_t>(engine_.model().geometry.kv_row_dim()));
   }
 
@@ -77,7 +77,7 @@ class PrefixCaller {
       EXPECT_TRUE(request->answered() && request->status.ok()) << request->status;
     }
     std::vector<SequenceId> absent;
-    engine_.core().ReleaseSequences(tenant_, std::vector{sequence.id}, &absent);
+    engine_.core().sequences().Release(tenant_, std::vector{sequence.id}, &absent);
     found_ += sequence.length;
     return work;
   }
@@ -97,7 +97,7 @@ class PrefixCaller {
     PrefixPlan plan;
     plan.spec = (*core.models().Find(account_->key(), args.model_id, "model_id"))->spec;
     EXPECT_TRUE(planner_.Fill(tenant_, args.prefix, 0, 0, &plan).ok());
-    auto opened = core.OpenSequence(args, plan);
+    auto opened = core.sequences().Open(args, plan);
     EXPECT_TRUE(opened.ok()) << opened.status();
     return *opened;
   }

@@ -109,8 +109,8 @@ TEST_P(EngineSlicesTest, ALateSiblingCostsTheBoundAndNobodyElseWaits) {
   EXPECT_LT(r.harness().Error(*ready, Pointers(single), {1}, 5), kTolerance);
   EXPECT_FALSE(slices[0]->answered());
   // The engine asks to be woken exactly at the bound.
-  EXPECT_EQ(r.core().NextTick(), r.harness().clock().Now() + kSliceWaitMicros * 1000);
-  EXPECT_FALSE(r.core().MayLaunch());
+  EXPECT_EQ(r.core().steps().NextTick(), r.harness().clock().Now() + kSliceWaitMicros * 1000);
+  EXPECT_FALSE(r.core().steps().MayLaunch());
   r.harness().AdvanceMicros(kSliceWaitMicros - 1);
   r.harness().Run();
   EXPECT_FALSE(slices[0]->answered());
@@ -140,12 +140,12 @@ TEST_P(EngineSlicesTest, ADeadRankEndsTheStepWhileItsSiblingsAreHeld) {
   auto held = r.Send(0, 1, 0, Rows(2, 2));
   r.harness().Run();
   ASSERT_FALSE(held->answered());
-  r.core().CloseStream(r.stream(ranks - 1));
+  r.core().steps().CloseStream(r.stream(ranks - 1));
   ASSERT_EQ(held->answers, 1);
   EXPECT_EQ(held->status.code(), absl::StatusCode::kCancelled) << held->status;
   EXPECT_TRUE(held->step_aborted);
   EXPECT_EQ(r.harness().Get(seq.id).length, 0);
-  EXPECT_EQ(r.core().owned(), 0);
+  EXPECT_EQ(r.core().answers().owned(), 0);
   EXPECT_EQ(r.core().cache().CheckInvariants(), "");
   // The survivors' client starts over on what streams it has.
   ASSERT_TRUE(r.harness().Begin(r.stream(0), 2, {{seq.id, 1, 0, 2}})->status.ok());
@@ -169,7 +169,7 @@ TEST_P(EngineSlicesTest, AnAbortedStepAnswersItsHeldSlices) {
     EXPECT_EQ(request->status.code(), absl::StatusCode::kAborted);
     EXPECT_EQ(request->detail.reason, "step_aborted");
   }
-  EXPECT_EQ(r.core().owned(), 0);
+  EXPECT_EQ(r.core().answers().owned(), 0);
 }
 
 TEST_P(EngineSlicesTest, AFailedLaunchFailsAllRanksOfTheStep) {
@@ -186,7 +186,7 @@ TEST_P(EngineSlicesTest, AFailedLaunchFailsAllRanksOfTheStep) {
     EXPECT_EQ(slice->detail.reason, "launch_failed");
   }
   EXPECT_FALSE(r.harness().Get(seq.id).in_step);
-  EXPECT_EQ(r.core().owned(), 0);
+  EXPECT_EQ(r.core().answers().owned(), 0);
 }
 
 TEST_P(EngineSlicesTest, AGroupTooLargeForOneLaunchIsCutByRows) {
@@ -238,8 +238,8 @@ TEST_P(EngineSlicesTest, ALateSiblingOfACutGroupGoesAtOnce) {
   std::vector<std::unique_ptr<TestRequest>> slices;
   for (int i = 0; i + 1 < ranks; ++i) slices.push_back(r.Send(i, 1, 0, rows));
   r.harness().AdvanceMicros(kSliceWaitMicros);
-  EXPECT_TRUE(r.core().StartLaunch());
-  r.core().CompleteLaunch(/*wait=*/true);
+  EXPECT_TRUE(r.core().steps().StartLaunch());
+  r.core().steps().CompleteLaunch(/*wait=*/true);
   EXPECT_FALSE(slices[0]->answered());
   slices.push_back(r.Send(ranks - 1, 1, 0, rows));
   r.harness().Run();

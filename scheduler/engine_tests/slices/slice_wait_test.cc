@@ -62,7 +62,7 @@ class SliceWaitTest : public ::testing::TestWithParam<int> {
     size_t sent = 0, answered = 0;
     while (answered < order.size()) {
       // The next thing that happens: a rank sends, or a wait is over.
-      int64_t next = (core.NextTick() - begin) / 1000 - micros();
+      int64_t next = (core.steps().NextTick() - begin) / 1000 - micros();
       if (sent < order.size()) next = std::min(next, delays[order[sent]] - micros());
       if (next > 0) r_->harness().AdvanceMicros(next);
       for (; sent < order.size() && delays[order[sent]] <= micros(); ++sent) {

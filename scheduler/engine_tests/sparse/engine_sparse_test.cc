@@ -88,7 +88,7 @@ class EngineSparseTest : public ::testing::Test {
   }
 
   EngineHarness h_{Options()};
-  StreamId stream_ = h_.core().OpenStream(h_.tenant());
+  StreamId stream_ = h_.core().steps().OpenStream(h_.tenant());
   std::vector<std::vector<int32_t>> memory_;
 };
 
@@ -204,7 +204,7 @@ TEST_F(EngineSparseTest, RefusesMemoryThatWasSizedForAnotherIndexer) {
 
 TEST(EngineDenseModelTest, RefusesLists) {
   EngineHarness h;
-  const StreamId stream = h.core().OpenStream(h.tenant());
+  const StreamId stream = h.core().steps().OpenStream(h.tenant());
   const SequenceInfo a = h.Open();
   ASSERT_TRUE(h.Begin(stream, 1, {{a.id, 1, 0, 1}})->status.ok());
   auto request = h.Unsent(stream, 1, 0, 0, 1, Rows(1, 10), 0, 2, 5);

@@ -164,7 +164,7 @@ class EngineWindowTest : public ::testing::Test {
 
   // Position and first byte of the tail; {-1, 0} without a tail.
   std::pair<int64_t, int> TailOf(const SequenceInfo& info) {
-    const auto read = h_.core().ReadTail(h_.tenant(), info.id, info.epoch);
+    const auto read = h_.core().sequences().ReadTail(h_.tenant(), info.id, info.epoch);
     const std::optional<int64_t> shown = h_.Get(info.id).tail_position;
     EXPECT_EQ(shown.has_value(), read.ok());
     if (!read.ok()) {
@@ -179,7 +179,7 @@ class EngineWindowTest : public ::testing::Test {
 
   const std::vector<float> kSinks = {0.5f, -1.0f, 2.0f, 0.0f};
   EngineHarness h_{Options()};
-  StreamId stream_ = h_.core().OpenStream(h_.tenant());
+  StreamId stream_ = h_.core().steps().OpenStream(h_.tenant());
   StepId last_step_ = 0;
   uint64_t key_ = 100;
   std::mt19937_64 random_{5};
@@ -223,7 +223,7 @@ TEST_F(EngineWindowTest, ForksAndTruncationGoBackAsFarAsRowsAreKept) {
     args.parent = text.info.id;
     args.expected_epoch = text.info.epoch;
     args.length = length;
-    return h_.core().ForkSequence(args);
+    return h_.core().sequences().Fork(args);
   };
   const auto refused = fork(11);
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
@@ -241,9 +241,10 @@ TEST_F(EngineWindowTest, ForksAndTruncationGoBackAsFarAsRowsAreKept) {
   Step(&text, 1, 1);  // 21 rows: rows from 16 on are kept
   const int length = text.length() - 1;
   const auto refused_length =
-      h_.core().TruncateSequence(h_.tenant(), text.info.id, 3, text.info.epoch);
+      h_.core().sequences().Truncate(h_.tenant(), text.info.id, 3, text.info.epoch);
   EXPECT_EQ(DetailOf(refused_length.status()).reason, "window_passed");
-  const auto cut = h_.core().TruncateSequence(h_.tenant(), text.info.id, length, text.info.epoch);
+  const auto cut =
+      h_.core().sequences().Truncate(h_.tenant(), text.info.id, length, text.info.epoch);
   ASSERT_TRUE(cut.ok()) << cut.status();
   text.info = *cut;
   for (auto& of_layer : text.rows) of_layer.resize(static_cast<size_t>(length));
@@ -267,7 +268,7 @@ TEST_F(EngineWindowTest, ASequenceCountsForEachOfItsCaches) {
   ASSERT_TRUE(h_.core().tenants().SetQuota(h_.tenant(), quota, false).ok());
   absl::Status refused;
   while (refused.ok() && open.size() < 8) {
-    const auto child = h_.core().ForkSequence(fork);
+    const auto child = h_.core().sequences().Fork(fork);
     refused = child.status();
     if (child.ok()) open.push_back(child->id);
   }
@@ -276,9 +277,9 @@ TEST_F(EngineWindowTest, ASequenceCountsForEachOfItsCaches) {
   OpenArgs args;
   args.tenant = h_.tenant();
   args.model_id = h_.model().id;
-  EXPECT_EQ(DetailOf(h_.core().OpenSequence(args).status()).resource, "sequences");
+  EXPECT_EQ(DetailOf(h_.core().sequences().Open(args).status()).resource, "sequences");
   std::vector<SequenceId> absent;
-  h_.core().ReleaseSequences(h_.tenant(), open, &absent);
+  h_.core().sequences().Release(h_.tenant(), open, &absent);
   EXPECT_EQ(used(), 0);
 }
 
@@ -298,7 +299,7 @@ TEST_F(EngineWindowTest, RefusalsCountThePagesOfBothCaches) {
   const int64_t wanted =
       kSequences * (kRows / small.model().page_size) *
       ((*model)->contents->layout.group_bytes() + (*model)->contents->window_layout.group_bytes());
-  const StreamId stream = small.core().OpenStream(small.tenant());
+  const StreamId stream = small.core().steps().OpenStream(small.tenant());
   const auto by_pool = small.Begin(stream, 1, sequences);
   EXPECT_EQ(by_pool->detail.bound_of, BoundOwner::kServer);
   EXPECT_EQ(by_pool->detail.wanted, wanted) << by_pool->status;
@@ -340,25 +341,25 @@ TEST_F(EngineWindowTest, ForksShareATailAndTruncationDropsIt) {
     args.parent = text.info.id;
     args.expected_epoch = text.info.epoch;
     args.length = length;
-    return *h_.core().ForkSequence(args);
+    return *h_.core().sequences().Fork(args);
   };
   EXPECT_EQ(TailOf(fork(7)), TailAt(6, 7));
   const SequenceInfo at = fork(6), below = fork(5);
   EXPECT_EQ(TailOf(at), TailAt(6, 7));
   EXPECT_EQ(TailOf(below), TailAt(-1, 0));
   EXPECT_EQ(TailBytes(), kTailBytes);  // once
-  const auto cut = h_.core().TruncateSequence(h_.tenant(), text.info.id, 6, text.info.epoch);
+  const auto cut = h_.core().sequences().Truncate(h_.tenant(), text.info.id, 6, text.info.epoch);
   ASSERT_TRUE(cut.ok()) << cut.status();
   EXPECT_EQ(TailOf(*cut), TailAt(6, 7));
-  const auto again = h_.core().TruncateSequence(h_.tenant(), cut->id, 5, cut->epoch);
+  const auto again = h_.core().sequences().Truncate(h_.tenant(), cut->id, 5, cut->epoch);
   ASSERT_TRUE(again.ok()) << again.status();
   EXPECT_EQ(TailOf(*again), TailAt(-1, 0));
   EXPECT_EQ(TailOf(at), TailAt(6, 7));
   std::vector<SequenceId> ids, absent;
-  for (const SequenceInfo& open : h_.core().GetSequences({h_.tenant(), {}, ""}).sequences) {
+  for (const SequenceInfo& open : h_.core().sequences().Get({h_.tenant(), {}, ""}).sequences) {
     ids.push_back(open.id);
   }
-  h_.core().ReleaseSequences(h_.tenant(), ids, &absent);
+  h_.core().sequences().Release(h_.tenant(), ids, &absent);
   EXPECT_EQ(TailBytes(), 0);
 }
 
@@ -402,12 +403,13 @@ TEST_F(EngineWindowTest, RowsMoveElsewhereAsAWhole) {
   import.tags = exported->tags;
   import.id = text.info.id;
   import.expected_epoch = text.info.epoch;
-  EXPECT_EQ(DetailOf(h_.core().BeginImport(import).status()).reason, "window_not_moved");
+  EXPECT_EQ(DetailOf(h_.core().sequences().BeginImport(import).status()).reason,
+            "window_not_moved");
   import.id = 0;
   const auto refused = [&](auto&& change) {
     ImportArgs other = import;
     change(other.tags);
-    return DetailOf(h_.core().BeginImport(other).status()).field;
+    return DetailOf(h_.core().sequences().BeginImport(other).status()).field;
   };
   EXPECT_EQ(refused([](auto& tags) { tags.window = 5; }), "part.header.model.window");
   EXPECT_EQ(refused([](auto& tags) { tags.ratios = {2, 2}; }), "part.header.model.ratios");
@@ -419,7 +421,7 @@ TEST_F(EngineWindowTest, RowsMoveElsewhereAsAWhole) {
   EXPECT_EQ(refused([](auto& tags) { tags.sinks->back() += 1; }), "part.header.sinks");
   EXPECT_EQ(refused([](auto& tags) { tags.sinks->clear(); }), "part.header.sinks");
   import.tags.sinks.reset();  // as from a server without this field
-  EXPECT_TRUE(h_.core().BeginImport(import).ok());
+  EXPECT_TRUE(h_.core().sequences().BeginImport(import).ok());
 }
 
 // Tests of the transports check what it attends to afterwards.
@@ -434,7 +436,7 @@ TEST_F(EngineWindowTest, AnImportTakesPagesOfTheWindowAlone) {
   ASSERT_TRUE(exported.ok()) << exported.status();
   import.tags = exported->tags;
   const auto used = h_.core().Stats().page_groups_used;
-  const auto pages = h_.core().BeginImport(import);
+  const auto pages = h_.core().sequences().BeginImport(import);
   ASSERT_TRUE(pages.ok()) << pages.status();
   // 28 rows: 7 pages of entries, and the window begins at row 24 with a page.
   EXPECT_EQ(FirstWindowRow(*pages), 24);
@@ -442,13 +444,13 @@ TEST_F(EngineWindowTest, AnImportTakesPagesOfTheWindowAlone) {
   h_.core().transfers().AbortImport(h_.tenant(), *pages);
   EXPECT_EQ(h_.core().Stats().page_groups_used, used);
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
-  const auto again = h_.core().BeginImport(import);
+  const auto again = h_.core().sequences().BeginImport(import);
   ASSERT_TRUE(again.ok()) << again.status();
   const auto ended = h_.core().transfers().EndImport(h_.tenant(), again->id, Engine::kAllFinite);
   ASSERT_TRUE(ended.ok()) << ended.status();
   EXPECT_EQ(ended->length, 28);
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
-  const auto cut = h_.core().TruncateSequence(h_.tenant(), ended->id, 27, ended->epoch);
+  const auto cut = h_.core().sequences().Truncate(h_.tenant(), ended->id, 27, ended->epoch);
   EXPECT_EQ(DetailOf(cut.status()).reason, "window_passed");
 }
 

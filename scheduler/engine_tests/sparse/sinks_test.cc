@@ -147,7 +147,7 @@ TEST_F(SinksTest, ModelsThatShareContentsHaveTheirOwn) {
 
 // Rows with and without queries, and such as go ahead of their data.
 TEST_F(SinksTest, RowsWaitForWhatIsMissing) {
-  const StreamId stream = h_.core().OpenStream(h_.tenant());
+  const StreamId stream = h_.core().steps().OpenStream(h_.tenant());
   const SequenceInfo info = h_.Open();
   ASSERT_TRUE(h_.Begin(stream, 1, {{info.id, info.epoch, 0, 1}})->status.ok());
   const std::vector<testing::Row> rows = {testing::MakeRow(1, h_.model().geometry.kv_row_dim())};

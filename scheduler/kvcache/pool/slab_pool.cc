@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -427,6 +428,202 @@ void SlabPool::Unlink(int32_t index) {
   Layout& owner = Of(slab.layout);
   if (owner.open_head == index) owner.open_head = slab.next;
   slab.prev = slab.next = kNone;
+}
+
+// ------------------------------------------------------------------------------------- Idle groups
+
+void SlabPool::Cache(uint32_t entry, int32_t node) {
+  Group& group = GroupOf(entry);
+  Require(group.cached == kNone && node >= 0, "a page group is cached twice");
+  group.cached = node;
+  Share(entry);
+}
+
+bool SlabPool::Uncache(uint32_t entry) {
+  Group& group = GroupOf(entry);
+  Require(group.cached != kNone, "a page group leaves the cache twice");
+  group.cached = kNone;
+  return Drop(entry);
+}
+
+void SlabPool::Settle(uint32_t entry, Group& group) {
+  const bool alone = group.cached != kNone && group.references == 1;
+  const bool idle = alone && group.pins == 0;
+  if (alone == group.alone && idle == group.idle) return;
+  Slab& slab = At(PlaceOf(entry).slab);
+  Layout& owner = Of(slab.layout);
+  if (alone != group.alone) {
+    group.alone = alone;
+    stats_.groups_cached += alone ? 1 : -1;
+    stats_.bytes_cached += (alone ? 1 : -1) * owner.group_bytes;
+  }
+  if (idle == group.idle) return;
+  group.idle = idle;
+  const int32_t change = idle ? 1 : -1;
+  slab.groups_idle += change;
+  owner.groups_idle += change;
+  stats_.groups_idle += change;
+  if (idle) {
+    group.idle_prev = owner.idle_last;
+    group.idle_next = kNoEntry;
+    (owner.idle_last == kNoEntry ? owner.idle_first : GroupOf(owner.idle_last).idle_next) = entry;
+    owner.idle_last = entry;
+  } else {
+    const uint32_t prev = group.idle_prev, next = group.idle_next;
+    (prev == kNoEntry ? owner.idle_first : GroupOf(prev).idle_next) = next;
+    (next == kNoEntry ? owner.idle_last : GroupOf(next).idle_prev) = prev;
+  }
+}
+
+bool SlabPool::SameOwner(LayoutId a, LayoutId b) const {
+  if (a == b) return true;
+  const PoolAccount* const one = Of(a).account;
+  const PoolAccount* const other = Of(b).account;
+  return one != nullptr && other != nullptr && one->owner() != nullptr &&
+         one->owner() == other->owner();
+}
+
+int64_t SlabPool::GroupRoom(LayoutId layout) const {
+  const PoolAccount* const account = Of(layout).account;
+  return account == nullptr ? std::numeric_limits<int64_t>::max() : account->GroupRoom();
+}
+
+int64_t SlabPool::GroupBound(LayoutId layout) const {
+  const PoolAccount* const account = Of(layout).account;
+  return account == nullptr ? std::numeric_limits<int64_t>::max() : account->GroupBound();
+}
+
+void SlabPool::Touch(uint32_t entry) {
+  if (!GroupOf(entry).idle) return;
+  Pin(entry);
+  Unpin(entry);
+}
+
+bool SlabPool::HeldByIdleGroups(int32_t slab, LayoutId layout, bool own_only) const {
+  const int32_t head = At(slab).head;
+  if (head == kNone) return false;
+  const Slab& of = At(head);
+  return of.groups_used == of.groups_idle && (!own_only || SameOwner(of.layout, layout));
+}
+
+int64_t SlabPool::FreeWithoutIdle(LayoutId layout, bool own_only) const {
+  const Layout& owner = Of(layout);
+  const AlsoFree kept = [&](int32_t slab) { return HeldByIdleGroups(slab, layout, own_only); };
+  int64_t free = free_in_slabs(layout) + owner.groups_idle + CountRuns(owner, &kept);
+  steps_ += slabs_.size();
+  // Runs of the layout itself that would be free were counted twice: as its groups, and in
+  // CountRuns.
+  for (int32_t s = 0; s < static_cast<int32_t>(slabs_.size()); ++s) {
+    if (At(s).layout == layout && kept(s)) free -= At(s).groups_total;
+  }
+  return free;
+}
+
+std::vector<uint32_t> SlabPool::IdleSlab(LayoutId layout, bool own_only) const {
+  std::vector<uint32_t> entries;
+  for (int32_t s = 0; s < static_cast<int32_t>(slabs_.size()) && entries.empty(); ++s) {
+    if (At(s).head != s || !HeldByIdleGroups(s, layout, own_only)) continue;
+    steps_ += static_cast<uint64_t>(At(s).groups_total);
+    const int64_t group_bytes = Of(At(s).layout).group_bytes;
+    for (int32_t g = 0; g < At(s).groups_total; ++g) {
+      if (!At(s).groups[static_cast<size_t>(g)].idle) continue;
+      const int64_t offset = s * slab_bytes_ + g * group_bytes;
+      entries.push_back(static_cast<uint32_t>(offset / kernels::kPageGranuleBytes));
+    }
+  }
+  return entries;
+}
+
+// -------------------------------------------------------------------------------------- Invariants
+
+bool SlabPool::CountersHold() const {
+  int64_t used = 0;
+  int64_t total = 0;
+  int64_t bytes = 0;
+  for (const Layout& layout : layouts_) {
+    if (layout.groups_used < 0 || layout.groups_used > layout.groups_total) return false;
+    if ((layout.open_head != kNone) != (layout.groups_used < layout.groups_total)) return false;
+    used += layout.groups_used;
+    total += layout.groups_total;
+    bytes += layout.groups_used * layout.group_bytes;
+  }
+  return used == stats_.groups_used && total == used + stats_.groups_free &&
+         bytes == stats_.bytes_used && bytes <= bytes_ && stats_.groups_shared >= 0 &&
+         stats_.groups_shared <= used && stats_.groups_pinned >= 0 && stats_.groups_idle >= 0 &&
+         stats_.groups_idle <= stats_.groups_cached &&
+         stats_.groups_pinned + stats_.groups_cached <= used;
+}
+
+std::string SlabPool::CheckSlab(int32_t index,
+                                const std::unordered_map<uint32_t, int32_t>& references,
+                                int64_t* groups_seen) const {
+  const Slab& slab = At(index);
+  const auto fault = [&](const auto&... what) {
+    return absl::StrCat("slab ", index, ": ", what...);
+  };
+  const int64_t group_bytes = Of(slab.layout).group_bytes;
+  int32_t used = 0;
+  int32_t idle = 0;
+  for (int32_t g = 0; g < slab.groups_total; ++g) {
+    const Group& group = slab.groups[static_cast<size_t>(g)];
+    const int32_t have = group.references;
+    const int64_t offset = index * slab_bytes_ + g * group_bytes;
+    if (offset + group_bytes > index * slab_bytes_ + RunBytes(index, slab.span)) {
+      return fault("group ", g, " ends past its slabs");
+    }
+    const auto held = references.find(static_cast<uint32_t>(offset / kernels::kPageGranuleBytes));
+    const int32_t want = held == references.end() ? 0 : held->second;
+    if (have != want)
+      return fault("group ", g, " counts ", have, " references, tables hold ", want);
+    const bool kept = have > 0 || group.pins > 0;
+    if (group.pins < group.sources + (group.work != kNone ? 1 : 0)) {
+      return fault("group ", g, " has ", group.pins, " pins for more page work");
+    }
+    if (group.idle != (group.cached != kNone && have == 1 && group.pins == 0)) {
+      return fault("group ", g, " is idle or not against its references and pins");
+    }
+    if (group.idle) ++idle;
+    if (kept) ++used;
+    if (have > 0) ++*groups_seen;
+    if (kept && g >= slab.groups_fresh) return fault("fresh group ", g, " is in use");
+    if (kept && g >= slab.marked) return fault("group ", g, " in use has no mark");
+  }
+  if (used != slab.groups_used) return fault("used ", slab.groups_used, ", counted ", used);
+  if (idle != slab.groups_idle) return fault("idle ", slab.groups_idle, ", counted ", idle);
+  int32_t freed = 0;
+  for (int32_t g = slab.free_head; g != kNone; g = slab.groups[static_cast<size_t>(g)].next_free) {
+    const Group& group = slab.groups[static_cast<size_t>(g)];
+    if (group.references != 0 || group.pins != 0) return fault("used group is free");
+    if (++freed > slab.groups_fresh) return fault("free list is a circle");
+  }
+  if (freed + used != slab.groups_fresh) return fault("groups lost: ", slab.groups_fresh);
+  return "";
+}
+
+std::string SlabPool::CheckInvariants(
+    const std::unordered_map<uint32_t, int32_t>& references) const {
+  if (!CountersHold()) return "counters disagree";
+  int64_t bytes = 0;
+  int64_t free_slabs = 0;
+  int64_t groups_seen = 0;
+  for (int32_t s = 0; s < static_cast<int32_t>(slabs_.size()); ++s) {
+    bytes += BytesOf(s);
+    const Slab& slab = At(s);
+    if (slab.head == kNone) ++free_slabs;
+    if ((slab.head == s) != (slab.layout != kNone)) return absl::StrCat("slab ", s, ": not a head");
+    if (slab.head != s) continue;
+    if (std::string fault = CheckSlab(s, references, &groups_seen); !fault.empty()) return fault;
+  }
+  if (!slabs_.empty() && bytes != bytes_) return "slab bytes do not sum to the budget";
+  if (free_slabs != stats_.slabs_free) return "free slabs miscounted";
+  if (groups_seen != stats_.groups_used - stats_.groups_pinned) return "pinned groups miscounted";
+  if (groups_seen != static_cast<int64_t>(references.size())) {
+    return absl::StrCat("tables hold ", references.size(), " groups, slabs ", groups_seen);
+  }
+  int64_t shared = 0;
+  for (const auto& [entry, count] : references) shared += count > 1 ? 1 : 0;
+  if (shared != stats_.groups_shared) return "shared groups miscounted";
+  return "";
 }
 
 }  // namespace mla::kvcache

@@ -188,7 +188,7 @@ class SlabPool final {
   int64_t FreeWithoutIdle(LayoutId layout, bool own_only) const;
   // Entries of all groups of one slab or run with idle groups only; empty if there is none.
   std::vector<uint32_t> IdleSlab(LayoutId layout, bool own_only) const;
-  SlabPoolStats stats() const { return stats_; }
+  const SlabPoolStats& stats() const { return stats_; }
   // Groups and slabs visited since start; shows what an operation costs.
   uint64_t steps() const { return steps_; }
 

@@ -1,8 +1,10 @@
 #include "scheduler/kvcache/prefix/event_log.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
+
+#include "base/clock.h"
+#include "base/splitmix.h"
 
 namespace mla::kvcache {
 namespace {
@@ -11,26 +13,14 @@ namespace {
 constexpr uint64_t kFirstNumbers = 1 << 20;
 constexpr int kFirstNumberShift = 32;
 
-int64_t UnixMillis() {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(
-             std::chrono::system_clock::now().time_since_epoch())
-      .count();
-}
-
-// A step of SplitMix64.
-uint64_t Mix(uint64_t* state) {
-  uint64_t x = *state += 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
-
 }  // namespace
 
 EventLog::EventLog(uint64_t seed, int32_t kept)
     : seed_(seed), events_(static_cast<size_t>(kept)), misses_(static_cast<size_t>(kept)) {}
 
-uint64_t EventLog::FirstNumber() { return (1 + Mix(&seed_) % kFirstNumbers) << kFirstNumberShift; }
+uint64_t EventLog::FirstNumber() {
+  return (1 + NextSplitMix(&seed_) % kFirstNumbers) << kFirstNumberShift;
+}
 
 void EventLog::SetLayout(LayoutId layout, TenantKey tenant, const std::string& tenant_name,
                          const std::string& model) {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "base/random_bytes.h"
 #include "scheduler/kvcache/pool/require.h"
 
 namespace mla::kvcache {
@@ -54,6 +55,12 @@ class Hash final {
 };
 
 }  // namespace
+
+PrefixSecret RandomSecret() {
+  PrefixSecret secret;
+  Require(FillRandom(&secret), "the system gives no random numbers");
+  return secret;
+}
 
 PrefixKey PrefixHasher::Root(std::span<const absl::string_view> fields) const {
   Hash hash(secret_);

@@ -18,6 +18,7 @@
 namespace mla::kvcache {
 
 using PrefixSecret = std::array<std::byte, 16>;
+PrefixSecret RandomSecret();
 
 class PrefixHasher final {
  public:

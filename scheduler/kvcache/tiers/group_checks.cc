@@ -2,13 +2,13 @@
 
 #include <openssl/crypto.h>
 #include <openssl/evp.h>
-#include <sys/random.h>
 #include <xxhash.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
 
+#include "base/random_bytes.h"
 #include "scheduler/kvcache/pool/require.h"
 
 namespace mla::kvcache {
@@ -106,10 +106,7 @@ GroupDigest DigestOfParts(std::span<const kernels::PartDigest> parts) {
   return digesting.End();
 }
 
-GroupMac::GroupMac() {
-  Require(getrandom(key_.data(), key_.size(), 0) == static_cast<ssize_t>(key_.size()),
-          "the system gives no random numbers");
-}
+GroupMac::GroupMac() { Require(FillRandom(&key_), "the system gives no random numbers"); }
 
 GroupSeal GroupMac::Seal(std::span<const std::byte> bytes) {
   Sealing sealing(key_, next_.fetch_add(1, std::memory_order_relaxed));

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "scheduler/kvcache/pool/require.h"
 
 namespace mla::kvcache {
@@ -58,7 +59,7 @@ absl::StatusOr<std::unique_ptr<TierFile>> TierFile::Open(const std::string& path
   const int code = errno;
   std::unique_ptr<TierFile> opened(new TierFile(path, file, direct));
   if (file < 0) return opened->Failed("open", code);
-  if (absl::Status status = opened->Prepare(bytes); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(opened->Prepare(bytes));
   return opened;
 }
 
@@ -83,7 +84,7 @@ absl::Status TierFile::Prepare(int64_t bytes) {
   if (fchmod(file_, S_IRUSR | S_IWUSR) != 0) return Failed("chmod", errno);
   ours_ = true;
   if (ftruncate(file_, 0) != 0) return Failed("truncate", errno);
-  if (absl::Status taken = Allocate(kHeaderBytes + bytes); !taken.ok()) return taken;
+  MLA_RETURN_IF_ERROR(Allocate(kHeaderBytes + bytes));
   std::memset(block.bytes().data(), 0, block.bytes().size());
   std::memcpy(block.bytes().data(), kMagic.data(), kMagic.size());
   std::memcpy(block.bytes().data() + kMagic.size(), &kVersion, sizeof(kVersion));
@@ -103,8 +104,7 @@ absl::Status TierFile::Allocate(int64_t bytes) {
   const std::span<std::byte> zeros = FromBlock(memory);
   for (int64_t done = 0; done < bytes;) {
     const int64_t some = std::min(bytes - done, kZeroBytes);
-    absl::Status wrote = Write(done, zeros.first(static_cast<size_t>(some)));
-    if (!wrote.ok()) return wrote;
+    MLA_RETURN_IF_ERROR(Write(done, zeros.first(static_cast<size_t>(some))));
     done += some;
   }
   return absl::OkStatus();

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "scheduler/kvcache/pool/require.h"
 
 namespace mla::kvcache {
@@ -58,10 +59,8 @@ TierStore::TierStore(const TierStoreOptions& options)
 absl::StatusOr<std::unique_ptr<TierStore>> TierStore::Open(const TierStoreOptions& options) {
   std::unique_ptr<TierStore> store(new TierStore(options));
   if (!options.file_path.empty()) {
-    auto file = TierFile::Open(options.file_path, options.file_bytes);
-    if (!file.ok()) return file.status();
-    store->file_ = *std::move(file);
-    if (absl::Status tested = store->file_->SelfTest(); !tested.ok()) return tested;
+    MLA_ASSIGN_OR_RETURN(store->file_, TierFile::Open(options.file_path, options.file_bytes));
+    MLA_RETURN_IF_ERROR(store->file_->SelfTest());
     store->file_rooms_ = std::make_unique<TierRooms>(options.file_bytes);
   }
   if (store->file_ != nullptr && options.threads > 0) {

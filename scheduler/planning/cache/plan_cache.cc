@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::scheduler {
 namespace {
@@ -35,9 +36,8 @@ absl::StatusOr<std::unique_ptr<PlanCache>> PlanCache::Create(const PlanCacheOpti
   if (auto s = Check(options); !s.ok()) return s;
   std::vector<std::unique_ptr<MetadataBuffers>> buffers;
   for (int32_t i = 0; i < options.plans; ++i) {
-    auto made = MetadataBuffers::Create(options.capacity, backend);
-    if (!made.ok()) return made.status();
-    buffers.push_back(*std::move(made));
+    MLA_ASSIGN_OR_RETURN(auto made, MetadataBuffers::Create(options.capacity, backend));
+    buffers.push_back(std::move(made));
   }
   return Create(options, std::move(buffers));
 }
@@ -114,18 +114,16 @@ PlanCache::Entry* PlanCache::Find(std::span<const PlanSegment> segments,
 absl::Status PlanCache::Build(std::span<const PlanSegment> segments,
                               const kernels::PlanTraits& traits, Entry* entry) {
   entry->plan.reset();  // absent until it is complete
-  absl::StatusOr<kernels::PlanView> view = planner_.Build(segments, traits, *entry->buffers);
-  if (!view.ok()) return view.status();
+  MLA_ASSIGN_OR_RETURN(kernels::PlanView view, planner_.Build(segments, traits, *entry->buffers));
   if (traits.rounds.workspace_bytes > 0) {
-    absl::StatusOr<kernels::RoundView> rounds =
-        round_planner_.Build(*view, segments, traits, *entry->rounds);
-    if (!rounds.ok()) return rounds.status();
-    entry->round_view = *rounds;
-    view->rounds = &entry->round_view;
+    MLA_ASSIGN_OR_RETURN(kernels::RoundView rounds,
+                         round_planner_.Build(view, segments, traits, *entry->rounds));
+    entry->round_view = rounds;
+    view.rounds = &entry->round_view;
   }
   entry->segments.assign(segments.begin(), segments.end());
   entry->traits = traits;
-  entry->plan = ExecutionPlan(*view, entry->segments, planner_.last_imbalance());
+  entry->plan = ExecutionPlan(view, entry->segments, planner_.last_imbalance());
   return absl::OkStatus();
 }
 

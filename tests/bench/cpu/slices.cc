@@ -64,7 +64,7 @@ std::unique_ptr<EngineHarness> MakeHarness(const BenchFlags& flags, int32_t thre
 // A step of one row over `context` committed rows, begun by `ranks` streams.
 struct Step {
   Step(EngineHarness& h, scheduler::StepId id, int context, int ranks) : id(id) {
-    for (int i = 0; i < ranks; ++i) streams.push_back(h.core().OpenStream(h.tenant()));
+    for (int i = 0; i < ranks; ++i) streams.push_back(h.core().steps().OpenStream(h.tenant()));
     const auto seq = h.Open();
     h.Begin(streams[0], id, {{seq.id, 1, 0, context}});
     std::vector<Row> rows;

@@ -20,9 +20,9 @@ const char* Name(Route route) {
 }
 
 const char* Name(InputKind kind) {
-  constexpr const char* kNames[] = {
-      "normal", "dominant", "cancellation", "hostile",         "spread",
-      "sink",   "unit",     "large",        "dominant-latent", "true-cancellation"};
+  constexpr const char* kNames[] = {"normal", "dominant", "cancellation",    "hostile",
+                                    "spread", "sink",     "last-key",        "small-end",
+                                    "unit",   "large",    "dominant-latent", "true-cancellation"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -70,6 +70,29 @@ void Shrink(CaseSpec& spec, double max_flop) {
   if (spec.Flop() > max_flop) r.cached_rows = std::min(r.cached_rows, r.page_size + 1);
   while (spec.Flop() > max_flop && r.q_rows > 1) r.q_rows /= 2;
   while (spec.Flop() > max_flop && r.num_heads > 1) r.num_heads /= 2;
+}
+
+// A case of one request in the first format of `options`, in one unit, of full dims.
+CaseSpec AbsorbedCase(const SamplerOptions& options, InputKind inputs, int32_t heads,
+                      int32_t q_rows, int32_t keys) {
+  CaseSpec spec = SampleCase(options, 8500000 + static_cast<uint64_t>(heads));
+  spec.geometry = options.full;
+  spec.geometry.num_heads = heads;
+  spec.route = Route::kAbsorbed;
+  spec.inputs = inputs;
+  spec.q_dtype = spec.latent_q_dtype = DType::kBf16;
+  spec.kv_source = DType::kBf16;
+  spec.softmax_scale = 0.135234f;
+  for (float& scale : spec.kv_scales) scale = 0.01f;
+  spec.kv_format = options.kv_formats[0];
+  spec.units = 1;
+  RequestSpec r;
+  r.num_heads = heads;
+  r.q_rows = q_rows;
+  r.cached_rows = keys - q_rows;
+  r.page_size = 64;
+  spec.requests = {r};
+  return spec;
 }
 
 }  // namespace
@@ -283,27 +306,32 @@ std::vector<CaseSpec> SpreadCases(const SamplerOptions& options, int32_t first, 
 }
 
 std::vector<CaseSpec> SinkCases(const SamplerOptions& options) {
-  constexpr int32_t kShapes[][2] = {{20, 2}, {128, 1}};  // heads, q rows
+  constexpr int32_t kKeys = 16384;
+  return {AbsorbedCase(options, InputKind::kSink, 20, 2, kKeys),
+          AbsorbedCase(options, InputKind::kSink, 128, 1, kKeys)};
+}
+
+std::vector<CaseSpec> LateCases(const SamplerOptions& options) {
+  // More than a block of any kernel. Backends otherwise take a kernel for fewer rows, which
+  // multiplies in bf16 or has other code for scales. sm_90 does so for these heads, too, if most of
+  // its units would be idle.
+  constexpr int32_t kHeads = 129, kFewHeads = 8, kUnits = 8;
+  constexpr int32_t kKeys = 96;  // more than a tile
   std::vector<CaseSpec> cases;
-  for (const auto& [heads, q_rows] : kShapes) {
-    CaseSpec spec = SampleCase(options, 8500000 + static_cast<uint64_t>(heads));
-    spec.geometry = options.full;
-    spec.geometry.num_heads = heads;
-    spec.route = Route::kAbsorbed;
-    spec.inputs = InputKind::kSink;
-    spec.q_dtype = spec.latent_q_dtype = DType::kBf16;
-    spec.kv_source = DType::kBf16;
-    spec.softmax_scale = 0.135234f;
-    for (float& scale : spec.kv_scales) scale = 0.01f;
-    spec.kv_format = options.kv_formats[0];
-    spec.units = 1;
-    RequestSpec r;
-    r.num_heads = heads;
-    r.q_rows = q_rows;
-    r.cached_rows = 16384 - q_rows;
-    r.page_size = 64;
-    spec.requests = {r};
-    cases.push_back(spec);
+  const auto add = [&](CaseSpec spec, int32_t units, bool fp8) {
+    spec.units = units;
+    if (!fp8 || ComputeInFp8(spec)) cases.push_back(std::move(spec));
+  };
+  SamplerOptions of_format = options;
+  for (const kernels::KvFormat format : options.kv_formats) {
+    of_format.kv_formats = {format};
+    // In one unit, so that one block meets all keys.
+    add(AbsorbedCase(of_format, InputKind::kLastKey, kHeads, 1, kKeys), 1, true);
+    if (!kernels::TraitsOf(format).shares_scale) continue;
+    const CaseSpec many = AbsorbedCase(of_format, InputKind::kSmallEnd, kHeads, 1, kKeys);
+    add(many, kUnits, true);
+    add(many, kUnits, false);
+    add(AbsorbedCase(of_format, InputKind::kSmallEnd, kFewHeads, 1, kKeys), kUnits, false);
   }
   return cases;
 }

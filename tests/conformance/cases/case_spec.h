@@ -28,6 +28,8 @@ enum class InputKind : uint8_t {
   kHostile,       // NaN, Inf and denormals in some rows, which must stay in their own outputs
   kSpread,        // N(0,1)/10 rows; queries such that logits are N(0, logit_deviation^2)
   kSink,          // the first key's logit is 10 above the others; many keys outweigh it together
+  kLastKey,       // the last key's logit is 10 above the others
+  kSmallEnd,      // the second half of every other row's latent part is 2^-7 of the first half
   // Wide inputs, judged against the expanded form in bf16: see CheckWide.
   kUnit,              // N(0,1)
   kLarge,             // N(0,9)
@@ -170,6 +172,12 @@ std::vector<CaseSpec> SpreadCases(const SamplerOptions& options, int32_t first, 
 
 // Two cases of kSink with 16k keys, absorbed: 20 heads and a draft of 2 rows, 128 heads and one.
 std::vector<CaseSpec> SinkCases(const SamplerOptions& options);
+
+// Small absorbed cases in every format of 8 bits that `options` name, whose last part counts. The
+// last of 96 keys outweighs all others, with products in e4m3; it lies in a tile after the first,
+// so sums must follow it. Where groups have their own scales, the last two of every other row are
+// smaller: 129 heads with both products, 8 heads.
+std::vector<CaseSpec> LateCases(const SamplerOptions& options);
 
 // `count` sparse cases from index `first` on: lists of every kind, drafts of 2, 3, 6 and 7 rows,
 // 8, 20 and 64 heads among others, every format of rows and size of pages that `options` name.

@@ -6,18 +6,15 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/splitmix.h"
+
 namespace mla::conformance {
 
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
 
-  uint64_t Next() {
-    uint64_t z = (state_ += 0x9e3779b97f4a7c15ull);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-  }
+  uint64_t Next() { return NextSplitMix(&state_); }
   // Uniform in [0, bound), bound >= 1.
   int64_t Below(int64_t bound) {
     return static_cast<int64_t>(Next() % static_cast<uint64_t>(bound));

@@ -184,6 +184,21 @@ void MakeApart(Random& random, Draft& d) {
   }
 }
 
+// Every other row's groups have two scales, and rows next to it have one. The first half of the
+// groups shares a binade, and its largest magnitude is just below the end of it.
+void MakeSmallEnd(Draft& d) {
+  constexpr float kLargest = 4.0f * kDeviation;
+  const int32_t dim = d.spec.geometry.kv_lora_rank;
+  const int32_t group = kernels::TraitsOf(d.spec.kv_format).group;
+  for (int64_t row = 0; row < d.request.kv_rows(); row += 2) {
+    for (int32_t i = 0; i < dim; ++i) {
+      float& x = d.Key(row)[i];
+      x = group > 0 && i % group == 0 ? kLargest : std::clamp(x, -kLargest, kLargest);
+      if (i >= dim / 2) x = std::ldexp(x, -7);
+    }
+  }
+}
+
 // Shifts values to three deviations above zero, which adds the same to all logits of a query.
 void MakePositive(Draft& d) {
   for (int64_t row = 0; row < d.request.kv_rows(); ++row) {
@@ -263,6 +278,10 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
       MakeDominant(random, key, 20.0f, draft);
     }
     if (spec.inputs == InputKind::kSink) MakeDominant(random, 0, 10.0f, draft);
+    if (spec.inputs == InputKind::kLastKey) {
+      MakeDominant(random, request.kv_rows() - 1, 10.0f, draft);
+    }
+    if (spec.inputs == InputKind::kSmallEnd) MakeSmallEnd(draft);
     if (spec.inputs == InputKind::kCancellation) MakeCancelling(random, draft);
     if (spec.inputs == InputKind::kHostile) MakeHostile(random, draft);
     if (spec.inputs == InputKind::kDominantLatent) MakeDominantLatent(random, *weights, draft);

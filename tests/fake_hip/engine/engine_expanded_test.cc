@@ -205,7 +205,7 @@ TEST_F(EngineExpandedTest, ALaunchTakesARecordForEverySliceBesideThoseOfTheOther
     ExpandedEngine engine(std::move(backend), kRanks, limits);
     auto& h = engine.harness();
     std::vector<scheduler::StreamId> streams;
-    for (int i = 0; i < kRanks; ++i) streams.push_back(h.core().OpenStream(h.tenant()));
+    for (int i = 0; i < kRanks; ++i) streams.push_back(h.core().steps().OpenStream(h.tenant()));
     const auto shared = h.Open();
     for (const scheduler::StreamId stream : streams) {
       ASSERT_TRUE(h.Begin(stream, 1, {{shared.id, 1, 0, 2}}, kRanks)->status.ok());

@@ -61,7 +61,7 @@ TEST_P(FailingCallTest, FailsTheStepsOfItsLaunchAlone) {
   reference.Settle();
   ExpectSame(*beside, *want_beside);
   ExpectSame(*again, *want_again);
-  EXPECT_EQ(gpu.harness().core().owned(), 0);
+  EXPECT_EQ(gpu.harness().core().answers().owned(), 0);
   EXPECT_EQ(gpu.harness().core().cache().CheckInvariants(), "");
 }
 
@@ -130,7 +130,7 @@ TEST_P(LostDeviceTest, FailsWhatIsInFlightAndTakesNothingNew) {
   ASSERT_TRUE(gpu->Begin(1, a, 0, 130).ok());
   ASSERT_TRUE(gpu->Begin(2, b, 0, 140).ok());
   const auto in_flight = gpu->Attend(1, 0, 130, 1);
-  ASSERT_TRUE(gpu->harness().core().StartLaunch());
+  ASSERT_TRUE(gpu->harness().core().steps().StartLaunch());
   Lose();
   gpu->Settle();
   ASSERT_EQ(in_flight->answers, 1);
@@ -153,7 +153,7 @@ TEST_P(LostDeviceTest, FailsWhatIsInFlightAndTakesNothingNew) {
   const auto late = gpu->Attend(2, 0, 140, 2);
   gpu->Settle();
   EXPECT_EQ(late->status.code(), absl::StatusCode::kInternal) << late->status;
-  EXPECT_EQ(gpu->harness().core().owned(), 0);
+  EXPECT_EQ(gpu->harness().core().answers().owned(), 0);
 }
 
 // Tests the path from the engine's thread to the server's health, which the watchdog updates within

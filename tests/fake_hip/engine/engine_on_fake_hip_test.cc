@@ -85,7 +85,8 @@ std::vector<Row> Rows(int count, uint64_t key) {
 
 void Settle(EngineHarness& h) {
   for (int quiet = 0; quiet < 3;) {
-    const bool busy = h.core().StartLaunch() | h.core().CompleteLaunch(/*wait=*/true);
+    const bool busy =
+        h.core().steps().StartLaunch() | h.core().steps().CompleteLaunch(/*wait=*/true);
     quiet = busy ? 0 : quiet + 1;
   }
 }
@@ -139,7 +140,7 @@ TEST(EngineOnFakeHip, FewHeadsOfALargeModelUseAllUnits) {
   harness.backend = *std::move(backend);
   harness.observer = &last;
   EngineHarness h(std::move(harness));
-  const StreamId stream = h.core().OpenStream(h.tenant());
+  const StreamId stream = h.core().steps().OpenStream(h.tenant());
   const auto seq = h.Open();
   ASSERT_TRUE(h.Begin(stream, 1, {{seq.id, 1, 0, kLongRows}})->status.ok());
   const auto kv = h.AppendOnly(stream, 1, 0, 0, std::vector<Row>(kLongRows, MakeRow(1, kRowDim)));
@@ -157,7 +158,7 @@ TEST(EngineOnFakeHip, FewHeadsOfALargeModelUseAllUnits) {
 // More steps than a launch has commands are begun and abandoned. Each has its own page.
 TEST(EngineOnFakeHip, BegunStepsLeavePageWorkThatLaunchesCarry) {
   auto h = Harness();
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   const auto seq = h->Open();
   for (int round = 0; round < 5000; ++round) {
     const auto step = static_cast<scheduler::StepId>(round) + 10;
@@ -180,7 +181,7 @@ struct Copied {
 // All layers of a step have one plan, which is copied with the first layer.
 TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
   auto h = Harness(0, kHeads, Vendor::kAmd, /*reach_host=*/false);
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   std::vector<scheduler::StepSequenceArgs> begun;
   for (int i = 0; i < 3; ++i) begun.push_back({h->Open().id, 1, 0, 1});
   for (const scheduler::StepId step : {1, 2}) {
@@ -210,7 +211,7 @@ TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
 // Index lists are copied with the launch, and a row attends only to the rows in its list.
 TEST(EngineOnFakeHip, RowsAttendToTheirIndexLists) {
   auto h = Harness(/*top_k=*/4);
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   const auto a = h->Open(), b = h->Open();
   ASSERT_TRUE(h->Begin(stream, 1, {{a.id, 1, 0, 1}, {b.id, 1, 0, 3}})->status.ok());
   const std::vector<Row> rows = Rows(4, 7);
@@ -257,7 +258,7 @@ TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
     auto h = Harness(0, kManyHeads, Vendor::kNvidia);
     Control().on_launch = CountStreams;
     stream_launches = 0;
-    const StreamId stream = h->core().OpenStream(h->tenant());
+    const StreamId stream = h->core().steps().OpenStream(h->tenant());
     std::vector<scheduler::StepSequenceArgs> begun;
     for (int i = 0; i < kSequences; ++i) begun.push_back({h->Open().id, 1, 0, kRowsOfEach});
     ASSERT_TRUE(h->Begin(stream, 1, begun)->status.ok());
@@ -317,7 +318,7 @@ TEST(EngineOnFakeHip, ThereIsRoomForThePlansOfStreams) {
 TEST(EngineOnFakeHip, BlocksOfStreamsAppendTheRowsOfTheirItems) {
   constexpr int kManyHeads = 128, kSequences = 12, kRowsOfEach = 2, kSteps = 3;
   auto h = Harness(0, kManyHeads, Vendor::kNvidia);
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   std::vector<scheduler::StepSequenceArgs> begun;
   for (int i = 0; i < kSequences; ++i) begun.push_back({h->Open().id, 1, 0, kRowsOfEach});
   const std::vector<Row> rows = Rows(kSteps * kRowsOfEach, 7);
@@ -364,7 +365,7 @@ TEST(EngineOnFakeHip, StreamedQueriesMayHaveAnyWords) {
   auto h = Harness(0, kManyHeads, Vendor::kNvidia);
   Control().on_launch = CountStreams;
   stream_launches = 0;
-  const StreamId stream = h->core().OpenStream(h->tenant());
+  const StreamId stream = h->core().steps().OpenStream(h->tenant());
   std::vector<scheduler::StepSequenceArgs> begun;
   for (int i = 0; i < kSequences; ++i) begun.push_back({h->Open().id, 1, 0, 1});
   ASSERT_TRUE(h->Begin(stream, 1, begun)->status.ok());
@@ -393,7 +394,7 @@ TEST(EngineOnFakeHip, LaunchesOfRefusedCopiesEnd) {
   for (int refused = 0; refused < kCopies; ++refused) {
     SCOPED_TRACE(refused);
     auto h = Harness(0, kManyHeads, Vendor::kNvidia);
-    const StreamId stream = h->core().OpenStream(h->tenant());
+    const StreamId stream = h->core().steps().OpenStream(h->tenant());
     std::vector<scheduler::StepSequenceArgs> begun;
     for (int i = 0; i < kSequences; ++i) begun.push_back({h->Open().id, 1, 0, 1});
     ASSERT_TRUE(h->Begin(stream, 1, begun)->status.ok());
@@ -422,7 +423,7 @@ TEST_P(EngineOnFakeHipTest, FusedSlicesAnswerEachRankWithItsHeads) {
   const int heads = kHeads / ranks;
   auto h = Harness(0, kHeads, Vendor::kAmd, /*reach_host=*/false);
   std::vector<StreamId> streams;
-  for (int i = 0; i < ranks; ++i) streams.push_back(h->core().OpenStream(h->tenant()));
+  for (int i = 0; i < ranks; ++i) streams.push_back(h->core().steps().OpenStream(h->tenant()));
   const auto seq = h->Open();
   for (const StreamId stream : streams) {
     ASSERT_TRUE(h->Begin(stream, 1, {{seq.id, 1, 0, 3}}, ranks)->status.ok());

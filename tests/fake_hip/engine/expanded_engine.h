@@ -63,7 +63,7 @@ class ExpandedEngine {
     options.model.softmax_scale = 0.07;
     options.backend = std::move(backend);
     h_ = std::make_unique<scheduler::testing::EngineHarness>(std::move(options));
-    stream_ = h_->core().OpenStream(h_->tenant());
+    stream_ = h_->core().steps().OpenStream(h_->tenant());
     if (upload) {
       EXPECT_TRUE(Upload(1).ok());
     }
@@ -148,7 +148,8 @@ class ExpandedEngine {
   // Runs until nothing is ready and nothing is running.
   void Settle() {
     for (int quiet = 0; quiet < 3;) {
-      const bool busy = h_->core().StartLaunch() | h_->core().CompleteLaunch(/*wait=*/true);
+      const bool busy =
+          h_->core().steps().StartLaunch() | h_->core().steps().CompleteLaunch(/*wait=*/true);
       quiet = busy ? 0 : quiet + 1;
     }
   }

@@ -131,6 +131,14 @@ class HandOverTest : public ::testing::Test {
     bound->set_bound(most);
     ASSERT_TRUE(Connect(server, "blue")->SetQuota(quota).ok());
   }
+  // Imports and other uploads under way at the server.
+  uint64_t UploadsOf(const TestServer& server) {
+    const auto quota = Connect(server, "blue")->GetQuota();
+    for (const v1::QuotaUsage& usage : quota->server()) {
+      if (usage.resource() == v1::QUOTA_RESOURCE_UPLOADS) return usage.used();
+    }
+    return 0;
+  }
   uint64_t SequencesOf(const TestServer& server) {
     return Connect(server, "blue")->GetStats()->sequences();
   }

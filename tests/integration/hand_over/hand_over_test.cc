@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cpp/streams/errors.h"
 #include "scheduler/testing/faulty_backend.h"
+#include "server/hand_over/hand_over.h"
 #include "tests/integration/hand_over/cutting_proxy.h"
 #include "tests/integration/hand_over/hand_over_fixture.h"
 #include "tests/integration/processes.h"
@@ -147,6 +148,33 @@ TEST_F(HandOverTest, WhatThePeerHasNoRoomForStays) {
   EXPECT_EQ(moved, 2);
 }
 
+TEST_F(HandOverTest, SequencesGoOverSeveralConnectionsAtATime) {
+  Fill(6);
+  scheduler::testing::FaultyBackend* faults = nullptr;
+  const auto b = Serve({}, &faults);
+  auto drained = DrainHeld(*b, faults);
+  EXPECT_TRUE(Eventually([&] { return UploadsOf(*b) == server::kHandOverStreams; }));
+  faults->ReleaseLaunches();
+  const auto reply = drained.get();
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(reply->handed_over_size(), 6);
+  for (Track& track : tracks_) ExpectMoved(&track, *b, Address(*b));
+}
+
+// Streams that the peer does not admit end, and their sequences go with the one that it admits.
+TEST_F(HandOverTest, APeerOfOneUploadAtATimeGetsAllSequences) {
+  Fill(6);
+  const auto b = Serve([](server::Config& config) { config.wire.max_uploads = 1; });
+  const auto drained = Drain(Address(*b));
+  ASSERT_TRUE(drained.ok()) << drained.status();
+  EXPECT_EQ(drained->handed_over_size(), 6);
+  for (Track& track : tracks_) {
+    EXPECT_EQ(OutcomeOf(*drained, track).outcome(), v1::HAND_OVER_OUTCOME_MOVED)
+        << OutcomeOf(*drained, track).message();
+    ExpectMoved(&track, *b, Address(*b));
+  }
+}
+
 // `exit` ends a server only if all its rows have moved.
 TEST_F(HandOverTest, AServerThatIsToExitStaysWhileItHasRows) {
   Fill(3);
@@ -263,17 +291,19 @@ TEST_F(HandOverTest, OpenStepsAreWaitedForUntilTheDeadline) {
 }
 
 TEST_F(HandOverTest, WhatIsCutOrReleasedOnTheWayIsNotOnThePeer) {
-  Fill(3);
+  constexpr size_t kMoving = server::kHandOverStreams;
+  Fill(kMoving + 2);
   FaultyBackend* faults = nullptr;
   const auto b = Serve({}, &faults);
   auto drains = DrainHeld(*b, faults);
-  // The sequence with the least id is being moved: all of it is sent, and the peer still owes its
-  // reply. The others move later, as they are by then. The moving one is truncated last, because
+  // The sequences with the least ids are being moved: they are sent, and the peer still owes its
+  // replies. The others move later, as they are by then. A moving one is truncated last, because
   // after that the next move may begin.
+  ASSERT_TRUE(Eventually([&] { return UploadsOf(*b) == kMoving; }));
   std::sort(tracks_.begin(), tracks_.end(),
             [](const Track& a, const Track& b) { return a.sequence.id() < b.sequence.id(); });
-  ASSERT_TRUE(tracks_[2].sequence.Release().ok());
-  for (Track* const track : {&tracks_[1], &tracks_[0]}) {
+  ASSERT_TRUE(tracks_[kMoving + 1].sequence.Release().ok());
+  for (Track* const track : {&tracks_[kMoving], &tracks_[0]}) {
     ASSERT_TRUE(track->sequence.Truncate(kRows / 2).ok());
     track->cache.Truncate(Dims(), kRows / 2);
   }
@@ -281,13 +311,14 @@ TEST_F(HandOverTest, WhatIsCutOrReleasedOnTheWayIsNotOnThePeer) {
   const absl::StatusOr<v1::DrainReply> drained = drains.get();
   ASSERT_TRUE(drained.ok()) << drained.status();
   ASSERT_TRUE(blue_->CancelDrain().ok());
-  EXPECT_EQ(drained->handed_over_size(), 2) << drained->ShortDebugString();
+  EXPECT_EQ(drained->handed_over_size(), kMoving + 1) << drained->ShortDebugString();
   EXPECT_EQ(OutcomeOf(*drained, tracks_[0]).outcome(), v1::HAND_OVER_OUTCOME_KEPT);
   ExpectHere(&tracks_[0]);
-  EXPECT_EQ(OutcomeOf(*drained, tracks_[1]).outcome(), v1::HAND_OVER_OUTCOME_MOVED);
-  EXPECT_EQ(OutcomeOf(*drained, tracks_[1]).rows(), kRows / 2);
-  ExpectMoved(&tracks_[1], *b, Address(*b));
-  EXPECT_TRUE(Eventually([&] { return SequencesOf(*b) == 1; }));
+  const v1::HandedOver& cut = OutcomeOf(*drained, tracks_[kMoving]);
+  EXPECT_EQ(cut.outcome(), v1::HAND_OVER_OUTCOME_MOVED);
+  EXPECT_EQ(cut.rows(), kRows / 2);
+  for (size_t i = 1; i <= kMoving; ++i) ExpectMoved(&tracks_[i], *b, Address(*b));
+  EXPECT_TRUE(Eventually([&] { return SequencesOf(*b) == kMoving; }));
 }
 
 TEST_F(HandOverTest, ACancelledDrainLeavesSequencesAsTheyWere) {

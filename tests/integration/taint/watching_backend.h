@@ -55,6 +55,11 @@ class WatchingBackend final : public kernels::AttentionBackend {
                            const kernels::Bf16* uk, const kernels::Bf16* uv) override {
     return inner_->LoadWeights(slot, g, begin, end, uk, uv);
   }
+  absl::Status LoadProjected(int32_t slot, const kernels::Geometry& g,
+                             const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
+                             int32_t head, const kernels::Bf16* weights) override {
+    return inner_->LoadProjected(slot, g, shape, part, head, weights);
+  }
   absl::Status FreeWeights(int32_t slot) override { return inner_->FreeWeights(slot); }
   kernels::SlotMemory Memory(int32_t slot) override { return inner_->Memory(slot); }
   absl::Status Submit(int32_t slot, const kernels::Launch& launch) override;

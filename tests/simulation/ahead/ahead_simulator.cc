@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/splitmix.h"
 #include "kernels/reference/reference_backend.h"
 
 namespace mla::simulation {
@@ -23,13 +24,6 @@ constexpr double kTolerance = 2e-5;
 constexpr float kNoOutput = 12345.0f;
 constexpr kernels::Bf16 kNoRow = 0x7f00;  // a bf16 number that no row has
 
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 void Spoil(std::vector<kernels::Bf16>* values) {
   std::fill(values->begin(), values->end(), kNoRow);
 }
@@ -48,7 +42,7 @@ void AheadCounts::Add(const AheadCounts& other) {
   ends += other.ends;
 }
 
-uint64_t AheadSimulator::Pick(uint64_t below) { return (random_ = Mix(random_)) % below; }
+uint64_t AheadSimulator::Pick(uint64_t below) { return (random_ = SplitMix(random_)) % below; }
 
 scheduler::testing::HarnessOptions AheadSimulator::Options(
     std::unique_ptr<kernels::AttentionBackend> backend) {
@@ -61,7 +55,7 @@ scheduler::testing::HarnessOptions AheadSimulator::Options(
   return options;
 }
 
-AheadSimulator::AheadSimulator(uint64_t seed) : random_(Mix(seed)) {
+AheadSimulator::AheadSimulator(uint64_t seed) : random_(SplitMix(seed)) {
   auto device = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
   device->SetWaitsForWords();
   device->SetComputesAtEnd();
@@ -69,7 +63,7 @@ AheadSimulator::AheadSimulator(uint64_t seed) : random_(Mix(seed)) {
   harness_ = std::make_unique<scheduler::testing::EngineHarness>(Options(std::move(device)));
   for (int i = 0; i < kClients; ++i) {
     clients_.push_back(std::make_unique<Client>());
-    clients_.back()->stream = harness_->core().OpenStream(harness_->tenant());
+    clients_.back()->stream = harness_->core().steps().OpenStream(harness_->tenant());
     Open(clients_.back().get());
   }
 }
@@ -90,7 +84,7 @@ bool AheadSimulator::Begin(Client* client) {
   if (client->text[0].size() + kMostRows > kLongest) {
     std::vector<scheduler::SequenceId> absent;
     const scheduler::SequenceId ids[] = {client->sequence};
-    harness_->core().ReleaseSequences(harness_->tenant(), ids, &absent);
+    harness_->core().sequences().Release(harness_->tenant(), ids, &absent);
     Open(client);
   }
   const scheduler::SequenceInfo now = harness_->Get(client->sequence);
@@ -181,7 +175,7 @@ bool AheadSimulator::Abort(Client* client) {
 bool AheadSimulator::Evict(Client* client) {
   client->may_fail = true;
   std::vector<scheduler::SequenceId> absent;
-  harness_->core().EvictSequences({harness_->tenant(), {client->sequence}, ""}, &absent);
+  harness_->core().sequences().Evict({harness_->tenant(), {client->sequence}, ""}, &absent);
   // Earlier replies belong to the released sequence.
   while (violation_.empty() && CollectAny(client)) {
   }
@@ -191,7 +185,7 @@ bool AheadSimulator::Evict(Client* client) {
 }
 
 bool AheadSimulator::Close(Client* client) {
-  harness_->core().CloseStream(client->stream);
+  harness_->core().steps().CloseStream(client->stream);
   for (const auto& call : client->calls) {
     if (call->in_engine && call->request->answers == call->answers) {
       Fail("a call was not answered when its ring ended");
@@ -205,7 +199,7 @@ bool AheadSimulator::Close(Client* client) {
   const auto length = static_cast<size_t>(harness_->Get(client->sequence).length);
   if (length != client->text[0].size()) CheckEnd(client);
   Forget(client);
-  client->stream = harness_->core().OpenStream(harness_->tenant());
+  client->stream = harness_->core().steps().OpenStream(harness_->tenant());
   ++counts_.ends;
   return true;
 }
@@ -229,9 +223,9 @@ bool AheadSimulator::Operate() {
     device_->EndGates();
     return true;
   }
-  if (what < 68) return core.StartLaunch();
-  if (what < 78) return core.CompleteLaunch(/*wait=*/false);
-  if (what < 84) return core.CompleteLaunch(/*wait=*/true);
+  if (what < 68) return core.steps().StartLaunch();
+  if (what < 78) return core.steps().CompleteLaunch(/*wait=*/false);
+  if (what < 84) return core.steps().CompleteLaunch(/*wait=*/true);
   if (what < 90) return End(client);
   if (what < 96) {
     harness_->AdvanceMicros(static_cast<int64_t>(Pick(20'000)));
@@ -388,7 +382,7 @@ void AheadSimulator::CheckBooks() {
 bool AheadSimulator::StopServer() {
   scheduler::EngineCore& core = harness_->core();
   for (const auto& client : clients_) client->may_fail = true;
-  core.AbortAllSteps("the server ends");
+  core.steps().AbortAll("the server ends");
   for (const auto& client : clients_) Close(client.get());
   return true;
 }
@@ -409,13 +403,13 @@ void AheadSimulator::Finish() {
       End(client.get());
       Pump(client.get());
     }
-    core.StartLaunch();
-    core.CompleteLaunch(/*wait=*/true);
+    core.steps().StartLaunch();
+    core.steps().CompleteLaunch(/*wait=*/true);
     harness_->AdvanceMicros(1000);
   }
   if (!violation_.empty()) return;
   if (busy()) return Fail("a step does not end");
-  if (core.owned() != 0) Fail("the engine holds requests");
+  if (core.answers().owned() != 0) Fail("the engine holds requests");
   for (const auto& client : clients_) Evict(client.get());
   CheckBooks();
 }

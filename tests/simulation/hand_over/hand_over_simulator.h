@@ -36,7 +36,17 @@ struct HandOverCounts {
   int64_t late = 0;     // imports that continued after their caller's end
   int64_t crashes = 0;  // crashes of draining servers
   int64_t checked = 0;  // sequences whose rows were compared
-  void Add(const HandOverCounts& other);
+  void Add(const HandOverCounts& other) {
+    operations += other.operations;
+    drains += other.drains;
+    moved += other.moved;
+    refused += other.refused;
+    kept += other.kept;
+    cut += other.cut;
+    late += other.late;
+    crashes += other.crashes;
+    checked += other.checked;
+  }
 };
 
 class HandOverSimulator final {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/splitmix.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
 #include "scheduler/testing/engine_harness.h"
@@ -21,17 +22,10 @@ using scheduler::MovingPages;
 
 constexpr int64_t kChunkBytes = 1 << 20;
 
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 // Numbers without infinities or NaN, because rows with those would change when stored.
 void FillRow(uint64_t key, int64_t layer, std::span<std::byte> row) {
   for (size_t i = 0; i + 1 < row.size(); i += 2) {
-    const uint64_t drawn = Mix(key * 1000003u + static_cast<uint64_t>(layer) * 4099u + i);
+    const uint64_t drawn = SplitMix(key * 1000003u + static_cast<uint64_t>(layer) * 4099u + i);
     const auto bits = static_cast<uint16_t>((drawn & 0x807fu) | 0x3f00u);
     row[i] = static_cast<std::byte>(bits & 0xff);
     row[i + 1] = static_cast<std::byte>(bits >> 8);
@@ -45,20 +39,20 @@ SimServer::SimServer(std::string address, std::vector<std::string> tenants,
     : address_(std::move(address)),
       tenants_(std::move(tenants)),
       clock_(clock),
-      next_id_(Mix(std::hash<std::string>()(address_))) {
+      next_id_(SplitMix(std::hash<std::string>()(address_))) {
   Restart();
 }
 
 void SimServer::Restart() {
   engine_.reset();
   abandoned_ = std::make_unique<server::AbandonedImports>();
-  boot_id_ = Mix(++next_id_);
+  boot_id_ = SplitMix(++next_id_);
   scheduler::EngineOptions options;
   options.notes_pauses = false;
   options.limits = scheduler::testing::TinyLimits();
   options.limits.kv_cache_bytes = 64 << 10;
   options.limits.max_sequences = 5;
-  options.ids = [this] { return Mix(++next_id_); };
+  options.ids = [this] { return SplitMix(++next_id_); };
   options.prefix_secret.emplace();
   auto engine =
       scheduler::Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), clock_);

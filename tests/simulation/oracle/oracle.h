@@ -8,6 +8,7 @@
 #ifndef MLA_TESTS_SIMULATION_ORACLE_ORACLE_H_
 #define MLA_TESTS_SIMULATION_ORACLE_ORACLE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -39,8 +40,14 @@ class Reasons {
     if (holds) Add(reason);
   }
   bool none() const { return words_.empty(); }
-  bool Has(const std::string& word) const;
-  std::string Join() const;
+  bool Has(const std::string& word) const {
+    return std::find(words_.begin(), words_.end(), word) != words_.end();
+  }
+  std::string Join() const {
+    std::string all;
+    for (const std::string& word : words_) all += (all.empty() ? "" : " or ") + word;
+    return all.empty() ? "granted" : all;
+  }
 
  private:
   std::vector<std::string> words_;

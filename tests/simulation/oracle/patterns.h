@@ -7,6 +7,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "base/splitmix.h"
+
 namespace mla::simulation {
 
 inline constexpr int kMostTenants = 3;  // numbers 1..3; 0 stands for zeroed memory
@@ -14,16 +16,9 @@ inline constexpr int kTenantNumbers = kMostTenants + 1;
 inline constexpr uint16_t kPoison = 0xffff;    // memory that was never written: reads as NaN
 inline constexpr uint32_t kWild = 0xffffffff;  // a page-table entry that was never written
 
-inline uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 // bf16 bits of element `index` of the pattern `key` of a tenant; magnitude 0.25 to 2.
 inline uint16_t PatternBits(uint64_t key, int index, int tenant) {
-  const uint64_t hash = Mix(key * 1000003u + static_cast<uint64_t>(index));
+  const uint64_t hash = SplitMix(key * 1000003u + static_cast<uint64_t>(index));
   const auto sign = static_cast<uint16_t>(hash & 0x8000u);
   const auto exponent = static_cast<uint16_t>(125 + (hash >> 20) % 3);
   const auto mantissa = static_cast<uint16_t>((hash >> 32) & 0x7cu);
@@ -32,7 +27,8 @@ inline uint16_t PatternBits(uint64_t key, int index, int tenant) {
 
 // Returns true if the index list of a step's row, under the key of its request, names a position.
 inline bool IsListed(uint64_t key, int row, int position) {
-  return Mix((key * 8191 + static_cast<uint64_t>(row)) * 8191 + static_cast<uint64_t>(position)) %
+  return SplitMix((key * 8191 + static_cast<uint64_t>(row)) * 8191 +
+                  static_cast<uint64_t>(position)) %
              3 ==
          0;
 }

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/splitmix.h"
 #include "scheduler/kvcache/tiers/tier_file.h"
 #include "tests/simulation/oracle/patterns.h"
 
@@ -90,9 +91,7 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   sequences_moved += other.sequences_moved;
 }
 
-uint64_t Simulator::Mix64(uint64_t x) { return Mix(x); }
-
-Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'000'000'000) {
+Simulator::Simulator(uint64_t seed) : seed_(seed), random_(SplitMix(seed)), clock_(1'000'000'000) {
   DrawConfig();
   auto device = std::make_unique<FakeDevice>(device_options_, &clock_, this);
   device_ = device.get();
@@ -101,9 +100,9 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   options.tier_threads = 0;
   options.tier_path = tier_path_;
   options.dedicated_thread = false;
-  uint64_t next_id = Mix(seed);
+  uint64_t next_id = SplitMix(seed);
   options.prefix_secret.emplace();
-  options.ids = [next_id]() mutable { return Mix(++next_id); };
+  options.ids = [next_id]() mutable { return SplitMix(++next_id); };
   std::map<int, OracleQuota> quotas;
   for (int tenant = 1; tenant <= tenants_ && has_quotas_; ++tenant) {
     quotas[tenant] = DrawQuota();

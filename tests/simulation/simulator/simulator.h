@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/splitmix.h"
 #include "mla/v1/attention.pb.h"
 #include "mla/v1/sequence.pb.h"
 #include "scheduler/clock.h"
@@ -173,9 +174,8 @@ class Simulator final : public DeviceWatcher {
   };
 
   // --- Randomness
-  uint64_t Pick(uint64_t below) { return (random_ = Mix64(random_)) % below; }
+  uint64_t Pick(uint64_t below) { return (random_ = SplitMix(random_)) % below; }
   bool Chance(int percent) { return Pick(100) < static_cast<uint64_t>(percent); }
-  static uint64_t Mix64(uint64_t x);
 
   // --- Set-up
   void DrawConfig();

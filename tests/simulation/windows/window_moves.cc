@@ -64,7 +64,7 @@ absl::StatusOr<MovedPages> WindowMoves::Out(const scheduler::ExportArgs& args) {
   absl::Status status = MoveAll(*begun, false, false, &moved.entries);
   if (status.ok()) status = MoveAll(*begun, false, true, &moved.window);
   std::vector<scheduler::SequenceId> absent;
-  harness_.core().ReleaseSequences(harness_.tenant(), std::vector{begun->id}, &absent);
+  harness_.core().sequences().Release(harness_.tenant(), std::vector{begun->id}, &absent);
   if (!status.ok()) return status;
   if (begun->state.tail != nullptr) {
     moved.tail = std::to_integer<uint8_t>(begun->state.tail->data[0]);
@@ -81,7 +81,7 @@ absl::StatusOr<scheduler::SequenceInfo> WindowMoves::In(const MovedPages& moved,
   args.model_id = moved.pages.model_id;
   args.tags = moved.pages.tags;
   args.restored_id = restored_id;
-  absl::StatusOr<MovingPages> begun = harness_.core().BeginImport(args);
+  absl::StatusOr<MovingPages> begun = harness_.core().sequences().BeginImport(args);
   if (!begun.ok()) return begun.status();
   Payloads entries = moved.entries, window = moved.window;
   absl::Status status = MoveAll(*begun, true, false, &entries);

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/splitmix.h"
 
 namespace mla::simulation {
 namespace {
@@ -21,13 +22,6 @@ constexpr size_t kMostExports = 2;
 constexpr size_t kTailBytes = 40;
 constexpr double kTolerance = 2e-3;
 
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 }  // namespace
 
 void WindowCounts::Add(const WindowCounts& other) {
@@ -40,10 +34,10 @@ void WindowCounts::Add(const WindowCounts& other) {
   moves += other.moves;
 }
 
-uint64_t WindowSimulator::Pick(uint64_t below) { return (random_ = Mix(random_)) % below; }
+uint64_t WindowSimulator::Pick(uint64_t below) { return (random_ = SplitMix(random_)) % below; }
 
 HarnessOptions WindowSimulator::Options(uint64_t seed) {
-  const uint64_t drawn = Mix(seed ^ 0x77696e646f77u);
+  const uint64_t drawn = SplitMix(seed ^ 0x77696e646f77u);
   HarnessOptions options{scheduler::testing::TinyLimits(), scheduler::testing::TinyModel(), nullptr,
                          nullptr};
   scheduler::ModelSpec& model = options.model;
@@ -59,8 +53,8 @@ HarnessOptions WindowSimulator::Options(uint64_t seed) {
 }
 
 WindowSimulator::WindowSimulator(uint64_t seed)
-    : random_(Mix(seed)), harness_(std::make_unique<EngineHarness>(Options(seed))) {
-  stream_ = harness_->core().OpenStream(harness_->tenant());
+    : random_(SplitMix(seed)), harness_(std::make_unique<EngineHarness>(Options(seed))) {
+  stream_ = harness_->core().steps().OpenStream(harness_->tenant());
   for (int i = 0; i < model().layers * model().geometry.num_heads; ++i) {
     sinks_.push_back(static_cast<float>(Pick(9)) - 4.0f);
   }
@@ -131,7 +125,7 @@ bool WindowSimulator::Fork() {
   args.expected_epoch = parent->epoch;
   const int length = static_cast<int>(Pick(static_cast<uint64_t>(parent->length()) + 1));
   args.length = length;
-  const auto child_info = harness_->core().ForkSequence(args);
+  const auto child_info = harness_->core().sequences().Fork(args);
   const bool kept = parent->Kept(model(), length);
   if (child_info.ok() != kept) {
     Fail(absl::StrCat("fork at ", length, " of ", parent->length(), ", ", parent->gone,
@@ -153,7 +147,7 @@ bool WindowSimulator::Truncate() {
   if (text == nullptr || text->length() == 0) return false;
   const int length = static_cast<int>(Pick(static_cast<uint64_t>(text->length())));
   const auto cut =
-      harness_->core().TruncateSequence(harness_->tenant(), text->id, length, text->epoch);
+      harness_->core().sequences().Truncate(harness_->tenant(), text->id, length, text->epoch);
   const bool kept = text->Kept(model(), length);
   if (cut.ok() != kept) {
     Fail(absl::StrCat("truncation to ", length, " of ", text->length(), ", ", text->gone,
@@ -172,7 +166,7 @@ bool WindowSimulator::Release() {
   if (text == nullptr) return false;
   const std::vector<scheduler::SequenceId> ids = {text->id};
   std::vector<scheduler::SequenceId> absent;
-  harness_->core().ReleaseSequences(harness_->tenant(), ids, &absent);
+  harness_->core().sequences().Release(harness_->tenant(), ids, &absent);
   texts_.erase(texts_.begin() + (text - texts_.data()));
   return true;
 }
@@ -450,7 +444,8 @@ bool WindowSimulator::Abort() {
 void WindowSimulator::CheckTails() {
   for (const WindowText& text : texts_) {
     if (text.in_step) continue;
-    const auto read = harness_->core().ReadTail(harness_->tenant(), text.id, text.epoch);
+    const auto read =
+        harness_->core().sequences().ReadTail(harness_->tenant(), text.id, text.epoch);
     if (read.ok() != (text.tail > 0))
       return Fail("a sequence has an unexpected tail, or lacks one");
     if (!read.ok()) continue;

@@ -8,6 +8,8 @@ import time
 from typing import (Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional,
                     Sequence as Seq, Tuple)
 
+import numpy.typing as npt
+
 from mla_client import errors
 from mla_client.cluster import placement
 from mla_client.cluster.members import Member, MemberList
@@ -291,7 +293,7 @@ class ClusterClient:
 
     def step(self, rows: Seq[Tuple[Sequence, int]], *, participants: int = 1, lease_ms: int = 0,
              step_id: Optional[int] = None, stream: Optional[ClusterStream] = None,
-             partial: bool = False) -> Step:
+             partial: bool = False, rotations: Optional[npt.NDArray] = None) -> Step:
         """As Client's. Where sequences have several owners, a step on each of them: see
         ClusterStep for `partial`. Where they have one, its own."""
         if not rows:
@@ -299,11 +301,12 @@ class ClusterClient:
         owner = rows[0][0].model.service
         if all(sequence.model.service is owner for sequence, _ in rows):
             return Step(owner, rows, participants, lease_ms, step_id,
-                        None if stream is None else stream.of(owner))
+                        None if stream is None else stream.of(owner), rotations)
 
         def stream_of(service: Any) -> Any:
             return None if stream is None else stream.of(service)
-        return ClusterStep(owner, rows, participants, lease_ms, step_id, stream_of, partial)
+        return ClusterStep(owner, rows, participants, lease_ms, step_id, stream_of, partial,
+                           rotations)
 
     def open_stream(self) -> ClusterStream:
         """A stream on every server that steps use."""

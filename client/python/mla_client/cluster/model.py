@@ -62,6 +62,16 @@ class ClusterModel(Model):
             lambda there: there.upload_weights(layer, w_uk, w_uv, head_begin))
         return status
 
+    def upload_projected(self, layer: int, w_uq: npt.NDArray, w_o: npt.NDArray,
+                         head_begin: int = 0, *, w_uq_scales: Optional[npt.NDArray] = None,
+                         w_o_scales: Optional[npt.NDArray] = None) -> WeightsStatus:
+        """As Model's, to all servers that have the model; the last one's status."""
+        status: WeightsStatus = self._upload(
+            ("projected", layer, head_begin),
+            lambda there: there.upload_projected(layer, w_uq, w_o, head_begin,
+                                                 w_uq_scales=w_uq_scales, w_o_scales=w_o_scales))
+        return status
+
     def upload_scales(self, scales: Seq[float]) -> None:
         """As Model's, to all servers that have the model."""
         self._upload(("scales",), lambda there: there.upload_scales(scales))

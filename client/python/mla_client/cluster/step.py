@@ -104,7 +104,7 @@ class _Whole(AttendFuture):
 class _Shapes(NamedTuple):
     """Shapes of the outputs of one call."""
 
-    o: Optional[Tuple[int, int]]  # heads, o dim
+    o: Optional[Tuple[int, ...]]  # heads, o dim; in PROJECTED the latter alone
     heads: Optional[int]          # of the log-sum-exp
     top_k: int                    # of returned lists; 0: none
     out: Optional[Buffers]
@@ -112,7 +112,10 @@ class _Shapes(NamedTuple):
     def arrays(self, rows: int) -> Tuple[Optional[npt.NDArray], Optional[npt.NDArray],
                                          Optional[npt.NDArray]]:
         if self.out is not None:
-            return self.out.o, self.out.lse, None
+            o = self.out.o
+            if o is not None and self.o is not None and o.ndim > 1 + len(self.o):
+                o = o[:, 0]  # buffers of PROJECTED have one head
+            return o, self.out.lse, None
         return (None if self.o is None else np.empty((rows, *self.o), np.float32),
                 None if self.heads is None else np.empty((rows, self.heads), np.float32),
                 np.empty((rows, self.top_k), np.int32) if self.top_k else None)
@@ -139,8 +142,8 @@ class ClusterStep(Step):
 
     def __init__(self, service: Service, rows: Seq[Tuple[Sequence, int]], participants: int,
                  lease_ms: int, step_id: Optional[int], stream_of: Callable[[Service], Any],
-                 partial: bool) -> None:
-        super().__init__(service, rows, participants, lease_ms, step_id, None)
+                 partial: bool, rotations: Optional[npt.NDArray] = None) -> None:
+        super().__init__(service, rows, participants, lease_ms, step_id, None, rotations)
         self.partial = partial
         self.failed: Dict[Sequence, errors.MlaError] = {}
         self._told = 0
@@ -152,9 +155,11 @@ class ClusterStep(Step):
         for places in owners.values():
             owner = self.sequences[places[0]].model.service
             some = [(self.sequences[place], self.rows[place]) for place in places]
-            step = Step(owner, some, participants, lease_ms, self.step_id, stream_of(owner))
-            self._parts.append(_Part(step, places, np.concatenate(
-                [np.arange(ends[place], ends[place + 1]) for place in places]).astype(np.int64)))
+            own = np.concatenate([np.arange(ends[place], ends[place + 1])
+                                  for place in places]).astype(np.int64)
+            step = Step(owner, some, participants, lease_ms, self.step_id, stream_of(owner),
+                        None if self.rotations is None else self.rotations[own])
+            self._parts.append(_Part(step, places, own))
 
     @property
     def owners(self) -> int:
@@ -243,7 +248,9 @@ class ClusterStep(Step):
                 future = None
             sent.append(_Sent(part, at, future))
         heads = None if q is None else q.shape[1]
-        shapes = _Shapes(None if heads is None else (heads, spec.geometry.o_dim(profile)),
+        o_dim = spec.geometry.o_dim(profile)
+        o_shape: Tuple[int, ...] = () if profile == Profile.PROJECTED else (heads or 0,)
+        shapes = _Shapes(None if heads is None else (*o_shape, o_dim),
                          heads if want_lse else None,
                          spec.top_k if want_lists and index is not None else 0, out)
         return _Whole(self, rows, shapes, sent)

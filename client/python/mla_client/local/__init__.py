@@ -7,7 +7,6 @@ same against a server. Leases, limits and quotas are not.
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import threading
 from typing import Any, Dict, List, Optional, Sequence as Seq, Tuple
@@ -17,9 +16,12 @@ import numpy.typing as npt
 
 from mla_client import bf16, errors, wire
 from mla_client.local.attention import (LocalSequence, LocalStep, ModelState, dense_attention,
-                                        tail_below, visible_keys, whole_entries, window_attention)
-from mla_client.local.sinks import check_sinks, missing_layers, set_sinks
+                                        hidden_rows, projected_queries, tail_below, visible_keys,
+                                        whole_entries, window_attention)
+from mla_client.local.models import checked_model, refuse_scales
+from mla_client.local.sinks import missing_layers, set_sinks
 from mla_client.service import AttendFuture, Service, Step
+from mla_client.service.projected import ProjectedWeights
 from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Prefix, PrefixMatch,
                               Profile, SequenceState, Timings, WeightsStatus)
 
@@ -32,11 +34,6 @@ class _Done(AttendFuture):
 
     def result(self) -> AttendResult:
         return self._result
-
-
-def _refuse_scales(scales: Seq[float]) -> None:
-    if len(scales) > 0:
-        raise errors.FailedPrecondition("kv_scales: got scales for bf16 rows, which have none")
 
 
 class LocalReference(Service):
@@ -79,45 +76,8 @@ class LocalReference(Service):
     def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
                   sinks: Seq[float]) -> Tuple[ModelSpec, int]:
         del lease_ms  # leases protect nothing here
-        geometry = spec.geometry
-        if spec.layers < 1 or not spec.softmax_scale > 0 or geometry.num_heads < 1:
-            raise errors.InvalidArgument("model: layers, softmax_scale and num_heads must be > 0")
-        if spec.kv_format not in ("", "bf16"):
-            raise errors.Unimplemented(
-                f"model.kv_format: got {spec.kv_format!r}, rows are bf16 in this process")
-        if spec.fp8_compute == "on":
-            raise errors.InvalidArgument("model.fp8_compute: got 'on' with rows of bf16")
-        _refuse_scales(kv_scales)
-        sparse, windowed = spec.attention == "sparse_v32", spec.attention == "sparse_v4"
-        if spec.attention not in ("", "dense", "sparse_v32", "sparse_v4") or (
-                not windowed and (spec.top_k > 0) != sparse):
-            raise errors.InvalidArgument(
-                f"model.top_k: got {spec.top_k} with attention {spec.attention!r}")
-        if (spec.index_heads > 0) != (spec.index_dim > 0) or (spec.index_heads > 0 and not sparse):
-            raise errors.InvalidArgument(
-                f"model.index_heads: got {spec.index_heads} of {spec.index_dim} elements with "
-                f"attention {spec.attention!r}")
-        if (spec.window > 0) != windowed or len(spec.ratios) != spec.layers * windowed:
-            raise errors.InvalidArgument(
-                f"model.window: got {spec.window} rows and {len(spec.ratios)} ratios with "
-                f"attention {spec.attention!r}")
-        if any(ratio and (spec.page_size or 64) % ratio for ratio in spec.ratios):
-            raise errors.InvalidArgument(
-                f"model.ratios: got {spec.ratios}, must divide the page size")
-        heads = (spec.layers, geometry.num_heads)
-        check_sinks(spec, sinks)
-        if not 0 <= spec.tail_bytes < 1 << 31 or (spec.tail_bytes and not windowed):
-            raise errors.InvalidArgument(
-                f"model.tail_bytes: got {spec.tail_bytes} with attention {spec.attention!r}")
-        if spec.entry_format not in ("", "bf16"):
-            raise errors.Unimplemented(
-                f"model.entry_format: got {spec.entry_format!r}, entries are bf16 in this process")
-        geometry = dataclasses.replace(geometry, wide_output=windowed)
-        spec = dataclasses.replace(spec, page_size=spec.page_size or 64, kv_format="bf16",
-                                   fp8_compute="", geometry=geometry,
-                                   entry_format="bf16" if windowed else "",
-                                   attention=spec.attention or "dense",
-                                   query_precision=spec.query_precision or "split")
+        spec = checked_model(spec, kv_scales, sinks)
+        geometry, heads = spec.geometry, (spec.layers, spec.geometry.num_heads)
         with self._lock:
             known = self._models.get(spec.model_id)
             if known is not None and known.spec != spec:
@@ -128,7 +88,12 @@ class LocalReference(Service):
                     np.zeros((*heads, geometry.nope_dim, geometry.kv_lora_rank), np.float32),
                     np.zeros((*heads, geometry.kv_lora_rank, geometry.v_dim), np.float32),
                     np.zeros(heads, bool),
-                    np.full(heads, np.nan if spec.needs_sinks else -np.inf))
+                    np.full(heads, np.nan if spec.needs_sinks else -np.inf),
+                    np.zeros((*heads, geometry.nope_dim + geometry.rope_dim,
+                              geometry.q_lora_rank), np.float32),
+                    np.zeros((spec.layers, geometry.hidden_size, geometry.num_heads,
+                              geometry.v_dim), np.float32),
+                    np.full(heads, not spec.rope_layout))
             if len(sinks) > 0:
                 self._upload_sinks(spec, 0, 0, np.reshape(sinks, heads))
         key_bytes = spec.index_dim + 4 if spec.index_dim else 0
@@ -136,7 +101,7 @@ class LocalReference(Service):
 
     def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
         self._model(model_id)
-        _refuse_scales(scales)
+        refuse_scales(scales)
 
     def _upload_sinks(self, spec: ModelSpec, layer_begin: int, head_begin: int,
                       sinks: npt.NDArray) -> List[int]:
@@ -177,8 +142,32 @@ class LocalReference(Service):
             model.w_uk[layer, heads] = w_uk
             model.w_uv[layer, heads] = w_uv
             model.have_weights[layer, heads] = True
-            missing = np.flatnonzero(~model.have_weights.all(axis=1)).tolist()
-            return WeightsStatus(not missing, missing, 2 * (w_uk.size + w_uv.size))
+            return self._status(model, 2 * (w_uk.size + w_uv.size))
+
+    @staticmethod
+    def _status(model: ModelState, size: int) -> WeightsStatus:
+        have = model.have_weights & model.have_projected
+        missing = np.flatnonzero(~have.all(axis=1)).tolist()
+        return WeightsStatus(not missing, missing, size)
+
+    def _upload_projected(self, spec: ModelSpec, layer: int, head_begin: int,
+                          weights: ProjectedWeights) -> WeightsStatus:
+        with self._lock:
+            model = self._model(spec.model_id)
+            heads = slice(head_begin, head_begin + weights.heads)
+            if not spec.rope_layout or not 0 <= layer < spec.layers:
+                raise errors.InvalidArgument(f"chunk: layer {layer}: out of range, or no weights "
+                                             "of PROJECTED")
+            w_uq, w_o = (self._round(one) for one in weights.decoded(head_begin))
+            have = model.have_projected[layer, heads]
+            if not (np.array_equal(model.w_uq[layer, heads][have], w_uq[have])
+                    and np.array_equal(model.w_o[layer, :, heads][:, have], w_o[:, have])):
+                raise errors.AlreadyExists(f"chunk: layer {layer}, heads {heads}: other weights "
+                                           "were uploaded before")
+            model.w_uq[layer, heads], model.w_o[layer, :, heads] = w_uq, w_o
+            model.have_projected[layer, heads] = True
+            return self._status(model, weights.heads * (weights.head_bytes(True)
+                                                        + weights.head_bytes(False)))
 
     # --- Sequences
 
@@ -343,17 +332,31 @@ class LocalReference(Service):
                 missing = np.flatnonzero(~opened.have_kv[args.layer, :end])
                 raise errors.FailedPrecondition(
                     f"attend: no KV rows {missing.tolist()} of layer {args.layer}")
-            if args.profile == Profile.EXPANDED and not model.have_weights.all():
-                missing = np.flatnonzero(~model.have_weights.all(axis=1)).tolist()
-                raise errors.FailedPrecondition(f"attend: no weights of layers {missing}")
+            if (args.profile == Profile.PROJECTED) != bool(model.spec.rope_layout):
+                raise errors.FailedPrecondition(
+                    f"attend.profile: got {args.profile.name} with rope_layout "
+                    f"{model.spec.rope_layout!r}")
+            status = self._status(model, 0)
+            if args.profile != Profile.ABSORBED and not status.complete:
+                raise errors.FailedPrecondition(
+                    f"attend: no weights of layers {status.missing_layers}")
             q = self._round(self._through_e4m3(args.q, args.q_parts), args.dtype)
+            if args.profile == Profile.PROJECTED:
+                if step.rotations is None:
+                    raise errors.FailedPrecondition("attend: the step has no rotations")
+                q = projected_queries(model, args.layer, q[:, 0],
+                                      step.rotations[args.row_begin:end])
+                args = args._replace(num_heads=model.spec.geometry.num_heads)
             if args.selects and args.lists is not None:
                 args = args._replace(lists=self._select(opened, model, args, args.lists))
             o, lse = self._compute(opened, model, args, q)
+            if args.profile == Profile.PROJECTED:
+                o = hidden_rows(model, args.layer, o)
             o = o if self._exact or args.o_dtype == DType.F32 else bf16.round_to_bf16(o)
             if args.out is not None and args.out.o is not None:
-                wire.encode_into(args.out.o, o)
-                o = args.out.o
+                target = args.out.o if args.out.o.shape == o.shape else args.out.o[:, 0]
+                wire.encode_into(target, o)
+                o = target
                 if args.want_lse and args.out.lse is not None:
                     args.out.lse[...] = lse
                     lse = args.out.lse
@@ -422,7 +425,9 @@ class LocalReference(Service):
                  q: npt.NDArray) -> Tuple[npt.NDArray, npt.NDArray]:
         """Attention of the asked rows, sequence by sequence."""
         geometry = model.spec.geometry
-        o = np.zeros((args.rows, args.num_heads, geometry.o_dim(args.profile)), np.float32)
+        o_dim = (geometry.v_dim if args.profile == Profile.PROJECTED
+                 else geometry.o_dim(args.profile))
+        o = np.zeros((args.rows, args.num_heads, o_dim), np.float32)
         lse = np.zeros((args.rows, args.num_heads), np.float32)
         first = 0
         for sequence, count in zip(opened.sequences, opened.rows):

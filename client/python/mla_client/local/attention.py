@@ -19,6 +19,11 @@ class ModelState:
     w_uv: npt.NDArray            # [layers, heads, lora, v]
     have_weights: npt.NDArray    # [layers, heads], bool
     sinks: npt.NDArray           # [layers, heads], float64; -inf: no sink, NaN: not set yet
+    # Of PROJECTED: [layers, heads, nope + rope, q_lora_rank], [layers, hidden_size, heads, v], and
+    # which heads are there.
+    w_uq: npt.NDArray
+    w_o: npt.NDArray
+    have_projected: npt.NDArray
 
 
 @dataclasses.dataclass
@@ -91,6 +96,31 @@ def window_attention(model: ModelState, args: AttendArgs, q: npt.NDArray, rows: 
     return o, lse
 
 
+def projected_queries(model: ModelState, layer: int, rows: npt.NDArray,
+                      rotations: npt.NDArray) -> npt.NDArray[np.float32]:
+    """Queries [n, heads, nope + rope] of normed rows [n, q_lora_rank], rotated."""
+    geometry = model.spec.geometry
+    q = np.einsum("nk,hdk->nhd", rows.astype(np.float64), model.w_uq[layer].astype(np.float64))
+    rotated = q[..., geometry.nope_dim:]
+    pairs = geometry.rope_dim // 2
+    halves = model.spec.rope_layout == "halves"
+    first = slice(0, pairs) if halves else slice(0, None, 2)
+    second = slice(pairs, None) if halves else slice(1, None, 2)
+    cosines, sines = rotations[:, None, :pairs], rotations[:, None, pairs:]
+    x, y = rotated[..., first].copy(), rotated[..., second].copy()
+    rotated[..., first] = x * cosines - y * sines
+    rotated[..., second] = x * sines + y * cosines
+    return q.astype(np.float32)
+
+
+def hidden_rows(model: ModelState, layer: int, o: npt.NDArray) -> npt.NDArray[np.float32]:
+    """Rows [n, hidden_size] of outputs [n, heads, v]."""
+    hidden: npt.NDArray[np.float32] = np.einsum(
+        "nhv,ihv->ni", o.astype(np.float64), model.w_o[layer].astype(np.float64)
+    ).astype(np.float32)
+    return hidden
+
+
 def visible_keys(args: AttendArgs, mine: slice, keys: int, rows: int) -> npt.NDArray:
     """Which of the keys each of the rows attends to, [rows, keys]; the last row sees them all."""
     seen = np.arange(keys) <= np.arange(keys - rows, keys)[:, None]
@@ -116,7 +146,7 @@ def dense_attention(model: ModelState, args: AttendArgs, q: npt.NDArray, keys: n
     heads = slice(args.head_offset, args.head_offset + args.num_heads)
     keys = keys[:, :geometry.row_dim].astype(np.float64)
     q = q.astype(np.float64).transpose(1, 0, 2)  # [heads, rows, d]
-    if args.profile == Profile.EXPANDED:
+    if args.profile in (Profile.EXPANDED, Profile.PROJECTED):
         nope = q[..., :geometry.nope_dim] @ model.w_uk[args.layer, heads]
         q = np.concatenate([nope, q[..., geometry.nope_dim:]], axis=-1)
     scores = (q @ keys.T) * model.spec.softmax_scale
@@ -128,7 +158,7 @@ def dense_attention(model: ModelState, args: AttendArgs, q: npt.NDArray, keys: n
     # Rows that no query attends to may hold anything.
     values = np.where(visible.any(axis=0)[:, None], keys[:, :geometry.kv_lora_rank], 0)
     o = (weights / np.where(empty, 1, total)) @ values
-    if args.profile == Profile.EXPANDED:
+    if args.profile in (Profile.EXPANDED, Profile.PROJECTED):
         o = o @ model.w_uv[args.layer, heads]
     with np.errstate(divide="ignore"):
         lse = (np.where(empty, 0, peak) + np.log(total))[..., 0]

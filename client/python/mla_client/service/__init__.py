@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_client import arrays, errors, wire
+from mla_client.service import projected
 from mla_client.service.step import Step
 from mla_client.shm import device as device_memory
 from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Prefix,
@@ -61,6 +62,10 @@ class Service(abc.ABC):
     @abc.abstractmethod
     def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
                 w_uv: npt.NDArray) -> WeightsStatus: ...
+
+    def _upload_projected(self, spec: ModelSpec, layer: int, head_begin: int,
+                          weights: projected.ProjectedWeights) -> WeightsStatus:
+        raise errors.Unimplemented("model.rope_layout: this service does not make queries")
 
     @abc.abstractmethod
     def _open(self, model_id: str, request_id: str, lease_ms: int,
@@ -184,13 +189,17 @@ class Service(abc.ABC):
         return Model(self, in_force, page_group_bytes)
 
     def step(self, rows: Seq[Tuple["Sequence", int]], *, participants: int = 1, lease_ms: int = 0,
-             step_id: Optional[int] = None, stream: Any = None) -> Step:
+             step_id: Optional[int] = None, stream: Any = None,
+             rotations: Optional[npt.NDArray] = None) -> Step:
         """A step that adds `rows` rows to each sequence; use it in a `with` block.
+
+        For PROJECTED, `rotations` [rows of the step, rope_dim] have the cosines [rope_dim / 2] and
+        then the sines by which each row's queries are rotated, at all layers.
 
         Tensor-parallel ranks each make the same step, with the same `step_id`, on streams of their
         own (`Client.open_stream`), all with `participants` set.
         """
-        return Step(self, rows, participants, lease_ms, step_id, stream)
+        return Step(self, rows, participants, lease_ms, step_id, stream, rotations)
 
     def capture(self, out: Buffers, profile: Profile = Profile.EXPANDED, *, head_offset: int = 0,
                 stream: Any = None) -> Any:
@@ -214,6 +223,10 @@ class Service(abc.ABC):
         if dtype == DType.F8_E4M3:
             raise errors.InvalidArgument("buffers.dtype: got F8_E4M3, must be BF16 or F32")
         heads = geometry.num_heads if heads is None else heads
+        if profile == Profile.PROJECTED:
+            heads = 1
+            if want_lse:
+                raise errors.InvalidArgument("buffers: PROJECTED takes no want_lse")
         if profile == Profile.APPEND_ONLY:
             heads, want_lse = 0, False
         if rows < 1 or (heads < 1 and profile != Profile.APPEND_ONLY):
@@ -279,6 +292,28 @@ class Model:
             if array.shape != shape:
                 raise errors.InvalidArgument(f"{name}: got shape {array.shape}, must be {shape}")
         return self.service._upload(self.spec, layer, head_begin, w_uk, w_uv)
+
+    def upload_projected(self, layer: int, w_uq: npt.NDArray, w_o: npt.NDArray,
+                         head_begin: int = 0, *, w_uq_scales: Optional[npt.NDArray] = None,
+                         w_o_scales: Optional[npt.NDArray] = None) -> WeightsStatus:
+        """Uploads W_UQ [heads, nope + rope, q_lora_rank] and W_O [hidden_size, heads, v] of one
+        layer, which PROJECTED needs in addition to those of `upload_weights`. W_UQ is q_b_proj and
+        W_O is o_proj of a checkpoint; W_O may be [hidden_size, heads * v].
+
+        Arrays, heads and repeats are as in `upload_weights`. With scales both are uint8 codes of
+        e4m3, and a weight is its code times the scale of its block of 128 x 128: `w_uq_scales`
+        [ceil(all heads * (nope + rope) / 128), ceil(q_lora_rank / 128)] and `w_o_scales`
+        [ceil(hidden_size / 128), ceil(all heads * v / 128)] are those of the matrices of all heads,
+        as weight_scale_inv of a checkpoint has them."""
+        geometry = self.spec.geometry
+        wire.check_number("layer", layer)
+        wire.check_number("head_begin", head_begin)
+        weights = projected.weights_of(geometry, w_uq, w_o, w_uq_scales, w_o_scales)
+        if head_begin + weights.heads > geometry.num_heads:
+            raise errors.InvalidArgument(
+                f"head_begin: got heads {head_begin}..{head_begin + weights.heads - 1}, must be "
+                f"within 0..{geometry.num_heads - 1}")
+        return self.service._upload_projected(self.spec, layer, head_begin, weights)
 
     def open_sequence(self, *, request_id: str = "", lease_ms: int = 0,
                       prefix: Optional[Prefix] = None) -> "Sequence":

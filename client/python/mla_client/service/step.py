@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from mla_client import arrays, errors, wire
 from mla_client.base import deadlines
+from mla_client.service import projected
 from mla_client.shm import device as device_memory
-from mla_client.types import AttendArgs, AttendResult, Buffers, DType, ModelSpec, Profile
+from mla_client.types import AttendArgs, AttendResult, Buffers, DType, Geometry, ModelSpec, Profile
 
 if TYPE_CHECKING:
     from mla_client.service import AttendFuture, Sequence, Service
@@ -31,7 +32,8 @@ class Step:
     """
 
     def __init__(self, service: Service, rows: Seq[Tuple[Sequence, int]], participants: int,
-                 lease_ms: int, step_id: Optional[int], stream: Any) -> None:
+                 lease_ms: int, step_id: Optional[int], stream: Any,
+                 rotations: Optional[npt.NDArray] = None) -> None:
         if not rows:
             raise errors.InvalidArgument("step: needs at least one sequence")
         spec = rows[0][0].model.spec
@@ -47,6 +49,7 @@ class Step:
         self.sequences = [sequence for sequence, _ in rows]
         self.rows = [count for _, count in rows]
         self.total_rows = sum(self.rows)
+        self.rotations = projected.rotations_of(spec, rotations, self.total_rows)
         self.participants = participants
         self.lease_ms = lease_ms
         self.step_id = secrets.randbits(63) if step_id is None else step_id
@@ -272,7 +275,8 @@ class Step:
                      ) -> AttendFuture:
         """Sends rows [row_begin, row_begin + n) of the step at `layer` and returns a future.
 
-        q [n, heads, q dim] and kv [n, row dim] are float arrays, or uint16 arrays of bf16 patterns.
+        q [n, heads, q dim], or [n, q_lora_rank] for PROJECTED, and kv [n, row dim] are float
+        arrays, or uint16 arrays of bf16 patterns.
         In a model with an indexer, kv has the index keys after the rows. `dtype` is the type as
         sent. With DType.F8_E4M3 queries are sent as 8-bit floats (half the bytes, each value off by
         up to 1/16 of itself; capability "fp8_wire"). KV rows are then sent as bf16, unless
@@ -288,17 +292,18 @@ class Step:
         self._check_begun("attend")
         geometry = self.model.spec.geometry
         q, kv = _values("attend.q", q), _values("attend.kv", kv)
+        rows_alone = profile == Profile.PROJECTED
+        if rows_alone and q is not None and q.ndim == 2:
+            q = q[:, None]  # as one head
         device_memory.check_call(q, kv, out, lists, self.model.spec)
         given = kv if q is None else q
         if given is None:
             raise errors.InvalidArgument("attend: needs q, kv or both")
         rows = len(given) if given.ndim else 0
         heads = 0 if q is None else (q.shape[1] if q.ndim == 3 else 0)
-        if (q is None) != (profile == Profile.APPEND_ONLY):
-            raise errors.InvalidArgument(f"attend.q: with {Profile(profile).name} it is "
-                                         f"{'missing' if q is None else 'not allowed'}")
-        if q is not None:
-            wire.check_shape("attend.q", q, (rows, heads, geometry.q_dim(profile)))
+        _check_queries(geometry, Profile(profile), q, rows, heads)
+        if rows_alone:
+            projected.check_call(want_lse, head_offset, dtype)
         if kv is not None:
             wire.check_shape("attend.kv", kv, (rows, self.model.spec.sent_row_dim))
         for field, number, count in (("layer", layer, 0), ("row_begin", row_begin, rows),
@@ -448,6 +453,17 @@ def _count(count: Any) -> int:
     if isinstance(count, (bool, np.bool_)):
         raise errors.InvalidArgument("end.committed: got truth values, must be counts of rows")
     return operator.index(count)
+
+
+def _check_queries(geometry: Geometry, profile: Profile, q: Optional[npt.NDArray], rows: int,
+                   heads: int) -> None:
+    """Refuses queries that are missing, not allowed or of another shape."""
+    if (q is None) != (profile == Profile.APPEND_ONLY):
+        raise errors.InvalidArgument(f"attend.q: with {profile.name} it is "
+                                     f"{'missing' if q is None else 'not allowed'}")
+    if q is not None:
+        heads = 1 if profile == Profile.PROJECTED else heads
+        wire.check_shape("attend.q", q, (rows, heads, geometry.q_dim(profile)))
 
 
 def _values(name: str, array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:

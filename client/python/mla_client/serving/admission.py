@@ -36,6 +36,14 @@ class _Waiting:
 
 
 @dataclasses.dataclass
+class _Pair:
+    """What a request is known to share with a prompt under way."""
+
+    pages: int = 0       # the first of both that are equal
+    ends: bool = False   # the next page of both differs
+
+
+@dataclasses.dataclass
 class _Promise:
     """An admitted request whose prompt is not stored yet."""
 
@@ -43,17 +51,24 @@ class _Promise:
     have: int                     # rows that are stored
     tokens: Seq[int] = ()         # of a prompt that others may begin with
     salt: str = ""
+    # By name of a request that waits. An engine asks for each of them before every pass, and a
+    # comparison of two long prompts takes milliseconds.
+    pairs: Dict[str, _Pair] = dataclasses.field(default_factory=dict)
 
-    def shared(self, tokens: Seq[int], salt: str, page: int) -> int:
-        """Rows of whole pages that a request of these tokens could take of it."""
+    def shared(self, request: str, tokens: Seq[int], salt: str, page: int) -> int:
+        """Rows of whole pages that a request of these tokens could take of it. Pages that were
+        compared for this request before are not compared again, so its tokens may only grow."""
         if salt != self.salt:
             return 0
         most = min(len(self.tokens), len(tokens) - 1) // page
-        for number in range(most):
-            begin, end = number * page, (number + 1) * page
-            if list(self.tokens[begin:end]) != list(tokens[begin:end]):
-                return begin
-        return most * page
+        pair = self.pairs.setdefault(request, _Pair())
+        while not pair.ends and pair.pages < most:
+            begin, end = pair.pages * page, (pair.pages + 1) * page
+            if list(self.tokens[begin:end]) == list(tokens[begin:end]):
+                pair.pages += 1
+            else:
+                pair.ends = True
+        return pair.pages * page
 
 
 class Admission:
@@ -126,6 +141,7 @@ class Admission:
         left = tuple(sorted(set(gone)))
         for request in left:
             self._promised.pop(request, None)
+            self._forget_pairs(request)
             self._turns.pop(request, None)
             if request not in rows:
                 self._forget(request)
@@ -175,11 +191,11 @@ class Admission:
         need = len(tokens) + 1
         prefix, shares = None, self._shares and shareable
         if shares and finds and len(tokens) > 1:
-            prefix = Prefix(list(tokens), salt=self._salt + salt, max_rows=len(tokens) - 1)
-            if self._follows and any(promise.shared(tokens, salt, model.spec.page_size)
+            if self._follows and any(promise.shared(request, tokens, salt, model.spec.page_size)
                                      > promise.have for promise in self._promised.values()):
                 self.counts["follows"] += 1
                 return None
+            prefix = Prefix(list(tokens), salt=self._salt + salt, max_rows=len(tokens) - 1)
         if prefix is None and need > self._room(model):
             self._wait(request)
             return None
@@ -195,6 +211,7 @@ class Admission:
         self.counts["asked"] += len(tokens) - 1 if prefix is not None else 0
         self.counts["found"] += state.length
         self._waiting[request] = _Waiting(state)
+        self._forget_pairs(request)
         self._promised[request] = _Promise(need, state.length, tuple(tokens) if shares else (),
                                            salt)
         if shares:
@@ -214,6 +231,11 @@ class Admission:
         promised = sum(-(-one.need // page) - -(-one.have // page)
                        for one in self._promised.values())
         return rows - promised * page
+
+    def _forget_pairs(self, request: str) -> None:
+        """The request does not wait any longer, and another one may come under its name."""
+        for promise in self._promised.values():
+            promise.pairs.pop(request, None)
 
     def _wait(self, request: str) -> None:
         self.counts["waits"] += 1

@@ -85,11 +85,13 @@ class RemoteBatch:
         return len(self._sequences)
 
     def begin(self, batch: int, new: int, mask: Optional[Bools] = None,
-              tokens: Optional[npt.NDArray] = None) -> Forward:
+              tokens: Optional[npt.NDArray] = None,
+              rotations: Optional[npt.NDArray] = None) -> Forward:
         """Begins a pass of `new` positions for each of `batch` rows.
 
         mask [batch, length + new] is true at real positions; None: all are real. tokens [batch,
         any] are the tokens of the rows, by which equal rows are found; None: no two rows are equal.
+        rotations [batch * new, rope]: of all positions, for a model of PROJECTED.
         """
         with self._lock:
             self._settle()
@@ -104,7 +106,10 @@ class RemoteBatch:
             entries = [(self._sequences[at], int(forward.sent[at].sum()))
                        for at in forward.stepped]
             if entries:
-                forward.step = self._model.service.step(entries, lease_ms=self._lease_ms).begin()
+                if rotations is not None and not forward.plain:
+                    rotations = rotations[forward.take]
+                forward.step = self._model.service.step(entries, lease_ms=self._lease_ms,
+                                                        rotations=rotations).begin()
             self._forward = forward
             return forward
 

@@ -5,6 +5,7 @@ Weights may be arrays of numpy or tensors of torch: what is done to them here bo
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence as Seq, Tuple
@@ -83,8 +84,7 @@ class Layers:
              ) -> ModelSpec:
         """The model as it is registered, with the heads of all ranks. `others`: of ModelSpec."""
         own = self.geometry
-        whole = Geometry(own.num_heads * ranks.size, own.kv_lora_rank, own.rope_dim, own.nope_dim,
-                         own.v_dim)
+        whole = dataclasses.replace(own, num_heads=own.num_heads * ranks.size)
         return ModelSpec(model_id, whole, len(self), self.scale, page_size, **others)
 
     def _shared(self) -> Tuple[Geometry, float]:

@@ -109,8 +109,8 @@ class AttendStream(stream.StepStream):
         header = attention_pb2.AttendStreamRequest(attend=attention_pb2.Attend(
             step_id=step_id, layer=args.layer, row_begin=args.row_begin + chunk.row_begin,
             row_count=chunk.rows, head_offset=args.head_offset + chunk.head_begin,
-            num_heads=chunk.heads, profile=args.profile, has_kv=chunk.has_kv,
-            want_lse=args.want_lse,
+            num_heads=wire.message_heads(args, chunk.heads, geometry), profile=args.profile,
+            has_kv=chunk.has_kv, want_lse=args.want_lse,
             q_dtype=args.q_dtype, o_dtype=args.o_dtype,
             timeout_us=stream.timeout_us(args.timeout_s),
             kv_row_dtype=DType.F8_E4M3 if args.kv_parts else 0,

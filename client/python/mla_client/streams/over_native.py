@@ -295,7 +295,8 @@ class NativeStream(stream.StepStream):
                      | ring.WANT_LISTS * (args.wanted_lists > 0)
                      | ring.FP8_KV * bool(args.kv_parts) | ring.ON_DEVICE * placed.on_device)
             entry = _entry(step_id, args.layer, args.row_begin + chunk.row_begin, chunk.rows,
-                           args.head_offset + chunk.head_begin, chunk.heads,
+                           args.head_offset + chunk.head_begin,
+                           wire.message_heads(args, chunk.heads, geometry),
                            timeout_us=stream.timeout_us(args.timeout_s), profile=args.profile,
                            flags=flags, q_dtype=args.q_dtype, o_dtype=args.o_dtype,
                            in_offset=placed.in_offset, out_offset=placed.out_offset)

@@ -119,7 +119,8 @@ class RingStream(stream.StepStream):
             self._submit(request, deadline, ring.ATTEND, args.profile, flags,
                          args.q_dtype | args.o_dtype << 4,
                          tag, step_id, args.layer, args.row_begin + chunk.row_begin,
-                         chunk.rows, args.head_offset + chunk.head_begin, chunk.heads,
+                         chunk.rows, args.head_offset + chunk.head_begin,
+                         wire.message_heads(args, chunk.heads, geometry),
                          timeout_us, placed.in_offset, placed.out_offset)
         except errors.MlaError:
             raise

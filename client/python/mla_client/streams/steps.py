@@ -47,9 +47,14 @@ def _begin_of(step: Step) -> Any:
     return attention_pb2.BeginStep(
         step_id=step.step_id, model_id=step.model.spec.model_id, participants=step.participants,
         lease_ms=step.lease_ms, traceparent=tracing.traceparent(),
+        rotations=step.rotations is not None,
         sequences=[attention_pb2.StepSequence(
             sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
             rows=rows) for sequence, rows in zip(step.sequences, step.rows)])
+
+
+def _rotations_of(step: Step) -> bytes:
+    return b"" if step.rotations is None else step.rotations.tobytes()
 
 
 def _lengths_of(step: Step, committed: Optional[List[int]], reply: Any) -> List[int]:
@@ -95,7 +100,8 @@ class Steps(Service):
 
     def _begin(self, step: Step) -> StepStream:
         stream = step.stream or self._own_stream()
-        self._note_begun(step, self._ask(stream, begin_step=_begin_of(step)))
+        self._note_begun(step, self._ask(stream, 0, _rotations_of(step),
+                                        begin_step=_begin_of(step)))
         return stream
 
     def _begin_ahead(self, step: Step) -> Optional[Tuple[Any, Callable[[], None]]]:
@@ -103,7 +109,7 @@ class Steps(Service):
         if not stream.chains:
             return None
         deadline = time.monotonic() + self.timeout_s
-        request = stream.ask(deadline, begin_step=_begin_of(step))
+        request = stream.ask(deadline, 0, _rotations_of(step), begin_step=_begin_of(step))
         return stream, lambda: self._note_begun(step, request.wait(deadline))
 
     def _note_begun(self, step: Step, reply: Any) -> None:
@@ -183,6 +189,6 @@ class Steps(Service):
 
     def _ask(self, stream: StepStream, reply_bytes: int = 0, tails: bytes = b"",
              **body: Any) -> Any:
-        """One request of the stepping protocol that carries no tensor."""
+        """One request of the stepping protocol; `tails`: its payload."""
         deadline = time.monotonic() + self.timeout_s
         return stream.ask(deadline, reply_bytes, tails, **body).wait(deadline)

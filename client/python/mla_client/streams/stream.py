@@ -63,7 +63,7 @@ class StepStream(abc.ABC):
             **body: Any) -> Request:
         """Sends a request of the stepping protocol that carries no tensor: the one field of
         AttendStreamRequest's `body` that is given. The reply has at most `reply_bytes` bytes; 0: it
-        is short. `tails`: of an end_step."""
+        is short. `tails`: of an end_step, or the rotations of a begin_step."""
 
     def chain(self, step_id: int, out: Buffers, profile: Profile, head_offset: int,
               timeout_s: float) -> Any:

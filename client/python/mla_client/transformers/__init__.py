@@ -16,22 +16,27 @@ from mla_client.service import Service
 from mla_client.transformers.attachment import STEP_LEASE_MS, Attachment, attach_checked
 from mla_client.transformers.attention import register
 from mla_client.transformers.cache import RemoteCache
-from mla_client.transformers.models import MODEL_TYPES, layers_of
+from mla_client.transformers.models import MODEL_TYPES, PROJECTED_TYPES, layers_of
 from mla_client.transformers.probe import check_library, check_version
 
 # Makes the name known to `from_pretrained(attn_implementation="mla_server")`.
 register()
 
-__all__ = ["MODEL_TYPES", "Attachment", "RemoteCache", "attach"]
+__all__ = ["MODEL_TYPES", "PROJECTED_TYPES", "Attachment", "RemoteCache", "attach"]
 
 
 def attach(model: Any, service: Service, *, model_id: str = "", kv_format: str = "",
-           page_size: int = 0, step_lease_ms: int = STEP_LEASE_MS) -> Attachment:
+           page_size: int = 0, step_lease_ms: int = STEP_LEASE_MS,
+           projected: bool = False) -> Attachment:
     """Lets `service`, a Client or a LocalReference, compute the attention of a transformers model.
 
     Registers the model there and uploads W_UK and W_UV of every layer. `model_id`, `kv_format` and
     `page_size` are as in ModelSpec; the default id follows from the weights. From then on each call
     of `generate()` makes a cache on the server and frees it at its end.
+
+    With `projected` the server also has W_UQ and W_O, and gets low-rank queries for hidden states:
+    a quarter of the bytes, for servers on other hosts (docs/projected.md). For models of
+    `PROJECTED_TYPES` with low-rank queries.
 
     A model may be used by several threads as far as transformers allows it; a cache belongs to one.
     Raises Unimplemented, with the reason, for a release of transformers, a model or a feature that
@@ -39,6 +44,6 @@ def attach(model: Any, service: Service, *, model_id: str = "", kv_format: str =
     pass.
     """
     check_version()
-    layers_of(model)
-    check_library(model)
-    return attach_checked(model, service, model_id, kv_format, page_size, step_lease_ms)
+    layers_of(model, projected)
+    check_library(model, projected)
+    return attach_checked(model, service, model_id, kv_format, page_size, step_lease_ms, projected)

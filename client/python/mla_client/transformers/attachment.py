@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 from mla_client import errors
 from mla_client.service import Model, Service
 from mla_client.serving.batch import Keeper
-from mla_client.transformers import attention, models
+from mla_client.transformers import attention, models, projected
 from mla_client.transformers.cache import RemoteCache, Rows, is_sparse
 
 # A step lives this long without a message: the time between two layers is the model's own work.
@@ -45,6 +45,7 @@ class Attachment:
         if model.config._attn_implementation != name:
             raise errors.Unimplemented(f"{type(model).__name__}: its attention cannot be replaced")
         _attached.add(model)
+        self._forwards = projected.replace_forwards(model) if registered.spec.rope_layout else []
         self._keeper = Keeper(THREAD, min(IDLE_S, step_lease_ms / 2e3))
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
@@ -70,6 +71,7 @@ class Attachment:
             self._hook.remove()
             self._hook = None
             self._torch_model.set_attn_implementation(self._before)
+            projected.restore_forwards(self._forwards)
             _attached.discard(self._torch_model)
             self._keeper.close()
 
@@ -131,8 +133,8 @@ def _check_replaceable(past: Any, name: str) -> None:
 
 
 def attach_checked(model: Any, service: Service, model_id: str, kv_format: str, page_size: int,
-                   step_lease_ms: int) -> Attachment:
+                   step_lease_ms: int, projects: bool = False) -> Attachment:
     """Attaches without checking the library."""
-    registered = models.register(service, model, models.layers_of(model), model_id, kv_format,
-                                 page_size)
+    registered = models.register(service, model, models.layers_of(model, projects), model_id,
+                                 kv_format, page_size)
     return Attachment(model, registered, step_lease_ms)

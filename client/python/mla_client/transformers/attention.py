@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from mla_client import errors
+from mla_client.serving.batch import Forward
 from mla_client.transformers import cache
 
 # Names for models: of dense attention, and for models that choose positions for each row.
@@ -21,11 +22,16 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
               dropout: float = 0.0, **kwargs: Any) -> Tuple[torch.Tensor, None]:
     """Attention of a layer over the rows that the server has: query [batch, heads, new, nope +
     rope] -> [batch, new, heads, v]. `key` and `value`, the new rows expanded, are not needed."""
+    check_mask(attention_mask)
+    return _attend(module, query, attention_mask, scaling, dropout), None
+
+
+def check_mask(attention_mask: Optional[torch.Tensor]) -> None:
+    """Unimplemented if it is no padding mask."""
     if attention_mask is not None and attention_mask.ndim != 2:
         raise errors.Unimplemented(
             f"attention_mask: got {tuple(attention_mask.shape)}, must be [batch, positions]: a row "
             "sees all rows before it")
-    return _attend(module, query, attention_mask, scaling, dropout), None
 
 
 def sparse_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
@@ -53,6 +59,16 @@ def _attend(module: torch.nn.Module, query: torch.Tensor, real: Optional[torch.T
             ) -> torch.Tensor:
     """`real` [batch, positions] is false at padding; None: without padding."""
     rows, kv = cache.take(module.layer_idx)
+    forward = begun(module, rows, query, query.shape[2], real, scaling, dropout)
+    o = rows.exchange.attend(forward, module.layer_idx, query, kv, lists)
+    rows.batch.layer_done(forward)
+    return o
+
+
+def begun(module: torch.nn.Module, rows: cache.Rows, query: torch.Tensor, new: int,
+          real: Optional[torch.Tensor], scaling: Optional[float], dropout: float,
+          rotations: Optional[torch.Tensor] = None) -> Forward:
+    """The pass that a layer belongs to, which the first layer begins; `new` positions a row."""
     if query.requires_grad:
         raise errors.Unimplemented("no gradients pass through a server: use torch.no_grad()")
     if dropout:
@@ -62,14 +78,12 @@ def _attend(module: torch.nn.Module, query: torch.Tensor, real: Optional[torch.T
         raise errors.Unimplemented(f"softmax scale: got {scaling}, the model was registered with "
                                    f"{spec.softmax_scale}")
     if module.layer_idx == 0:
-        rows.begin(query.shape[0], query.shape[2], real)
+        rows.begin(query.shape[0], new, real, rotations)
     forward = rows.forward
     if forward is None or forward.layers != module.layer_idx:
         raise errors.FailedPrecondition(
             f"attention of layer {module.layer_idx}: layers must come in order, once a pass")
-    o = rows.exchange.attend(forward, module.layer_idx, query, kv, lists)
-    rows.batch.layer_done(forward)
-    return o
+    return forward
 
 
 def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,

@@ -30,12 +30,15 @@ class Rows:
         self.tokens: Optional[torch.Tensor] = None  # of the pass that is about to begin
         self.forward: Optional[Forward] = None      # the pass under way
 
-    def begin(self, batch: int, new: int, mask: Optional[torch.Tensor]) -> Forward:
-        """Begins a pass; mask [batch, length + new], bool."""
+    def begin(self, batch: int, new: int, mask: Optional[torch.Tensor],
+              rotations: Optional[torch.Tensor] = None) -> Forward:
+        """Begins a pass; mask [batch, length + new], bool. For PROJECTED rotations [batch * new,
+        rope] as Service.step has them."""
         tokens, self.tokens = self.tokens, None
         self.forward = self.batch.begin(
             batch, new, None if mask is None else mask.cpu().numpy(),
-            None if tokens is None else np.ascontiguousarray(tokens.cpu().numpy()))
+            None if tokens is None else np.ascontiguousarray(tokens.cpu().numpy()),
+            None if rotations is None else rotations.float().cpu().numpy())
         return self.forward
 
     def release(self) -> None:

@@ -9,14 +9,16 @@ import torch
 from mla_client.pytorch import Sender
 from mla_client.service import Model
 from mla_client.serving.batch import Forward
+from mla_client.types import Profile
 
 
 class Exchange:
-    """Sends the attention of one layer after another. Belongs to one thread at a time."""
+    """Sends the attention of one layer after another, in the model's profile. Belongs to one thread
+    at a time."""
 
     def __init__(self, model: Model) -> None:
         self._geometry = model.spec.geometry
-        self._sender = Sender()
+        self._sender = Sender(Profile.PROJECTED if model.spec.rope_layout else Profile.EXPANDED)
         self._forward: Optional[Forward] = None
         self._take = self._give = self._source = torch.zeros(0, dtype=torch.int64)
 
@@ -25,11 +27,24 @@ class Exchange:
         """Takes query [batch, heads, new, nope + rope] and rows [batch, new, lora + rope]; returns
         the outputs [batch, new, heads, v], with zeros at padding. `lists` [batch, new, width]: the
         positions that each row attends to, -1 for none; without them it attends to all."""
-        batch, heads, new, width = query.shape
-        shape = (batch * new, heads, self._geometry.v_dim)
+        return self._send(forward, layer, query.transpose(1, 2), rows, self._geometry.v_dim, lists)
+
+    def attend_projected(self, forward: Forward, layer: int, query: torch.Tensor,
+                         rows: torch.Tensor) -> torch.Tensor:
+        """Takes normed queries [batch, new, q_lora_rank] and rows [batch, new, lora + rope].
+
+        Returns hidden states [batch, new, hidden_size], with zeros at padding."""
+        return self._send(forward, layer, query[:, :, None], rows,
+                          self._geometry.hidden_size)[:, :, 0]
+
+    def _send(self, forward: Forward, layer: int, query: torch.Tensor, rows: torch.Tensor,
+              o_dim: int, lists: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """query [batch, new, heads, any] -> [batch, new, heads, o dim]."""
+        batch, new, heads, width = query.shape
+        shape = (batch * new, heads, o_dim)
         if forward.step is None:
             return query.new_zeros(shape).view(batch, new, *shape[1:])
-        q = query.transpose(1, 2).reshape(batch * new, heads, width)
+        q = query.reshape(batch * new, heads, width)
         kv = rows.reshape(batch * new, self._geometry.row_dim)
         if not forward.plain:
             self._place(forward, query.device)

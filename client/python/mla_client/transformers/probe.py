@@ -37,7 +37,8 @@ _BY_TYPE = {
     "deepseek_v32": {**_DENSE, **_INDEXER},
     "glm_moe_dsa": {**_DENSE, **_INDEXER, "indexer_types": ["full", "shared"]},
 }
-_passed: Set[Any] = set()  # classes of models, with and without low-rank queries
+# Classes of models, with and without low-rank queries, and projections on the server.
+_passed: Set[Any] = set()
 
 
 def check_version() -> None:
@@ -45,12 +46,12 @@ def check_version() -> None:
     serving.check_version("transformers", transformers.__version__, RELEASES)
 
 
-def check_library(model: Any) -> None:
+def check_library(model: Any, projected: bool = False) -> None:
     """Computes a few tokens with a tiny random model of the same class, by the library's attention
     and through this package with a LocalReference, and compares them. Once a class and process."""
     check_version()
     low_rank = model.config.q_lora_rank is not None
-    if (type(model), low_rank) in _passed:
+    if (type(model), low_rank, projected) in _passed:
         return
     kind = model.config.model_type
     try:
@@ -61,7 +62,8 @@ def check_library(model: Any) -> None:
             tiny = type(model)(config).to(device="cpu", dtype=torch.float32).eval()
             tiny.set_attn_implementation("eager")
             right = _outputs(tiny)
-            with attach_checked(tiny, LocalReference(exact=True), "probe", "", 0, STEP_LEASE_MS):
+            with attach_checked(tiny, LocalReference(exact=True), "probe", "", 0, STEP_LEASE_MS,
+                                projected):
                 got = _outputs(tiny)
     except errors.MlaError:
         raise
@@ -74,7 +76,7 @@ def check_library(model: Any) -> None:
         raise errors.Unimplemented(
             f"transformers {transformers.__version__} does not fit: a tiny {kind} model differs by "
             f"{difference:.3g} from its own attention, at most {TOLERANCE}")
-    _passed.add((type(model), low_rank))
+    _passed.add((type(model), low_rank, projected))
 
 
 def _outputs(model: Any) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Where a sequence is to be, by pure functions."""
 
 import collections
+import hashlib
+import pathlib
 import random
 import unittest
 
@@ -8,6 +10,7 @@ from mla_client import Prefix, errors
 from mla_client.cluster import placement
 from mla_client.cluster.placement import Costs, Probe
 
+GOLDEN = pathlib.Path(__file__).resolve().parents[4] / "tests/cluster/placement_golden.txt"
 ADDRESSES = [f"server-{number}:50551" for number in range(64)]
 
 
@@ -35,6 +38,39 @@ class KeysTest(unittest.TestCase):
         self.assertNotEqual(placement.page_names([9, *tokens[1:]], 64, b"fleet")[2], names[2])
         self.assertNotEqual(placement.page_names(tokens, 64, b"other")[0], names[0])
         self.assertEqual(placement.page_names([], 64, b"fleet"), [])
+
+
+class GoldenTest(unittest.TestCase):
+    def test_bytes_are_those_that_the_cpp_client_makes(self):
+        def listed(text):
+            return text.split(",") if text else []
+
+        def numbers(text):
+            return [int(one) for one in listed(text)]
+
+        def hexed(names):
+            return ",".join(one.hex() for one in names)
+        makers = {
+            "key": lambda model, salt, tokens, keys: placement.key_of(model, Prefix(
+                numbers(tokens), page_keys=[bytes.fromhex(one) for one in listed(keys)],
+                salt=salt)).hex(),
+            "order": lambda key, addresses: ",".join(
+                placement.by_hash(bytes.fromhex(key), listed(addresses))),
+            "subset": lambda worker, addresses, most: ",".join(
+                placement.subset_of(worker, listed(addresses), int(most))),
+            "hash": lambda key, data, size: hashlib.blake2b(
+                bytes.fromhex(data), key=bytes.fromhex(key), digest_size=int(size)).hexdigest(),
+            "names": lambda salt, size, tokens: hexed(
+                placement.page_names(numbers(tokens), int(size), bytes.fromhex(salt))),
+        }
+        kinds = set()
+        for line in GOLDEN.read_text(encoding="utf-8").splitlines():
+            if line.startswith("#"):
+                continue
+            kind, *given, made = line.split("\t")
+            self.assertEqual(makers[kind](*given), made, line)
+            kinds.add(kind)
+        self.assertEqual(kinds, set(makers))
 
 
 class HashTest(unittest.TestCase):

@@ -190,6 +190,8 @@ class SmallInlineTest(Transport, ServiceContract, unittest.TestCase):
 
     transport = "inline"
     options = {"message_bytes": 4096 + 400}
+    # A row of fp32 is larger than a message, and PROJECTED cuts no rows.
+    projected_steps = ServiceContract.projected_steps[:2]
 
 
 class SmallSharedMemoryTest(SmallInlineTest):

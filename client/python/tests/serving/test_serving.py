@@ -35,6 +35,21 @@ class Clock:
         return self.now
 
 
+class Read(list):
+    """Tokens that count those which are taken."""
+
+    count = 0
+
+    def __getitem__(self, index):
+        got = super().__getitem__(index)
+        self.count += len(got) if isinstance(index, slice) else 1
+        return got
+
+    def __iter__(self):
+        self.count += len(self)
+        return super().__iter__()
+
+
 class Given(unittest.TestCase):
     def test_options_name_what_is_wrong(self):
         for given, text in (
@@ -310,6 +325,33 @@ class Admitted(unittest.TestCase):
         self.run_pass({"a": (len(first), 1)})
         self.assertIsNotNone(admission.admit("b", same))
         self.assertEqual((admission.counts["follows"], admission.counts["waits"]), (2, 0))
+
+    def test_tokens_are_compared_once_with_those_of_a_prompt_under_way(self):
+        """An engine asks before each of the many passes of a long prompt."""
+        page = SPEC.page_size
+        self.start(pages=64)
+        admission = self.admission = Admission(
+            Link(options(self.server), pause=Pause(0.0, 0.0)), "s", follows=True)
+        first = list(range(20 * page))
+        self.assertEqual(admission.admit("a", first), 0)
+        same = Read(first[:10 * page] + [3] + first[:page])
+        for turn in range(5):
+            self.assertIsNone(admission.admit("b", same))
+            self.assertEqual(same.count, 11 * page, f"turn {turn}")  # and the page that differs
+        longer = Read(first[:2 * page + 1])
+        self.assertIsNone(admission.admit("c", longer))
+        longer.extend(first[2 * page + 1:4 * page + 1])  # only what is new is compared
+        for _ in range(2):
+            self.assertIsNone(admission.admit("c", longer))
+            self.assertEqual(longer.count, 4 * page)
+        # Its name may come again with other tokens, but not before it is gone.
+        self.run_pass({"a": (0, page)}, gone=["b"])
+        other = Read([9] + first)
+        self.assertEqual(admission.admit("b", other), 0)
+        self.run_pass({"a": (page, 3 * page)})
+        self.assertIsNone(admission.admit("c", longer))
+        self.run_pass({"a": (4 * page, page)})
+        self.assertIsNotNone(admission.admit("c", longer))
 
     def test_a_request_does_not_wait_for_one_that_is_gone(self):
         link = Link(options(self.server), pause=Pause(0.0, 0.0))

@@ -1,0 +1,30 @@
+// The clocks of this machine as plain numbers. Threading: any thread.
+#ifndef MLA_BASE_CLOCK_H_
+#define MLA_BASE_CLOCK_H_
+
+#include <chrono>
+#include <cstdint>
+
+namespace mla {
+
+template <typename Unit, typename Clock>
+int64_t CountSinceEpoch() {
+  return std::chrono::duration_cast<Unit>(Clock::now().time_since_epoch()).count();
+}
+
+// Nanoseconds since an arbitrary moment. Never runs backwards.
+inline int64_t SteadyNanos() {
+  return CountSinceEpoch<std::chrono::nanoseconds, std::chrono::steady_clock>();
+}
+
+// Time since 1970 in UTC. It jumps where the machine's clock is set.
+inline int64_t UnixNanos() {
+  return CountSinceEpoch<std::chrono::nanoseconds, std::chrono::system_clock>();
+}
+inline int64_t UnixMillis() {
+  return CountSinceEpoch<std::chrono::milliseconds, std::chrono::system_clock>();
+}
+
+}  // namespace mla
+
+#endif  // MLA_BASE_CLOCK_H_

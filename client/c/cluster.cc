@@ -1,0 +1,136 @@
+// Connections to clusters: what connections to one server do not have.
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "client/c/connection.h"
+#include "client/c/handles.h"
+
+namespace mla::capi {
+namespace {
+
+constexpr uint32_t kMostSubset = 4096;
+
+absl::StatusOr<client::ClusterOptions> ClusterOptionsOf(const mla_cluster_options* given) {
+  mla_cluster_options known;
+  if (absl::Status status = Read(given, false, "cluster", &known); !status.ok()) return status;
+  if (known.subset > kMostSubset) {
+    return Refuse("cluster.subset", "0.." + std::to_string(kMostSubset),
+                  std::to_string(known.subset));
+  }
+  if (known.keep_ms < 0) {
+    return Refuse("cluster.keep_ms", "at least 0", std::to_string(known.keep_ms));
+  }
+  client::ClusterOptions options;
+  options.home = Text(known.home);
+  if (known.subset > 0) options.subset = known.subset;
+  if (known.all != 0) options.subset = 0;
+  if (known.keep_ms > 0) options.keep_s = static_cast<double>(known.keep_ms) / 1000;
+  options.same_host = known.no_socket == 0;
+  options.etcd = {Text(known.etcd_ca), Text(known.etcd_cert), Text(known.etcd_key)};
+  return options;
+}
+
+mla_recovered RecoveredOf(const std::string& how) {
+  if (how == "alive") return MLA_RECOVERED_ALIVE;
+  if (how == "moved") return MLA_RECOVERED_MOVED;
+  if (how == "checkpoint") return MLA_RECOVERED_CHECKPOINT;
+  return how == "peer" ? MLA_RECOVERED_PEER : MLA_RECOVERED_NONE;
+}
+
+absl::Status Recover(mla_client* client, mla_sequence* sequence, const mla_prefix* prefix,
+                     mla_recovery* recovery) {
+  auto* const one = std::get_if<client::ClusterSequence>(&sequence->sequence);
+  if (one == nullptr || client->cluster == nullptr) {
+    return absl::FailedPreconditionError("mla_sequence_recover: the client is not of a cluster");
+  }
+  const auto known = PrefixOf(prefix);
+  if (!known.ok()) return known.status();
+  const auto found = client->cluster->Recover(one, *known);
+  if (!found.ok()) return found.status();
+  mla_recovery result{};
+  result.how = RecoveredOf(found->how);
+  result.rows = found->rows;
+  result.lost = found->lost;
+  Write(result, recovery);
+  return absl::OkStatus();
+}
+
+absl::Status StatusAt(const mla_step* step, size_t place) {
+  if (place >= step->sequences) {
+    return Refuse("place", "below " + std::to_string(step->sequences), std::to_string(place));
+  }
+  if (step->cluster == nullptr) return absl::OkStatus();
+  for (const client::FailedOwner& owner : step->cluster->failed()) {
+    for (const size_t one : owner.sequences) {
+      if (one == place) return owner.status;
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status ConnectCluster(const char* target, const mla_connect_options* options,
+                            const mla_cluster_options* cluster, mla_client** out) {
+  const auto known = OptionsOf(options);
+  if (!known.ok()) return known.status();
+  const auto of_cluster = ClusterOptionsOf(cluster);
+  if (!of_cluster.ok()) return of_cluster.status();
+  auto made = client::ClusterClient::Connect(target, *known, *of_cluster);
+  if (!made.ok()) return made.status();
+  auto client = std::make_unique<mla_client>();
+  client->cluster = *std::move(made);
+  absl::Status last;
+  // The info that callers ask for is a server's: the home's, or that of one that answers.
+  const auto home = client->cluster->Home();
+  if (!home.ok()) return home.status();
+  std::vector<std::string> addresses = {*home};
+  for (const client::Member& one :
+       client->cluster->Members().value_or(std::vector<client::Member>())) {
+    addresses.push_back(one.address());
+  }
+  for (const std::string& address : addresses) {
+    auto server = client->cluster->ServerAt(address);
+    last = server.status();
+    if (!server.ok()) continue;
+    client->home = *std::move(server);
+    client->backend = client->home->info().backend().name();
+    *out = client.release();
+    return absl::OkStatus();
+  }
+  return last;
+}
+
+}  // namespace mla::capi
+
+using mla::capi::CheckNotNull;
+using mla::capi::Guard;
+
+mla_code mla_connect_cluster(const char* target, const mla_connect_options* options,
+                             const mla_cluster_options* cluster, mla_client** out,
+                             mla_error** error) {
+  return Guard(error, [&] {
+    if (absl::Status status = CheckNotNull(out, "out"); !status.ok()) return status;
+    *out = nullptr;
+    if (absl::Status status = CheckNotNull(target, "target"); !status.ok()) return status;
+    return mla::capi::ConnectCluster(target, options, cluster, out);
+  });
+}
+
+const char* mla_sequence_address(const mla_sequence* sequence) {
+  const auto* const one = std::get_if<mla::client::ClusterSequence>(&sequence->sequence);
+  return one == nullptr ? "" : one->address().c_str();
+}
+
+mla_code mla_sequence_recover(mla_client* client, mla_sequence* sequence, const mla_prefix* prefix,
+                              mla_recovery* recovery, mla_error** error) {
+  return Guard(error, [&] {
+    if (absl::Status status = CheckNotNull(sequence, "sequence"); !status.ok()) return status;
+    return mla::capi::Recover(client, sequence, prefix, recovery);
+  });
+}
+
+mla_code mla_step_sequence_status(const mla_step* step, size_t place, mla_error** error) {
+  return Guard(error, [&] { return mla::capi::StatusAt(step, place); });
+}

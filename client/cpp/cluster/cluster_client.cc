@@ -1,0 +1,474 @@
+#include "client/cpp/cluster/cluster_client.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "client/cpp/cluster/cluster_step.h"
+#include "client/cpp/cluster/faults.h"
+#include "client/cpp/cluster/targets.h"
+
+namespace mla::client {
+namespace {
+
+uint64_t Seed() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+std::string HostName() {
+  char name[256] = "";
+  return gethostname(name, sizeof(name) - 1) == 0 ? name : "";
+}
+
+std::vector<std::string> AddressesOf(const std::vector<Member>& members) {
+  std::vector<std::string> addresses;
+  for (const Member& member : members) addresses.push_back(member.address());
+  return addresses;
+}
+
+bool Has(const std::vector<std::string>& addresses, const std::string& address) {
+  return std::find(addresses.begin(), addresses.end(), address) != addresses.end();
+}
+
+// Rows of whole pages that a prefix is about.
+uint64_t RowsOfPrefix(const ModelRecord& model, const v1::Prefix& prefix) {
+  const uint64_t page = std::max<uint64_t>(1, model.reply.model().page_size());
+  uint64_t rows = prefix.page_keys_size() > 0
+                      ? static_cast<uint64_t>(prefix.page_keys_size()) * page
+                      : static_cast<uint64_t>(prefix.token_ids_size()) / page * page;
+  if (prefix.max_rows() > 0) rows = std::min(rows, prefix.max_rows() / page * page);
+  return rows;
+}
+
+// Bytes that so many rows take in a pool.
+uint64_t BytesOfRows(const ModelRecord& model, uint64_t rows) {
+  const uint64_t page = std::max<uint64_t>(1, model.reply.model().page_size());
+  return (rows + page - 1) / page * model.reply.page_group_bytes();
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------- Sequences
+
+ClusterSequence::ClusterSequence(std::shared_ptr<Connection> connection, Sequence sequence,
+                                 std::string model_id)
+    : connection_(std::move(connection)),
+      sequence_(std::make_unique<Sequence>(std::move(sequence))),
+      model_id_(std::move(model_id)) {}
+
+ClusterSequence::~ClusterSequence() {
+  if (sequence_ == nullptr) return;
+  if (lost()) sequence_->Detach();
+  sequence_.reset();  // before its connection
+}
+
+ClusterSequence& ClusterSequence::operator=(ClusterSequence&& other) noexcept {
+  if (this == &other) return *this;
+  if (sequence_ != nullptr && lost()) sequence_->Detach();
+  sequence_ = std::move(other.sequence_);
+  connection_ = std::move(other.connection_);
+  model_id_ = std::move(other.model_id_);
+  return *this;
+}
+
+void ClusterSequence::Become(ClusterSequence other) {
+  sequence_->Detach();
+  *sequence_ = std::move(*other.sequence_);  // steps know this place
+  connection_ = std::move(other.connection_);
+  other.sequence_.reset();
+}
+
+absl::StatusOr<ClusterSequence> ClusterSequence::Fork(std::optional<uint64_t> length) {
+  auto child = sequence_->Fork(length);
+  if (!child.ok()) return child.status();
+  return ClusterSequence(connection_, *std::move(child), model_id_);
+}
+
+absl::Status ClusterSequence::Release() {
+  if (!lost()) return sequence_->Release();
+  sequence_->Detach();
+  return absl::OkStatus();
+}
+
+// ------------------------------------------------------------------------------------- Servers
+
+ClusterClient::ClusterClient(ClientOptions options, ClusterOptions cluster,
+                             std::unique_ptr<Registry> registry)
+    : options_(std::move(options)),
+      cluster_(std::move(cluster)),
+      registry_(std::move(registry)),
+      random_(Seed()),
+      owners_(std::make_unique<Owners>([this](const Member& member) { return ConnectTo(member); },
+                                       SteadySeconds)) {
+  if (options_.client_id.empty()) options_.client_id = absl::StrFormat("cpp-%016x", random_());
+  members_ = std::make_unique<MemberList>(
+      [this] { return registry_->Read(); },
+      [this](const std::vector<std::string>& addresses) { Gone(addresses); },
+      MemberListOptions{.refresh_s = cluster_.refresh_s, .keep_s = cluster_.keep_s});
+}
+
+absl::StatusOr<std::unique_ptr<ClusterClient>> ClusterClient::Connect(
+    const std::string& target, const ClientOptions& given, const ClusterOptions& cluster) {
+  if (!(cluster.refresh_s > 0)) {
+    return RefuseValue("refresh_s", absl::StrCat(cluster.refresh_s), "above 0");
+  }
+  auto registry = RegistryOf(target, cluster.etcd);
+  if (!registry.ok()) return registry.status();
+  ClientOptions options = given;
+  if (IsDnsTarget(target) && !options.tls_ca.empty() && options.tls_server_name.empty()) {
+    // Certificates have the name, not the addresses that the name has.
+    options.tls_server_name = ParseDnsTarget(target)->host;
+  }
+  std::unique_ptr<ClusterClient> client(
+      new ClusterClient(std::move(options), cluster, *std::move(registry)));
+  if (absl::Status status = client->members_->Refresh(); !status.ok()) return status;
+  if (absl::Status status = client->members_->Start(); !status.ok()) return status;
+  return client;
+}
+
+ClusterClient::~ClusterClient() {
+  if (process_.left()) {
+    // The threads and perhaps the locks belong to another process.
+    static_cast<void>(members_.release());
+    static_cast<void>(owners_.release());
+    return;
+  }
+  members_->Close();
+  owners_.reset();
+}
+
+absl::StatusOr<std::unique_ptr<Client>> ClusterClient::ConnectTo(const Member& member) const {
+  const bool here = cluster_.same_host && options_.tls_ca.empty() && !member.socket().empty() &&
+                    member.node() == HostName() && access(member.socket().c_str(), F_OK) == 0;
+  return Client::Connect(here ? "unix:" + member.socket() : member.address(), options_);
+}
+
+// Members have left the registry, or have restarted. Each is asked itself; one that does not answer
+// is given up, so that steps that wait for it end at once.
+void ClusterClient::Gone(const std::vector<std::string>& addresses) {
+  const auto members = members_->All();
+  for (const std::string& address : addresses) {
+    const auto connection = owners_->At(address)->connected();
+    if (connection == nullptr) continue;
+    const auto now = members.ok()
+                         ? std::find_if(members->begin(), members->end(),
+                                        [&](const Member& one) { return one.address() == address; })
+                         : std::vector<Member>::const_iterator();
+    // A server that restarted can be connected again before the registry lists its new boot.
+    if (members.ok() && now != members->end() &&
+        now->boot_id() == connection->client()->info().boot_id()) {
+      continue;
+    }
+    if (!owners_->Probe({address}, "", {}, kGoneSeconds)[0].probe) owners_->At(address)->Drop();
+  }
+}
+
+absl::StatusOr<std::vector<Member>> ClusterClient::Usable() {
+  auto members = members_->All();
+  if (!members.ok()) return members.status();
+  owners_->Know(*members);
+  std::vector<Member> taking, well;
+  for (const Member& one : *members) {
+    if (one.draining()) continue;
+    taking.push_back(one);
+    if (owners_->At(one.address())->well()) well.push_back(one);
+  }
+  if (taking.empty()) {
+    return WithReason(absl::StatusCode::kUnavailable,
+                      absl::StrCat("the cluster has no server that takes sequences: ",
+                                   members->size(), " members, all of which drain"),
+                      kNoServers);
+  }
+  return well.empty() ? taking : well;
+}
+
+std::string ClusterClient::HomeAmong(const std::vector<std::string>& addresses) const {
+  if (Has(addresses, cluster_.home)) return cluster_.home;
+  return SubsetOf(options_.client_id, addresses, 1)[0];
+}
+
+absl::StatusOr<std::string> ClusterClient::Home() {
+  const auto usable = Usable();
+  if (!usable.ok()) return usable.status();
+  return HomeAmong(AddressesOf(*usable));
+}
+
+absl::StatusOr<std::shared_ptr<Client>> ClusterClient::ServerAt(const std::string& address) {
+  Usable().status().IgnoreError();  // so that the owner knows how to connect
+  const auto connection = owners_->At(address)->connection();
+  if (!connection.ok()) return connection.status();
+  return std::shared_ptr<Client>(*connection, (*connection)->client());
+}
+
+// ------------------------------------------------------------------------------------- Models
+
+absl::StatusOr<std::shared_ptr<ModelRecord>> ClusterClient::FindModel(const std::string& id) const {
+  const MutexLock lock(mutex_);
+  const auto found = models_.find(id);
+  if (found != models_.end()) return found->second;
+  return WithReason(absl::StatusCode::kNotFound,
+                    absl::StrCat("model ", id, " was not registered with this client"),
+                    "model_not_found");
+}
+
+absl::StatusOr<std::shared_ptr<Connection>> ClusterClient::WithModel(const std::string& address,
+                                                                     ModelRecord* model) {
+  const auto owner = owners_->At(address);
+  const auto on_peer = [this, model](Client* server) {
+    return cluster_.on_peer ? cluster_.on_peer(server, model->spec) : absl::OkStatus();
+  };
+  absl::Status status;
+  for (int turn = 0; turn < 2; ++turn) {
+    const auto connection = owner->connection();
+    status = connection.status();
+    if (status.ok()) status = (*connection)->EnsureModel(model, on_peer);
+    if (status.ok()) return *connection;
+    owner->Failed(status);
+    if (!IsReplaced(status)) break;  // else the next connection is to the new process
+  }
+  return status;
+}
+
+absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSpec& model,
+                                                               uint32_t lease_ms,
+                                                               std::span<const float> kv_scales,
+                                                               std::span<const float> sinks) {
+  const auto usable = Usable();
+  if (!usable.ok()) return usable.status();
+  const auto record = std::make_shared<ModelRecord>();
+  record->spec = model;
+  record->lease_ms = lease_ms;
+  record->kv_scales.assign(kv_scales.begin(), kv_scales.end());
+  record->sinks.assign(sinks.begin(), sinks.end());
+  if (const auto known = FindModel(model.model_id()); known.ok()) {
+    const MutexLock lock((*known)->mutex);
+    if ((*known)->spec.SerializeAsString() == model.SerializeAsString()) {
+      const MutexLock own_lock(record->mutex);
+      record->uploads = (*known)->uploads;
+    }
+  }
+  std::vector<std::string> addresses = AddressesOf(*usable);
+  addresses = SubsetOf(options_.client_id, addresses, kMostTried);
+  const std::string home = HomeAmong(AddressesOf(*usable));
+  std::erase(addresses, home);
+  addresses.insert(addresses.begin(), home);
+  absl::Status last;
+  for (const std::string& address : addresses) {
+    const auto there = WithModel(address, record.get());
+    if (there.ok()) {
+      const MutexLock lock(mutex_);
+      auto& known = models_[model.model_id()];
+      if (known != nullptr) old_models_.push_back(known);
+      known = record;
+      return record->reply;
+    }
+    last = there.status();
+    if (!IsAway(last) && !IsReplaced(last)) break;
+  }
+  return last;
+}
+
+absl::StatusOr<v1::ModelSpec> ClusterClient::RegisteredModel(const std::string& model_id) const {
+  const auto model = FindModel(model_id);
+  if (!model.ok()) return model.status();
+  return (*model)->spec;
+}
+
+absl::Status ClusterClient::Upload(const std::string& model_id, const std::string& about,
+                                   std::function<absl::Status(Client* server)> upload) {
+  const auto model = FindModel(model_id);
+  if (!model.ok()) return model.status();
+  std::function<absl::Status(Client*)> before;
+  {
+    // Before the servers are looked at, so that none that gets the model meanwhile is left out.
+    const MutexLock lock((*model)->mutex);
+    before = std::exchange((*model)->uploads[about], upload);
+  }
+  absl::Status last =
+      WithReason(absl::StatusCode::kUnavailable, "no server has the model", kNoServers);
+  int done = 0;
+  for (const auto& connection : owners_->Connected()) {
+    const auto took = connection->IfModel(model_id, upload);
+    if (took.ok()) {
+      done += *took ? 1 : 0;
+      continue;
+    }
+    last = took.status();
+    const auto owner = owners_->At(connection->address());
+    owner->Failed(last);
+    if (!IsAway(last) && !IsReplaced(last)) break;
+    owner->Drop();  // with the next connection it gets all of them
+  }
+  if (done > 0 && (IsAway(last) || IsReplaced(last))) return absl::OkStatus();
+  const MutexLock lock((*model)->mutex);
+  if (before) {
+    (*model)->uploads[about] = before;
+  } else {
+    (*model)->uploads.erase(about);
+  }
+  return last;
+}
+
+absl::Status ClusterClient::UnregisterModel(const std::string& model_id) {
+  {
+    const MutexLock lock(mutex_);
+    const auto known = models_.find(model_id);
+    if (known != models_.end()) {
+      old_models_.push_back(known->second);
+      models_.erase(known);
+    }
+  }
+  absl::Status refused;
+  for (const auto& connection : owners_->Connected()) {
+    connection->ForgetModel(model_id);
+    const absl::Status status = connection->client()->UnregisterModel(model_id);
+    // The others need not keep it for one that refuses.
+    if (!status.ok() && !absl::IsNotFound(status)) refused = status;
+  }
+  return refused;
+}
+
+// ------------------------------------------------------------------------------------- Placement
+
+absl::StatusOr<ClusterClient::Turn> ClusterClient::Begin(ModelRecord* model,
+                                                         const v1::Prefix& prefix,
+                                                         const std::string& last) {
+  const auto members = Usable();
+  if (!members.ok()) return members.status();
+  Turn turn;
+  turn.model = model;
+  turn.everyone = AddressesOf(*members);
+  turn.fills = owners_->FillsOf(*members);
+  turn.addresses = SubsetOf(options_.client_id, turn.everyone, cluster_.subset);
+  turn.home = HomeAmong(turn.everyone);
+  turn.last = last;
+  const std::string& id = model->spec.model_id();
+  if (prefix.token_ids_size() > 0 || prefix.page_keys_size() > 0) {
+    turn.key = KeyOfPrefix(id, prefix);
+    if (last.empty()) turn.last = marks_.Recall(id, prefix);
+  }
+  return turn;
+}
+
+// There is nothing to ask.
+bool ClusterClient::GoesHome(const Turn& turn) const {
+  return !turn.key && turn.last.empty() && Has(Bounded(turn.addresses, turn.fills), turn.home);
+}
+
+// The servers that were asked and can take the sequence come first, the cheapest at the front.
+// Others follow in the order of the prefix's hash. Servers without room a moment ago come last.
+std::vector<Choice> ClusterClient::Choices(const Turn& turn, const v1::Prefix& prefix) {
+  std::vector<std::string> addresses = turn.addresses;
+  if (GoesHome(turn)) std::erase(addresses, turn.home);  // it was tried
+  if (Has(turn.everyone, turn.last) && !Has(addresses, turn.last)) addresses.push_back(turn.last);
+  std::vector<std::string> wanted;
+  {
+    const MutexLock lock(mutex_);
+    wanted = Candidates(turn.key, addresses, turn.fills, &random_, turn.last, turn.home);
+    counts_.asked += wanted.size();
+  }
+  std::vector<Answer> answers = owners_->Probe(wanted, turn.model->spec.model_id(), prefix);
+  const uint64_t rows = RowsOfPrefix(*turn.model, prefix);
+  std::set<std::string> known;
+  for (Answer& one : answers) {
+    const uint64_t found = one.probe ? RowsOf(*one.probe) : 0;
+    one.bytes_wanted = BytesOfRows(*turn.model, rows > found ? rows - found : 0);
+    known.insert(one.address);
+  }
+  const std::vector<Choice> ranked = Ranked(answers, rows, cluster_.costs, turn.home);
+  std::vector<Choice> choices, bad;
+  for (const Choice& one : ranked) (one.cost_s < kImpossible ? choices : bad).push_back(one);
+  for (const std::vector<std::string>& some : {addresses, turn.everyone}) {
+    for (const std::string& address : ByHash(turn.key.value_or(""), some)) {
+      if (known.insert(address).second) choices.push_back({address, kImpossible, {}});
+    }
+  }
+  choices.insert(choices.end(), bad.begin(), bad.end());
+  return choices;
+}
+
+absl::StatusOr<ClusterSequence> ClusterClient::OpenAt(const std::string& address,
+                                                      ModelRecord* model, const v1::Prefix& prefix,
+                                                      v1::PrefixMatch* match) {
+  const auto owner = owners_->At(address);
+  absl::Status status;
+  for (int turn = 0; turn < 2; ++turn) {
+    auto connection = WithModel(address, model);
+    if (!connection.ok()) return connection.status();
+    auto opened = (*connection)->client()->OpenSequence(model->spec.model_id(), "", prefix, match);
+    if (opened.ok()) {
+      return ClusterSequence(*connection, *std::move(opened), model->spec.model_id());
+    }
+    status = opened.status();
+    // Its lease there has ended: it is registered again.
+    const bool forgotten = ReasonOf(status) == "model_not_found";
+    if (forgotten) (*connection)->ForgetModel(model->spec.model_id());
+    owner->Failed(status);
+    if (!forgotten && !IsReplaced(status)) break;
+  }
+  return status;
+}
+
+absl::StatusOr<ClusterSequence> ClusterClient::OpenSequence(const std::string& model_id,
+                                                            const v1::Prefix& prefix,
+                                                            v1::PrefixMatch* match,
+                                                            const std::string& last) {
+  const auto model = FindModel(model_id);
+  if (!model.ok()) return model.status();
+  const auto turn = Begin(model->get(), prefix, last);
+  if (!turn.ok()) return turn.status();
+  absl::Status error = WithReason(absl::StatusCode::kUnavailable,
+                                  "no server of the cluster was found to try", kNoServers);
+  size_t tried = 0;
+  std::vector<Choice> choices;
+  if (GoesHome(*turn)) choices.push_back({turn->home, 0.0, {}});
+  for (bool asked = false; tried < kMostTried;) {
+    if (tried == choices.size()) {
+      if (asked) break;
+      asked = true;
+      for (Choice& one : Choices(*turn, prefix)) choices.push_back(std::move(one));
+      continue;
+    }
+    const std::string& address = choices[tried++].address;
+    auto opened = OpenAt(address, model->get(), prefix, match);
+    if (opened.ok()) {
+      if (turn->key) marks_.Remember(model_id, prefix, address);
+      const MutexLock lock(mutex_);
+      ++counts_.opened;
+      counts_.spilled += tried > 1 ? 1 : 0;
+      return opened;
+    }
+    error = opened.status();
+    if (!IsAway(error) && !IsReplaced(error) && !absl::IsResourceExhausted(error) &&
+        !absl::IsNotFound(error)) {
+      break;
+    }
+  }
+  return error;
+}
+
+absl::StatusOr<uint64_t> ClusterClient::RenewLeases() {
+  uint64_t renewed = 0;
+  for (const auto& connection : owners_->Connected()) {
+    const auto reply = connection->client()->RenewLeases();
+    if (!reply.ok()) return reply.status();
+    renewed += reply->renewed();
+  }
+  return renewed;
+}
+
+std::unique_ptr<ClusterSession> ClusterClient::OpenSession() {
+  return std::make_unique<ClusterSession>(this);
+}
+
+ClusterClient::Counts ClusterClient::counts() const {
+  const MutexLock lock(mutex_);
+  return counts_;
+}
+
+}  // namespace mla::client

@@ -1,0 +1,232 @@
+// All servers of a cluster, used by one client as if they were one (docs/cluster.md).
+//
+//   auto client = ClusterClient::Connect("etcd://registry:2379/fleet", {});
+//   (*client)->RegisterModel(spec);
+//   auto sequence = (*client)->OpenSequence("my-model", prefix);    // where it costs least
+//   auto session = (*client)->OpenSession();                        // cluster_step.h
+//   auto step = session->Begin("my-model", {{&*sequence, rows}});
+//   if (!(*step)->Attend(call).ok()) (*client)->Recover(&*sequence, prefix);  // and send again
+//
+// A sequence is its server's own: calls and steps on it go there, and nothing of this library is in
+// the way. Errors are those of Client, and those with the reasons registry_away and no_servers.
+//
+// Ownership: a ClusterClient must outlive its sessions, and sessions their steps. Sequences keep
+// their connection, and may be destroyed at any time. Threading: any thread may use a
+// ClusterClient; one thread at a time may use a sequence.
+#ifndef MLA_CLIENT_CPP_CLUSTER_CLUSTER_CLIENT_H_
+#define MLA_CLIENT_CPP_CLUSTER_CLUSTER_CLIENT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "client/cpp/client.h"
+#include "client/cpp/cluster/members.h"
+#include "client/cpp/cluster/owners.h"
+#include "client/cpp/cluster/placement.h"
+#include "client/cpp/cluster/registry.h"
+#include "client/cpp/shared_memory/home.h"
+
+namespace mla::client {
+
+class ClusterSession;
+
+// Servers that are tried for a new sequence, including the probed ones.
+inline constexpr size_t kMostTried = 16;
+// A server that has left the registry, or whose sequence is to be recovered, has so long to answer.
+inline constexpr double kGoneSeconds = 1.0;
+
+struct ClusterOptions {
+  // Address of the server for sequences that share nothing; empty: by the client_id.
+  std::string home;
+  // Servers that this worker uses while they have room; 0: all. A server has no more connections
+  // than its share of the workers.
+  size_t subset = 8;
+  Costs costs;
+  double keep_s = 600;     // how long members are used while the registry does not answer
+  double refresh_s = 1.0;  // how often the registry is read
+  bool same_host = true;   // servers of this host are reached by their unix sockets, without TLS
+  EtcdFiles etcd;
+  // Called for each server before a model is used there, after what was uploaded so far: for
+  // weights that are to be read again instead of being kept.
+  std::function<absl::Status(Client* server, const v1::ModelSpec& model)> on_peer;
+};
+
+// One open sequence, and its server. The destructor releases it, unless Detach was called or its
+// connection was given up.
+class ClusterSequence final {
+ public:
+  ClusterSequence(ClusterSequence&&) noexcept = default;
+  ClusterSequence& operator=(ClusterSequence&& other) noexcept;
+  ~ClusterSequence();
+
+  uint64_t id() const { return sequence_->id(); }
+  uint64_t epoch() const { return sequence_->epoch(); }
+  uint64_t length() const { return sequence_->length(); }
+  const std::string& model_id() const { return model_id_; }
+  const std::string& address() const { return connection_->address(); }
+  // The client of its server, for what concerns that server alone: exports, checkpoints, hints. It
+  // lives as long as this sequence stays on that server.
+  Client* server() const { return connection_->client(); }
+  // Returns true if the server was given up: only Recover helps.
+  bool lost() const { return connection_->dropped(); }
+
+  // As Sequence's.
+  absl::StatusOr<ClusterSequence> Fork(std::optional<uint64_t> length = std::nullopt);
+  absl::StatusOr<v1::PrefixMatch> Match(const v1::Prefix& prefix, uint64_t first_row = 0) {
+    return sequence_->Match(prefix, first_row);
+  }
+  absl::Status Truncate(uint64_t length) { return sequence_->Truncate(length); }
+  absl::StatusOr<Sequence::Tail> ReadTail() { return sequence_->ReadTail(); }
+  absl::Status Refresh() { return sequence_->Refresh(); }
+  absl::Status Release();
+  void Detach() { sequence_->Detach(); }
+
+ private:
+  friend class ClusterClient;
+  friend class ClusterSession;
+  friend class ClusterStep;
+  ClusterSequence(std::shared_ptr<Connection> connection, Sequence sequence, std::string model_id);
+  // Is `other` from now on; what it was stays on its server.
+  void Become(ClusterSequence other);
+
+  std::shared_ptr<Connection> connection_;
+  std::unique_ptr<Sequence> sequence_;  // its place stays when this object is moved
+  std::string model_id_;
+};
+
+// How a sequence was recovered. `how` is "alive": its server has it as before; "moved": a drain has
+// moved it; "checkpoint"; "peer": from rows that another server had; "none": all rows are to be
+// sent again.
+struct Recovery {
+  std::string how, address;
+  uint64_t rows = 0;  // that it has
+  uint64_t lost = 0;  // that it had before and has not now
+};
+
+class ClusterClient final {
+ public:
+  // Reads the registry, and connects to servers when they are needed. `options` are of the
+  // connection to each server. INVALID_ARGUMENT: the target is not one of a cluster
+  // (NamesCluster). UNAVAILABLE: the registry did not answer. FAILED_PRECONDITION: "forked".
+  static absl::StatusOr<std::unique_ptr<ClusterClient>> Connect(const std::string& target,
+                                                                const ClientOptions& options,
+                                                                const ClusterOptions& cluster = {});
+  ~ClusterClient();
+  ClusterClient(const ClusterClient&) = delete;
+  ClusterClient& operator=(const ClusterClient&) = delete;
+
+  const std::string& client_id() const { return options_.client_id; }
+  absl::StatusOr<std::vector<Member>> Members() const { return members_->All(); }
+  // The address of this worker's home.
+  absl::StatusOr<std::string> Home();
+  // The client of a server, connected if it was not. It lives until the server is given up.
+  absl::StatusOr<std::shared_ptr<Client>> ServerAt(const std::string& address);
+
+  // --- Models. Each is registered with a server when a sequence comes there first.
+  // As Client's: on the home now, or where that does not answer on another server.
+  absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
+                                                  std::span<const float> kv_scales = {},
+                                                  std::span<const float> sinks = {});
+  absl::StatusOr<v1::ModelSpec> RegisteredModel(const std::string& model_id) const;
+  // Calls `upload` for each server that has the model now, and for others when they get it. A
+  // repeat about the same replaces the one before. What it refers to must stay until the model is
+  // unregistered. Fails if no server took it.
+  absl::Status Upload(const std::string& model_id, const std::string& about,
+                      std::function<absl::Status(Client* server)> upload);
+  absl::Status UnregisterModel(const std::string& model_id);
+
+  // --- Sequences
+  // As Client's, on the server where it costs least. `last`: address of the server that had the
+  // conversation before; empty: what this client remembers.
+  absl::StatusOr<ClusterSequence> OpenSequence(const std::string& model_id,
+                                               const v1::Prefix& prefix = {},
+                                               v1::PrefixMatch* match = nullptr,
+                                               const std::string& last = "");
+  // A sequence that is open on some server. NOT_FOUND if none that answers has it.
+  absl::StatusOr<ClusterSequence> Attach(const std::string& model_id, uint64_t id);
+  // Goes on with a sequence whose server has failed, drained or restarted: the object is the same;
+  // its server, id, epoch and length may be others. Rows from its length on are to be sent again.
+  // `prefix` says what its rows stand for, as far as the caller knows. Tries, in this order: where
+  // it was, where a drain has moved it, its checkpoint, rows of a peer, nothing.
+  absl::StatusOr<Recovery> Recover(ClusterSequence* sequence, const v1::Prefix& prefix = {});
+  absl::StatusOr<uint64_t> RenewLeases();  // on all servers that were used; returns how many
+
+  // Opens streams where steps need them.
+  std::unique_ptr<ClusterSession> OpenSession();
+
+  struct Counts {
+    uint64_t opened = 0, asked = 0, spilled = 0, recovered = 0;
+  };
+  Counts counts() const;
+
+ private:
+  friend class ClusterSession;
+  friend class ClusterStep;
+
+  // A sequence that is to be placed: what is known before any server is asked.
+  struct Turn {
+    ModelRecord* model = nullptr;
+    std::vector<std::string> everyone,
+        addresses;  // usable servers, and this worker's share of them
+    Fills fills;
+    std::string home, last;
+    std::optional<std::string> key;  // absent: the prefix says nothing
+  };
+
+  ClusterClient(ClientOptions options, ClusterOptions cluster, std::unique_ptr<Registry> registry);
+  absl::StatusOr<std::unique_ptr<Client>> ConnectTo(const Member& member) const;
+  void Gone(const std::vector<std::string>& addresses);
+  absl::StatusOr<std::vector<Member>> Usable();
+  std::string HomeAmong(const std::vector<std::string>& addresses) const;
+  absl::StatusOr<std::shared_ptr<ModelRecord>> FindModel(const std::string& id) const;
+  absl::StatusOr<std::shared_ptr<Connection>> WithModel(const std::string& address,
+                                                        ModelRecord* model);
+  absl::StatusOr<ClusterSequence> OpenAt(const std::string& address, ModelRecord* model,
+                                         const v1::Prefix& prefix, v1::PrefixMatch* match);
+  absl::StatusOr<ClusterSequence> AttachAt(const std::string& address, ModelRecord* model,
+                                           uint64_t id);
+  absl::StatusOr<Turn> Begin(ModelRecord* model, const v1::Prefix& prefix, const std::string& last);
+  bool GoesHome(const Turn& turn) const;
+  std::vector<Choice> Choices(const Turn& turn, const v1::Prefix& prefix);
+
+  // recovery.cc
+  bool RecoverAlive(ClusterSequence* sequence);
+  bool RecoverMoved(ClusterSequence* sequence, ModelRecord* model);
+  bool RecoverCheckpoint(ClusterSequence* sequence, ModelRecord* model);
+  absl::Status OpenAgain(ClusterSequence* sequence, ModelRecord* model, const v1::Prefix& prefix);
+  bool Fetch(ClusterSequence* sequence, ModelRecord* model, const v1::Prefix& prefix,
+             const std::string& holder, const std::string& to);
+  // Moves a sequence to where its own server says that it is; false if it does not say so.
+  bool Follow(ClusterSequence* sequence);
+
+  const class Home process_;
+  ClientOptions options_;
+  const ClusterOptions cluster_;
+  const std::unique_ptr<Registry> registry_;
+  Marks marks_;
+  mutable Mutex mutex_;
+  std::mt19937_64 random_ ABSL_GUARDED_BY(mutex_);
+  Counts counts_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, std::shared_ptr<ModelRecord>> models_ ABSL_GUARDED_BY(mutex_);
+  // Models that were registered again in another form; connections know records by their place.
+  std::vector<std::shared_ptr<ModelRecord>> old_models_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<Owners> owners_;
+  std::unique_ptr<MemberList> members_;  // its thread uses the others
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_CLUSTER_CLUSTER_CLIENT_H_

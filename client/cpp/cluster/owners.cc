@@ -1,0 +1,376 @@
+#include "client/cpp/cluster/owners.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/cluster/faults.h"
+
+namespace mla::client {
+namespace {
+
+constexpr int kMostFailures = 16;
+// Free bytes of a healthy server that cannot be probed.
+constexpr uint64_t kRoomForAll = uint64_t{1} << 62;
+
+// The answer to assume for a healthy server that cannot be probed, because its release is older or
+// it does not have the model yet. Absent: the server is not healthy.
+MaybeProbe WithoutProbe(const absl::Status& status) {
+  if (IsReplaced(status) || !(absl::IsUnimplemented(status) || absl::IsNotFound(status))) return {};
+  v1::ProbeReply reply;
+  reply.set_kv_bytes_free(kRoomForAll);
+  reply.set_kv_bytes_total(kRoomForAll);
+  return reply;
+}
+
+MaybeProbe Ask(Owner* owner, const std::string& model_id, const v1::Prefix& prefix,
+               int64_t timeout_ms) {
+  const auto connection = owner->connection();
+  absl::StatusOr<v1::ProbeReply> reply =
+      connection.ok() ? (*connection)->client()->Probe(model_id, prefix, timeout_ms)
+                      : connection.status();
+  if (reply.ok()) {
+    owner->Answered(*reply);
+    return *std::move(reply);
+  }
+  owner->Failed(reply.status());
+  return WithoutProbe(reply.status());
+}
+
+// Answers that some threads bring.
+struct Asked {
+  Mutex mutex;
+  CondVar changed;
+  size_t left ABSL_GUARDED_BY(mutex) = 0;
+  std::vector<Answer> answers ABSL_GUARDED_BY(mutex);
+
+  void Take(size_t place, MaybeProbe probe) {
+    const MutexLock lock(mutex);
+    answers[place].probe = std::move(probe);
+    --left;
+    changed.NotifyAll();
+  }
+};
+
+constexpr std::string_view kKeyOfMarks = "mla marks";
+
+// The prefix in parts, each of which ends with a mark.
+std::vector<std::string> PartsOf(const v1::Prefix& prefix) {
+  std::vector<std::string> parts;
+  if (prefix.page_keys_size() > 0) {
+    const auto count = static_cast<size_t>(prefix.page_keys_size());
+    const size_t whole = count / kMarkNames * kMarkNames;
+    for (size_t i = 0; i < (whole > 0 ? whole : count); ++i) {
+      if (i % kMarkNames == 0) parts.emplace_back();
+      parts.back() += prefix.page_keys(static_cast<int>(i));
+    }
+    return parts;
+  }
+  const auto count = static_cast<size_t>(prefix.token_ids_size());
+  const size_t whole = count / kMarkRows * kMarkRows;
+  // Rows after the last whole mark change with the next turn.
+  for (size_t begin = 0; begin < (whole > 0 ? whole : count); begin += kMarkRows) {
+    const size_t rows = std::min(kMarkRows, count - begin);
+    parts.emplace_back(reinterpret_cast<const char*>(prefix.token_ids().data() + begin),
+                       rows * sizeof(uint32_t));
+  }
+  return parts;
+}
+
+}  // namespace
+
+absl::Status Connection::GivenUp() const {
+  return absl::UnavailableError(
+      absl::StrCat("the connection to ", address_, " was given up: the server does not answer"));
+}
+
+absl::StatusOr<std::shared_ptr<OwnerSession>> Connection::OpenSession() {
+  if (dropped()) return GivenUp();
+  auto session = client_->OpenSession();
+  if (!session.ok()) return session.status();
+  auto made = std::make_shared<OwnerSession>();
+  made->connection = shared_from_this();
+  made->session = *std::move(session);
+  {
+    const MutexLock lock(sessions_mutex_);
+    std::erase_if(sessions_, [](const auto& one) { return one.expired(); });
+    sessions_.push_back(made);
+  }
+  if (dropped()) made->session->Cancel(GivenUp());  // meanwhile
+  return made;
+}
+
+void Connection::Drop() {
+  dropped_.store(true);
+  std::vector<std::weak_ptr<OwnerSession>> sessions;
+  {
+    const MutexLock lock(sessions_mutex_);
+    sessions.swap(sessions_);
+  }
+  for (const auto& one : sessions) {
+    if (const auto session = one.lock(); session != nullptr) session->session->Cancel(GivenUp());
+  }
+}
+
+absl::Status Connection::EnsureModel(ModelRecord* model,
+                                     const std::function<absl::Status(Client*)>& on_peer) {
+  const MutexLock lock(models_mutex_);
+  const std::string& id = model->spec.model_id();
+  if (const auto known = models_.find(id); known != models_.end() && known->second == model) {
+    return absl::OkStatus();
+  }
+  const auto reply =
+      client_->RegisterModel(model->spec, model->lease_ms, model->kv_scales, model->sinks);
+  if (!reply.ok()) return reply.status();
+  std::map<std::string, std::function<absl::Status(Client*)>> uploads;
+  {
+    const MutexLock uploads_lock(model->mutex);
+    if (model->reply.page_group_bytes() == 0) model->reply = *reply;
+    uploads = model->uploads;
+  }
+  for (const auto& [about, upload] : uploads) {
+    if (absl::Status status = upload(client_.get()); !status.ok()) return status;
+  }
+  if (on_peer) {
+    if (absl::Status status = on_peer(client_.get()); !status.ok()) return status;
+  }
+  models_[id] = model;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> Connection::IfModel(const std::string& id,
+                                         const std::function<absl::Status(Client*)>& act) {
+  const MutexLock lock(models_mutex_);
+  if (!models_.contains(id)) return false;
+  if (absl::Status status = act(client_.get()); !status.ok()) return status;
+  return true;
+}
+
+void Connection::ForgetModel(const std::string& id) {
+  const MutexLock lock(models_mutex_);
+  models_.erase(id);
+}
+
+absl::StatusOr<std::shared_ptr<Connection>> Owner::connection() {
+  if (auto known = connected(); known != nullptr) return known;
+  const MutexLock connect_lock(connect_mutex_);
+  if (auto known = connected(); known != nullptr) return known;
+  connecting_ = true;
+  auto client = connect_();
+  connecting_ = false;
+  if (!client.ok()) return client.status();
+  auto made = std::make_shared<Connection>(address_, *std::move(client));
+  const MutexLock lock(mutex_);
+  connection_ = made;
+  return made;
+}
+
+std::shared_ptr<Connection> Owner::connected() const {
+  const MutexLock lock(mutex_);
+  return connection_;
+}
+
+bool Owner::well() const {
+  const MutexLock lock(mutex_);
+  return now_() >= until_;
+}
+
+void Owner::Failed(const absl::Status& status) {
+  const bool replaced = IsReplaced(status);
+  if (replaced || IsAway(status)) {
+    const MutexLock lock(mutex_);
+    until_ = now_() + std::min(kLongestPause, std::ldexp(kFirstPause, failures_));
+    failures_ = std::min(failures_ + 1, kMostFailures);
+    probe_.reset();
+  }
+  if (replaced) Drop();
+}
+
+void Owner::Answered(const v1::ProbeReply& reply) {
+  const MutexLock lock(mutex_);
+  probe_ = reply;
+  probed_at_ = now_();
+  failures_ = 0;
+  until_ = 0;
+}
+
+MaybeProbe Owner::fresh_probe() const {
+  const MutexLock lock(mutex_);
+  return probe_ && now_() - probed_at_ < kFreshSeconds ? probe_ : std::nullopt;
+}
+
+void Owner::Drop() {
+  std::shared_ptr<Connection> dropped;
+  {
+    const MutexLock lock(mutex_);
+    dropped.swap(connection_);
+  }
+  if (dropped != nullptr) dropped->Drop();
+}
+
+Owners::Owners(ConnectMember connect, Seconds now)
+    : connect_(std::move(connect)), now_(std::move(now)) {}
+
+Owners::~Owners() {
+  MutexLock lock(mutex_);
+  ended_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return asking_ == 0; });
+}
+
+void Owners::Know(const std::vector<Member>& members) {
+  const MutexLock lock(mutex_);
+  for (const Member& member : members) members_.insert_or_assign(member.address(), member);
+}
+
+std::shared_ptr<Owner> Owners::At(const std::string& address) {
+  const MutexLock lock(mutex_);
+  auto& found = owners_[address];
+  if (found == nullptr) {
+    found = std::make_shared<Owner>(
+        address,
+        [this, address] {
+          Member member = MemberAt(address);
+          {
+            const MutexLock members_lock(mutex_);
+            const auto known = members_.find(address);
+            if (known != members_.end()) member = known->second;
+          }
+          return connect_(member);
+        },
+        now_);
+  }
+  return found;
+}
+
+std::vector<std::shared_ptr<Owner>> Owners::All() const {
+  const MutexLock lock(mutex_);
+  std::vector<std::shared_ptr<Owner>> all;
+  for (const auto& [address, owner] : owners_) all.push_back(owner);
+  return all;
+}
+
+std::vector<std::shared_ptr<Connection>> Owners::Connected() const {
+  std::vector<std::shared_ptr<Connection>> connections;
+  for (const auto& owner : All()) {
+    if (auto one = owner->connected(); one != nullptr) connections.push_back(std::move(one));
+  }
+  return connections;
+}
+
+bool Owners::InThread(std::function<void()> act) {
+  {
+    const MutexLock lock(mutex_);
+    if (asking_ >= kMostAsking) return false;
+    ++asking_;
+  }
+  const auto end = [this] {
+    const MutexLock lock(mutex_);
+    --asking_;
+    ended_.NotifyAll();
+  };
+  try {
+    std::thread([act = std::move(act), end] {
+      act();
+      end();
+    }).detach();
+  } catch (const std::system_error&) {
+    end();
+    return false;
+  }
+  return true;
+}
+
+std::vector<Answer> Owners::Probe(const std::vector<std::string>& addresses,
+                                  const std::string& model_id, const v1::Prefix& prefix,
+                                  double timeout_s) {
+  const auto asked = std::make_shared<Asked>();
+  const auto shared_prefix = std::make_shared<const v1::Prefix>(prefix);
+  const auto timeout_ms = static_cast<int64_t>(std::ceil(timeout_s * 1000));
+  {
+    const MutexLock lock(asked->mutex);
+    asked->left = addresses.size();
+    for (const std::string& address : addresses) asked->answers.push_back({address, {}, 0});
+  }
+  bool connects = false;
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    const std::shared_ptr<Owner> owner = At(addresses[i]);
+    const bool connected = owner->connected() != nullptr;
+    const auto act = [owner, asked, shared_prefix, i, model_id, timeout_ms] {
+      asked->Take(i, Ask(owner.get(), model_id, *shared_prefix, timeout_ms));
+    };
+    if (connected && i + 1 == addresses.size()) {
+      act();  // the last one in this thread
+    } else if ((!connected && owner->connecting()) || !InThread(act)) {
+      asked->Take(i, {});
+    } else {
+      connects = connects || !connected;
+    }
+  }
+  const auto end =
+      std::chrono::steady_clock::now() +
+      std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+          std::chrono::duration<double>(std::max(timeout_s, connects ? kConnectSeconds : 0.0)));
+  MutexLock lock(asked->mutex);
+  asked->changed.WaitUntil(
+      lock, end, [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(asked->mutex) { return asked->left == 0; });
+  return asked->answers;
+}
+
+Fills Owners::FillsOf(const std::vector<Member>& members) {
+  Fills fills;
+  for (const Member& member : members) {
+    if (const MaybeProbe probe = At(member.address())->fresh_probe()) {
+      fills[member.address()] = FillOf(*probe);
+    } else if (member.bytes_total() > 0) {
+      fills[member.address()] = FillOf(
+          static_cast<double>(member.bytes_free()) - static_cast<double>(member.bytes_cached()),
+          static_cast<double>(member.bytes_total()));
+    }
+  }
+  return fills;
+}
+
+std::vector<std::string> MarksOf(std::string_view model_id, const v1::Prefix& prefix) {
+  std::string state = ShortHash(
+      kKeyOfMarks, absl::StrCat(model_id.size(), ":", std::string(model_id), ":", prefix.salt()));
+  std::vector<std::string> marks;
+  for (const std::string& part : PartsOf(prefix)) {
+    state = ShortHash(state, part);
+    marks.push_back(state);
+  }
+  return marks;
+}
+
+void Marks::Remember(std::string_view model_id, const v1::Prefix& prefix,
+                     const std::string& address) {
+  const std::vector<std::string> marks = MarksOf(model_id, prefix);
+  const MutexLock lock(mutex_);
+  for (const std::string& mark : marks) {
+    if (const auto known = places_.find(mark); known != places_.end()) {
+      order_.erase(known->second);
+      places_.erase(known);
+    }
+    order_.emplace_back(mark, address);
+    places_.emplace(mark, std::prev(order_.end()));
+  }
+  while (places_.size() > most_) {
+    places_.erase(order_.front().first);
+    order_.pop_front();
+  }
+}
+
+std::string Marks::Recall(std::string_view model_id, const v1::Prefix& prefix) {
+  const std::vector<std::string> marks = MarksOf(model_id, prefix);
+  const MutexLock lock(mutex_);
+  for (auto mark = marks.rbegin(); mark != marks.rend(); ++mark) {
+    if (const auto known = places_.find(*mark); known != places_.end()) {
+      return known->second->second;
+    }
+  }
+  return "";
+}
+
+}  // namespace mla::client

@@ -1,0 +1,210 @@
+// The servers that a cluster's client uses: their connections and models, what they said last, and
+// who had a conversation.
+//
+// A connection lives as long as anything uses it: sequences, sessions and steps hold it. It is
+// dropped when its server is given up: what waits for the server then ends at once, and a later use
+// of the owner makes another connection. Threading: any thread.
+#ifndef MLA_CLIENT_CPP_CLUSTER_OWNERS_H_
+#define MLA_CLIENT_CPP_CLUSTER_OWNERS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "client/cpp/client.h"
+#include "client/cpp/cluster/members.h"
+#include "client/cpp/cluster/placement.h"
+#include "client/cpp/session.h"
+
+namespace mla::client {
+
+// An answer to a probe that takes longer decides nothing: another server is as good.
+inline constexpr double kProbeSeconds = 0.25;
+// The first connection to a server, for a probe.
+inline constexpr double kConnectSeconds = 2.0;
+// A server that has failed is asked again after so long, twice as long each time, at most.
+inline constexpr double kFirstPause = 0.5, kLongestPause = 10.0;
+// Free memory that a probe reported is used for this long.
+inline constexpr double kFreshSeconds = 5.0;
+// Threads that ask or connect at the same time.
+inline constexpr int kMostAsking = 64;
+
+// A model as it was registered with the cluster, and what brings its weights to a server.
+struct ModelRecord {
+  v1::ModelSpec spec;
+  uint32_t lease_ms = 0;
+  std::vector<float> kv_scales, sinks;
+  v1::RegisterReply reply;  // of the first server
+
+  Mutex mutex;
+  // By what they are about: a repeat takes the place of the one before.
+  std::map<std::string, std::function<absl::Status(Client*)>> uploads ABSL_GUARDED_BY(mutex);
+};
+
+inline constexpr size_t kMostMarks = size_t{1} << 17;
+inline constexpr size_t kMarkRows = 1024;             // rows between two marks
+inline constexpr size_t kMarkNames = kMarkRows / 64;  // of pages that are named
+
+// Marks of the first kMarkRows rows, of twice as many, and so on; of a shorter prefix one of all.
+std::vector<std::string> MarksOf(std::string_view model_id, const v1::Prefix& prefix);
+
+// Which server had a conversation last, by what its rows stand for. Bounded: the conversations that
+// were remembered longest ago go first.
+class Marks final {
+ public:
+  explicit Marks(size_t most = kMostMarks) : most_(most) {}
+
+  // Rows that begin so are at `address` now.
+  void Remember(std::string_view model_id, const v1::Prefix& prefix, const std::string& address);
+  // The server that had the longest beginning; "": none is known.
+  std::string Recall(std::string_view model_id, const v1::Prefix& prefix);
+
+ private:
+  using Order = std::list<std::pair<std::string, std::string>>;  // mark and address, oldest first
+
+  const size_t most_;
+  Mutex mutex_;
+  Order order_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_map<std::string, Order::iterator> places_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Calls `act` for each number below `count` at the same time: the servers are independent.
+template <typename Act>
+void ForEachAtOnce(size_t count, const Act& act) {
+  std::vector<std::future<void>> others;
+  for (size_t i = 1; i < count; ++i) {
+    try {
+      others.push_back(std::async(std::launch::async, [&act, i] { act(i); }));
+    } catch (const std::system_error&) {
+      act(i);  // the process has no more threads
+    }
+  }
+  if (count > 0) act(0);
+  for (std::future<void>& one : others) one.wait();
+}
+
+class Connection;
+
+// A session on one server. It keeps its connection.
+struct OwnerSession {
+  std::shared_ptr<Connection> connection;
+  std::unique_ptr<Session> session;
+  std::atomic<bool> broken{false};  // another one is opened for the next step
+};
+
+class Connection final : public std::enable_shared_from_this<Connection> {
+ public:
+  Connection(std::string address, std::unique_ptr<Client> client)
+      : address_(std::move(address)), client_(std::move(client)) {}
+
+  const std::string& address() const { return address_; }
+  Client* client() const { return client_.get(); }
+  bool dropped() const { return dropped_.load(std::memory_order_relaxed); }
+  absl::StatusOr<std::shared_ptr<OwnerSession>> OpenSession();
+  // Ends the sessions: what waits on them fails with UNAVAILABLE.
+  void Drop();
+
+  // Registers the model here and uploads what belongs to it, unless that was done.
+  absl::Status EnsureModel(ModelRecord* model, const std::function<absl::Status(Client*)>& on_peer);
+  // Calls `act` if the model is registered here; true then.
+  absl::StatusOr<bool> IfModel(const std::string& id,
+                               const std::function<absl::Status(Client*)>& act);
+  void ForgetModel(const std::string& id);
+
+ private:
+  absl::Status GivenUp() const;
+
+  const std::string address_;
+  const std::unique_ptr<Client> client_;
+  std::atomic<bool> dropped_{false};
+  Mutex sessions_mutex_;
+  std::vector<std::weak_ptr<OwnerSession>> sessions_ ABSL_GUARDED_BY(sessions_mutex_);
+  Mutex models_mutex_;  // held while a model is registered, so that others wait for it
+  std::map<std::string, const ModelRecord*> models_ ABSL_GUARDED_BY(models_mutex_);
+};
+
+// A server, connected or not.
+class Owner final {
+ public:
+  using Connect = std::function<absl::StatusOr<std::unique_ptr<Client>>()>;
+  Owner(std::string address, Connect connect, Seconds now)
+      : address_(std::move(address)), connect_(std::move(connect)), now_(std::move(now)) {}
+
+  const std::string& address() const { return address_; }
+  // The connection, made if there is none.
+  absl::StatusOr<std::shared_ptr<Connection>> connection();
+  std::shared_ptr<Connection> connected() const;  // null: none; waits for nothing
+  bool connecting() const { return connecting_; }
+  bool well() const;  // false for a while after a failure
+  // A call has failed. The connection ends if the error says that another process answers.
+  void Failed(const absl::Status& status);
+  void Answered(const v1::ProbeReply& reply);
+  // The latest answer, if it is fresh.
+  MaybeProbe fresh_probe() const;
+  void Drop();
+
+ private:
+  const std::string address_;
+  const Connect connect_;
+  const Seconds now_;
+  std::atomic<bool> connecting_{false};
+  Mutex connect_mutex_;  // one thread connects, others wait for it
+  mutable Mutex mutex_;
+  std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mutex_);
+  int failures_ ABSL_GUARDED_BY(mutex_) = 0;
+  double until_ ABSL_GUARDED_BY(mutex_) = 0;
+  MaybeProbe probe_ ABSL_GUARDED_BY(mutex_);
+  double probed_at_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+class Owners final {
+ public:
+  using ConnectMember = std::function<absl::StatusOr<std::unique_ptr<Client>>(const Member&)>;
+  Owners(ConnectMember connect, Seconds now);
+  // Waits for the threads that ask.
+  ~Owners();
+
+  // How members are connected to from now on.
+  void Know(const std::vector<Member>& members);
+  // The server of an address, a member or not.
+  std::shared_ptr<Owner> At(const std::string& address);
+  // The owners that were used.
+  std::vector<std::shared_ptr<Owner>> All() const;
+  std::vector<std::shared_ptr<Connection>> Connected() const;
+  // Asks all of them at the same time. Answers are in the order of the addresses; one that did not
+  // come in time is absent.
+  std::vector<Answer> Probe(const std::vector<std::string>& addresses, const std::string& model_id,
+                            const v1::Prefix& prefix, double timeout_s = kProbeSeconds);
+  // How full members are: by a fresh probe, else by what they have announced.
+  Fills FillsOf(const std::vector<Member>& members);
+
+ private:
+  // Runs `act` in a thread; false if there are too many of them.
+  bool InThread(std::function<void()> act);
+
+  const ConnectMember connect_;
+  const Seconds now_;
+  mutable Mutex mutex_;
+  CondVar ended_;
+  int asking_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<std::string, std::shared_ptr<Owner>> owners_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, Member> members_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_CLUSTER_OWNERS_H_

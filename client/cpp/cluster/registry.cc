@@ -1,0 +1,245 @@
+#include "client/cpp/cluster/registry.h"
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "client/cpp/cluster/faults.h"
+#include "client/cpp/cluster/targets.h"
+#include "client/cpp/shared_memory/home.h"
+#include "etcd/rpc.grpc.pb.h"
+
+namespace mla::client {
+namespace {
+
+// The longest time of a call to the registry.
+constexpr auto kCallTime = std::chrono::seconds(2);
+// Tombstones stay as long as the longest lease that a server grants.
+constexpr int64_t kTombstoneSeconds = 3600;
+// All members' values, and what etcd adds to each.
+constexpr int kMostReplyBytes = 1 << 28;
+
+absl::Status Away(const std::string& message) {
+  return WithReason(absl::StatusCode::kUnavailable, message, kRegistryAway);
+}
+
+class StaticRegistry final : public Registry {
+ public:
+  explicit StaticRegistry(const std::vector<std::string>& addresses) {
+    for (const std::string& address : addresses) members_.push_back(MemberAt(address));
+  }
+  absl::StatusOr<std::vector<Member>> Read() override { return members_; }
+  absl::StatusOr<std::string> Moved(uint64_t) override { return std::string(); }
+  absl::Status WriteMoved(const std::vector<uint64_t>&, const std::string&) override {
+    return absl::UnimplementedError("a list of servers has no room for moved sequences");
+  }
+
+ private:
+  std::vector<Member> members_;
+};
+
+// Every address of a name. In Kubernetes a headless service lists the pods that are ready. A pod
+// that drains is not ready.
+class DnsRegistry final : public Registry {
+ public:
+  explicit DnsRegistry(Endpoint name) : name_(std::move(name)) {}
+
+  absl::StatusOr<std::vector<Member>> Read() override {
+    addrinfo wanted{};
+    wanted.ai_socktype = SOCK_STREAM;
+    addrinfo* found = nullptr;
+    const int failed = getaddrinfo(name_.host.c_str(), nullptr, &wanted, &found);
+    if (failed != 0) return Away(absl::StrCat(name_.host, ": ", gai_strerror(failed)));
+    std::set<std::string> addresses;
+    for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
+      char host[NI_MAXHOST] = "";
+      if (getnameinfo(one->ai_addr, one->ai_addrlen, host, sizeof(host), nullptr, 0,
+                      NI_NUMERICHOST) == 0) {
+        addresses.insert(Endpoint{host, name_.port}.ToString());
+      }
+    }
+    freeaddrinfo(found);
+    std::vector<Member> members;
+    for (const std::string& address : addresses) members.push_back(MemberAt(address));
+    return members;
+  }
+  absl::StatusOr<std::string> Moved(uint64_t) override { return std::string(); }
+  absl::Status WriteMoved(const std::vector<uint64_t>&, const std::string&) override {
+    return absl::UnimplementedError("the name service has no room for moved sequences");
+  }
+
+ private:
+  const Endpoint name_;
+};
+
+// Keys below a prefix: `servers/NAME` has a member's value under a lease, `moved/ID` the address of
+// the server that has a sequence now.
+class EtcdRegistry final : public Registry {
+ public:
+  EtcdRegistry(EtcdTarget target, std::shared_ptr<grpc::ChannelCredentials> credentials)
+      : target_(std::move(target)) {
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(kMostReplyBytes);
+    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+    for (const Endpoint& one : target_.endpoints) {
+      channels_.push_back(grpc::CreateCustomChannel(one.ToString(), credentials, arguments));
+    }
+  }
+
+  absl::StatusOr<std::vector<Member>> Read() override {
+    const std::string start = absl::StrCat(target_.prefix, "/servers/");
+    etcdserverpb::RangeRequest request;
+    request.set_key(start);
+    request.set_range_end(absl::StrCat(start.substr(0, start.size() - 1), "0"));  // '0' follows '/'
+    request.set_limit(kMostMembers + 1);
+    auto reply = Range(request);
+    if (!reply.ok()) return reply.status();
+    std::vector<Member> members;
+    for (const etcdserverpb::KeyValue& one : reply->kvs()) {
+      if (auto member = ParseMember(one.value()); member.ok()) {
+        members.push_back(*std::move(member));
+      }
+    }
+    return members;
+  }
+
+  absl::StatusOr<std::string> Moved(uint64_t sequence_id) override {
+    etcdserverpb::RangeRequest request;
+    request.set_key(MovedKey(sequence_id));
+    const auto reply = Range(request);
+    if (!reply.ok()) return reply.status();
+    if (reply->kvs_size() != 1) return std::string();
+    const Member member = MemberAt(reply->kvs(0).value());
+    if (absl::Status status = CheckMember(member); !status.ok()) return status;
+    return member.address();
+  }
+
+  absl::Status WriteMoved(const std::vector<uint64_t>& sequence_ids,
+                          const std::string& address) override {
+    if (sequence_ids.empty()) return absl::OkStatus();
+    etcdserverpb::LeaseGrantRequest lease;
+    lease.set_ttl(kTombstoneSeconds);
+    const auto granted = Call<etcdserverpb::LeaseGrantResponse>(
+        [&](const auto& channel, auto* context, auto* reply) {
+          return etcdserverpb::Lease::NewStub(channel)->LeaseGrant(context, lease, reply);
+        });
+    if (!granted.ok()) return granted.status();
+    for (const uint64_t id : sequence_ids) {
+      etcdserverpb::PutRequest request;
+      request.set_key(MovedKey(id));
+      request.set_value(address);
+      request.set_lease(granted->id());
+      const auto put =
+          Call<etcdserverpb::PutResponse>([&](const auto& channel, auto* context, auto* reply) {
+            return etcdserverpb::KV::NewStub(channel)->Put(context, request, reply);
+          });
+      if (!put.ok()) return put.status();
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  std::string MovedKey(uint64_t id) const {
+    return absl::StrFormat("%s/moved/%016x", target_.prefix, id);
+  }
+
+  absl::StatusOr<etcdserverpb::RangeResponse> Range(const etcdserverpb::RangeRequest& request) {
+    return Call<etcdserverpb::RangeResponse>([&](const auto& channel, auto* context, auto* reply) {
+      return etcdserverpb::KV::NewStub(channel)->Range(context, request, reply);
+    });
+  }
+
+  // Asks each endpoint once, beginning with the one that has answered last.
+  template <typename Reply, typename Act>
+  absl::StatusOr<Reply> Call(Act act) {
+    std::string last;
+    for (size_t turn = 0; turn < channels_.size(); ++turn) {
+      const size_t place = (first_ + turn) % channels_.size();
+      grpc::ClientContext context;
+      context.set_deadline(std::chrono::system_clock::now() + kCallTime);
+      Reply reply;
+      const grpc::Status status = act(channels_[place], &context, &reply);
+      if (status.ok()) {
+        first_ = place;
+        return reply;
+      }
+      last = status.error_message();
+    }
+    return Away(absl::StrCat(
+        "etcd at ",
+        absl::StrJoin(target_.endpoints, ", ",
+                      [](std::string* out, const Endpoint& one) { *out += one.ToString(); }),
+        ": ", last));
+  }
+
+  const EtcdTarget target_;
+  std::vector<std::shared_ptr<grpc::Channel>> channels_;
+  std::atomic<size_t> first_{0};
+};
+
+absl::Status ReadInto(const std::string& path, std::string* text) {
+  if (path.empty()) return absl::OkStatus();
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return absl::InvalidArgumentError(absl::StrCat(path, ": cannot be read"));
+  std::ostringstream bytes;
+  bytes << file.rdbuf();
+  *text = bytes.str();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Registry>> MakeEtcd(const std::string& target,
+                                                   const EtcdFiles& files) {
+  auto parsed = ParseEtcdTarget(target);
+  if (!parsed.ok()) return parsed.status();
+  if (GrpcIsBroken()) {
+    return WithReason(absl::StatusCode::kFailedPrecondition,
+                      "this process was forked from one that had connected: connect after the "
+                      "fork only, or start a program",
+                      "forked");
+  }
+  UseGrpc();
+  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
+  if (parsed->tls) {
+    grpc::SslCredentialsOptions ssl;
+    for (const auto& [path, text] :
+         {std::pair(&files.ca, &ssl.pem_root_certs), std::pair(&files.cert, &ssl.pem_cert_chain),
+          std::pair(&files.key, &ssl.pem_private_key)}) {
+      if (absl::Status status = ReadInto(*path, text); !status.ok()) return status;
+    }
+    credentials = grpc::SslCredentials(ssl);
+  }
+  return std::make_unique<EtcdRegistry>(*std::move(parsed), std::move(credentials));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Registry>> RegistryOf(const std::string& target,
+                                                     const EtcdFiles& files) {
+  if (IsEtcdTarget(target)) return MakeEtcd(target, files);
+  if (IsDnsTarget(target)) {
+    auto name = ParseDnsTarget(target);
+    if (!name.ok()) return name.status();
+    return std::make_unique<DnsRegistry>(*std::move(name));
+  }
+  const auto addresses = ParseStaticTarget(target);
+  if (!addresses.ok()) return addresses.status();
+  return std::make_unique<StaticRegistry>(*addresses);
+}
+
+}  // namespace mla::client

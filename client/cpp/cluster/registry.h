@@ -1,0 +1,44 @@
+// Reads the members of a cluster: from etcd, from the name service, or from a list that stays.
+//
+// Calls are UNAVAILABLE (reason "registry_away") if the registry does not answer within a short
+// time; the members' list serves until it does. Threading: any thread.
+#ifndef MLA_CLIENT_CPP_CLUSTER_REGISTRY_H_
+#define MLA_CLIENT_CPP_CLUSTER_REGISTRY_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/cluster/members.h"
+
+namespace mla::client {
+
+// PEM files of the registry: its authorities, and this client's certificate and key. Empty: the
+// system's authorities, and no certificate.
+struct EtcdFiles {
+  std::string ca, cert, key;
+};
+
+class Registry {
+ public:
+  virtual ~Registry() = default;
+  virtual absl::StatusOr<std::vector<Member>> Read() = 0;
+  // The address of the server to which a drain has moved a sequence; "": nothing is known.
+  virtual absl::StatusOr<std::string> Moved(uint64_t sequence_id) = 0;
+  // Writes down, for an hour, that sequences are at `address` now. UNIMPLEMENTED for a registry
+  // that cannot be written.
+  virtual absl::Status WriteMoved(const std::vector<uint64_t>& sequence_ids,
+                                  const std::string& address) = 0;
+};
+
+// The registry that a target names. INVALID_ARGUMENT: the target has another form, or a file cannot
+// be read.
+absl::StatusOr<std::unique_ptr<Registry>> RegistryOf(const std::string& target,
+                                                     const EtcdFiles& files = {});
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_CLUSTER_REGISTRY_H_

@@ -1,0 +1,212 @@
+// Checks of UploadWeights chunks, and their weights as bf16.
+#include "server/grpc/weights_chunk.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "kernels/formats/fp8.h"
+#include "kernels/formats/kv_format.h"
+#include "server/grpc/field_checks.h"
+
+namespace mla::server {
+
+using scheduler::ModelSpec;
+
+namespace {
+
+kernels::Bf16 WeightAt(const std::string& payload, int64_t index) {
+  kernels::Bf16 value;
+  std::memcpy(&value, payload.data() + index * int64_t{sizeof(value)}, sizeof(value));
+  return value;
+}
+
+bool IsWeight(kernels::Bf16 value) {
+  return (value & 0x7fffu) < (std::bit_cast<uint32_t>(kernels::kWeightBound) >> 16);
+}
+
+// REQUIRES: the payload has the right size.
+absl::Status CheckWeights(const v1::UploadWeightsRequest::Chunk& message,
+                          const kernels::Geometry& g) {
+  const std::string& payload = message.payload();
+  const auto count = static_cast<int64_t>(payload.size() / sizeof(kernels::Bf16));
+  // Elements checked without a branch, so that compilers use vector instructions.
+  constexpr int64_t kBlock = 4096;
+  int64_t index = 0;
+  for (; index < count; index += kBlock) {
+    bool good = true;
+    const int64_t end = std::min(count, index + kBlock);
+    for (int64_t i = index; i < end; ++i) good &= IsWeight(WeightAt(payload, i));
+    if (!good) break;
+  }
+  while (index < count && IsWeight(WeightAt(payload, index))) ++index;
+  if (index >= count) return absl::OkStatus();
+  const int64_t uk_head = int64_t{g.nope_dim} * g.kv_lora_rank;
+  const int64_t uv_head = int64_t{g.kv_lora_rank} * g.v_dim;
+  const int64_t uk = uk_head * message.head_count();
+  const bool in_uk = index < uk;
+  const int64_t inside = in_uk ? index : index - uk;
+  const int64_t head = message.head_begin() + inside / (in_uk ? uk_head : uv_head);
+  const int64_t element = inside % (in_uk ? uk_head : uv_head);
+  const int64_t columns = in_uk ? g.kv_lora_rank : g.v_dim;
+  return RefuseField("chunk.payload",
+                     absl::StrCat(kernels::ToFloat(WeightAt(payload, index)), " at layer ",
+                                  message.layer(), ", head ", head, ", ", in_uk ? "W_UK[" : "W_UV[",
+                                  element / columns, ", ", element % columns, "]"),
+                     "finite weights of magnitude below 2^20", "not_finite");
+}
+
+constexpr int64_t kBlock = 128;  // rows and columns of a block with one scale
+constexpr kernels::Fp8Kind kCodes = kernels::Fp8Kind::kE4m3Fn;
+
+// The elements of a chunk in the matrix of all heads: of W_UQ some rows, of W_O some columns.
+struct Window {
+  int64_t row = 0, rows = 0, column = 0, columns = 0;
+  int64_t elements() const { return rows * columns; }
+  // Blocks that have elements of it.
+  int64_t block_rows() const { return (row + rows - 1) / kBlock - row / kBlock + 1; }
+  int64_t block_columns() const { return (column + columns - 1) / kBlock - column / kBlock + 1; }
+  // The block of element (r, c) of the chunk among them.
+  int64_t BlockOf(int64_t r, int64_t c) const {
+    return ((row + r) / kBlock - row / kBlock) * block_columns() + (column + c) / kBlock -
+           column / kBlock;
+  }
+};
+
+Window WindowOf(const v1::UploadWeightsRequest::Chunk& chunk, const ModelSpec& model) {
+  const int64_t first = chunk.head_begin(), heads = chunk.head_count();
+  const int64_t q_dim = model.geometry.expanded_q_dim(), v_dim = model.geometry.v_dim;
+  if (chunk.part() == v1::WEIGHT_PART_QUERIES) {
+    return {first * q_dim, heads * q_dim, 0, model.projected.q_lora_rank};
+  }
+  return {0, model.projected.hidden_size, first * v_dim, heads * v_dim};
+}
+
+bool IsFp8(const v1::UploadWeightsRequest::Chunk& chunk) {
+  return chunk.dtype() == v1::DTYPE_F8_E4M3;
+}
+
+float ScaleAt(const std::string& payload, const Window& window, int64_t block) {
+  float scale;
+  std::memcpy(&scale, payload.data() + window.elements() + block * int64_t{sizeof(scale)},
+              sizeof(scale));
+  return scale;
+}
+
+float Fp8WeightAt(const std::string& payload, int64_t index, float scale) {
+  return kernels::DecodeFp8(static_cast<uint8_t>(payload[static_cast<size_t>(index)]), kCodes) *
+         scale;
+}
+
+// REQUIRES: the payload has the right size.
+absl::Status CheckProjectedWeights(const v1::UploadWeightsRequest::Chunk& chunk,
+                                   const Window& window) {
+  const std::string& payload = chunk.payload();
+  const bool fp8 = IsFp8(chunk);
+  const int64_t blocks = fp8 ? window.block_rows() * window.block_columns() : 0;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const float scale = ScaleAt(payload, window, block);
+    if (scale == 0.0f || (scale >= kernels::kSmallestKvScale && scale <= kernels::kLargestKvScale))
+      continue;
+    return RefuseField(
+        "chunk.payload",
+        absl::StrCat("scale ", scale, " of block [", block / window.block_columns(), ", ",
+                     block % window.block_columns(), "] at layer ", chunk.layer()),
+        "scales of 0, or 2^-100 to 2^72", "bad_scale");
+  }
+  const char* const name = chunk.part() == v1::WEIGHT_PART_QUERIES ? "W_UQ[" : "W_O[";
+  for (int64_t r = 0; r < window.rows; ++r) {
+    for (int64_t c = 0; c < window.columns; ++c) {
+      const int64_t index = r * window.columns + c;
+      const float value =
+          fp8 ? Fp8WeightAt(payload, index, ScaleAt(payload, window, window.BlockOf(r, c)))
+              : kernels::ToFloat(WeightAt(payload, index));
+      if (std::abs(value) < kernels::kWeightBound) continue;
+      return RefuseField("chunk.payload",
+                         absl::StrCat(value, " at layer ", chunk.layer(), ", ", name,
+                                      window.row + r, ", ", window.column + c, "]"),
+                         "finite weights of magnitude below 2^20", "not_finite");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ParseProjectedChunk(const v1::UploadWeightsRequest::Chunk& chunk,
+                                 const ModelSpec& model, int64_t* bytes) {
+  if (!model.projected.present()) {
+    return RefuseField("chunk.part", v1::WeightPart_Name(chunk.part()),
+                       "WEIGHT_PART_UP: the model was registered without q_lora_rank",
+                       "no_projected_profile", absl::StatusCode::kFailedPrecondition);
+  }
+  const Window window = WindowOf(chunk, model);
+  const bool fp8 = IsFp8(chunk);
+  const int64_t scales =
+      fp8 ? window.block_rows() * window.block_columns() * int64_t{sizeof(float)} : 0;
+  const auto size = static_cast<int64_t>(fp8 ? 1 : sizeof(kernels::Bf16));
+  // Heads, rows and columns are bounded, so this does not overflow.
+  *bytes = window.elements() * size + scales;
+  if (*bytes != static_cast<int64_t>(chunk.payload().size())) {
+    return RefuseField("chunk.payload", absl::StrCat(chunk.payload().size(), " bytes"),
+                       absl::StrCat(*bytes, " bytes, ", scales, " of them scales"), "payload_size");
+  }
+  return CheckProjectedWeights(chunk, window);
+}
+
+}  // namespace
+
+absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
+                               const ModelSpec& model, int64_t* bytes) {
+  int32_t layer = 0;
+  MLA_RETURN_IF_ERROR(Narrow(message.layer(), 0, model.layers - 1, "chunk.layer", &layer));
+  MLA_RETURN_IF_ERROR(CheckSlice(message.head_begin(), message.head_count(), 1,
+                                 model.geometry.num_heads, "chunk.head_begin", "chunk.head_count"));
+  if (!v1::WeightPart_IsValid(message.part())) {
+    return RefuseField("chunk.part", absl::StrCat(static_cast<int>(message.part())),
+                       "a WeightPart of this version", "unknown_value");
+  }
+  const bool up = message.part() == v1::WEIGHT_PART_UP;
+  const bool bf16 = message.dtype() == v1::DTYPE_UNSPECIFIED || message.dtype() == v1::DTYPE_BF16;
+  if (!bf16 && (up || !IsFp8(message))) {
+    return RefuseField("chunk.dtype", absl::StrCat(static_cast<int>(message.dtype())),
+                       up ? "DTYPE_BF16 for W_UK and W_UV" : "DTYPE_BF16 or DTYPE_F8_E4M3",
+                       "unknown_value");
+  }
+  if (!up) return ParseProjectedChunk(message, model, bytes);
+  const kernels::Geometry& g = model.geometry;
+  if (!Product(message.head_count(), g.kv_lora_rank, g.nope_dim + g.v_dim,
+               int64_t{sizeof(kernels::Bf16)}, bytes) ||
+      *bytes != static_cast<int64_t>(message.payload().size())) {
+    return RefuseField("chunk.payload", absl::StrCat(message.payload().size(), " bytes"),
+                       absl::StrCat(*bytes, " bytes"), "payload_size");
+  }
+  return CheckWeights(message, g);
+}
+
+void ReadProjectedHead(const v1::UploadWeightsRequest::Chunk& chunk, const ModelSpec& model,
+                       int32_t head, std::vector<kernels::Bf16>* weights) {
+  const Window window = WindowOf(chunk, model);
+  const bool queries = chunk.part() == v1::WEIGHT_PART_QUERIES;
+  const int64_t rows = queries ? window.rows / chunk.head_count() : window.rows;
+  const int64_t columns = queries ? window.columns : window.columns / chunk.head_count();
+  const int64_t first_row = queries ? head * rows : 0, first_column = queries ? 0 : head * columns;
+  weights->resize(static_cast<size_t>(rows * columns));
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t begin = (first_row + r) * window.columns + first_column;
+    kernels::Bf16* const to = weights->data() + r * columns;
+    if (!IsFp8(chunk)) {
+      std::memcpy(to, chunk.payload().data() + begin * int64_t{sizeof(kernels::Bf16)},
+                  static_cast<size_t>(columns) * sizeof(kernels::Bf16));
+      continue;
+    }
+    for (int64_t c = 0; c < columns; ++c) {
+      const int64_t block = window.BlockOf(first_row + r, first_column + c);
+      to[c] = kernels::ToBf16(
+          Fp8WeightAt(chunk.payload(), begin + c, ScaleAt(chunk.payload(), window, block)));
+    }
+  }
+}
+
+}  // namespace mla::server

@@ -1,0 +1,106 @@
+// Weights of a chunk: which are refused, and how those of the projected profile are read.
+#include "server/grpc/weights_chunk.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+
+namespace mla::server {
+namespace {
+
+scheduler::ModelSpec Model() {
+  scheduler::ModelSpec model;
+  model.id = "m";
+  model.geometry = {4, 32, 8, 16, 16};
+  model.layers = 2;
+  model.softmax_scale = 0.5;
+  model.page_size = 16;
+  return model;
+}
+
+// The place of rows of heads 1 and 2 of layer 1 that hold NaN or infinity: W_UK [2, 16, 32], then
+// W_UV [2, 32, 16].
+TEST(WeightsChunkTest, WeightsThatAreNoNumbers) {
+  v1::UploadWeightsRequest::Chunk good;
+  good.set_layer(1);
+  good.set_head_begin(1);
+  good.set_head_count(2);
+  good.set_payload(std::string(2 * 32 * (16 + 16) * 2, '<'));
+  const auto set = [&good](size_t index, uint16_t bits) {
+    v1::UploadWeightsRequest::Chunk changed = good;
+    std::memcpy(changed.mutable_payload()->data() + 2 * index, &bits, 2);
+    return changed;
+  };
+  int64_t bytes = 0;
+  for (const uint16_t bits : {0x0000, 0x8000, 0x0001, 0x497f, 0xc97f}) {
+    EXPECT_TRUE(ParseWeightsChunk(set(5, bits), Model(), &bytes).ok()) << bits;
+  }
+  struct Case {
+    size_t index;
+    uint16_t bits;
+    const char* got;
+  };
+  for (const Case& c : {Case{0, 0x7fc0, "nan at layer 1, head 1, W_UK[0, 0]"},
+                        Case{512 + 32 + 7, 0x7f80, "inf at layer 1, head 2, W_UK[1, 7]"},
+                        Case{1023, 0xff80, "-inf at layer 1, head 2, W_UK[15, 31]"},
+                        Case{1024 + 16 + 3, 0x7f81, "nan at layer 1, head 1, W_UV[1, 3]"},
+                        Case{2047, 0x4980, "1.04858e+06 at layer 1, head 2, W_UV[31, 15]"}}) {
+    EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).field,
+              "chunk.payload");
+    EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).reason,
+              "not_finite");
+    EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).got, c.got);
+  }
+}
+
+void Append(float value, std::string* bytes) {
+  bytes->append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+// W_UQ [96, 160] of four heads has blocks of one row and two columns. In the chunk of heads 1 and 2
+// all codes are 1.0, and the element at (head 1, row 2, column 130) is 2.0.
+TEST(WeightsChunkTest, BlocksScaleTheCodesOfAHead) {
+  scheduler::ModelSpec model = Model();
+  model.projected = {.q_lora_rank = 160, .hidden_size = 130};
+  v1::UploadWeightsRequest::Chunk chunk;
+  chunk.set_part(v1::WEIGHT_PART_QUERIES);
+  chunk.set_dtype(v1::DTYPE_F8_E4M3);
+  chunk.set_head_begin(1);
+  chunk.set_head_count(2);
+  std::string payload(2 * 24 * 160, '\x38');
+  payload[(24 + 2) * 160 + 130] = '\x40';
+  Append(0.5f, &payload);
+  Append(4.0f, &payload);
+  chunk.set_payload(payload);
+  int64_t bytes = 0;
+  ASSERT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
+  EXPECT_EQ(bytes, static_cast<int64_t>(payload.size()));
+  std::vector<kernels::Bf16> weights;
+  ReadProjectedHead(chunk, model, 1, &weights);
+  ASSERT_EQ(weights.size(), 24u * 160u);
+  EXPECT_EQ(kernels::ToFloat(weights[2 * 160 + 127]), 0.5f);
+  EXPECT_EQ(kernels::ToFloat(weights[2 * 160 + 128]), 4.0f);
+  EXPECT_EQ(kernels::ToFloat(weights[2 * 160 + 130]), 8.0f);
+
+  // W_O [130, 64]: two blocks of rows and one of columns. The chunk has columns 16 to 47.
+  chunk.set_part(v1::WEIGHT_PART_OUTPUTS);
+  payload.assign(130 * 32, '\x38');
+  payload[129 * 32 + 17] = '\x40';
+  Append(0.25f, &payload);
+  Append(2.0f, &payload);
+  chunk.set_payload(payload);
+  ASSERT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
+  ReadProjectedHead(chunk, model, 1, &weights);
+  ASSERT_EQ(weights.size(), 130u * 16u);
+  EXPECT_EQ(kernels::ToFloat(weights[127 * 16]), 0.25f);
+  EXPECT_EQ(kernels::ToFloat(weights[129 * 16 + 1]), 4.0f);
+  chunk.mutable_payload()->pop_back();
+  EXPECT_EQ(DetailOf(ParseWeightsChunk(chunk, model, &bytes)).reason, "payload_size");
+}
+
+}  // namespace
+}  // namespace mla::server

@@ -1,0 +1,241 @@
+// The cluster's client with a real etcd: members that come, go and do not answer, and a registry
+// that is away.
+#include <grpcpp/create_channel.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/cluster/registry.h"
+#include "etcd/rpc.grpc.pb.h"
+#include "tests/integration/cluster/fleet_worker.h"
+#include "tests/integration/processes.h"
+#include "tests/integration/test_server.h"
+
+namespace mla::integration {
+namespace {
+
+constexpr char kGolden[] = "tests/cluster/placement_golden.txt";
+
+// etcd, which ./dev setup and ./dev test unpack below the clone; or the system's.
+std::string EtcdProgram() {
+  std::error_code error;
+  const auto golden = std::filesystem::canonical(kGolden, error);
+  const auto unpacked =
+      golden.parent_path().parent_path().parent_path() / "build/tools/usr/bin/etcd";
+  for (const std::string& path : {unpacked.string(), std::string("/usr/bin/etcd")}) {
+    if (access(path.c_str(), X_OK) == 0) return path;
+  }
+  return "";
+}
+
+int FreePort() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address));
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+class Etcd final {
+ public:
+  Etcd() { Start(); }
+
+  std::string target() const { return absl::StrCat("etcd://127.0.0.1:", port_, "/fleet"); }
+
+  void Start() {
+    const std::string url = absl::StrCat("http://127.0.0.1:", port_);
+    const std::string peer = absl::StrCat("http://127.0.0.1:", peer_port_);
+    process_.emplace(
+        absl::StrCat(EtcdProgram(), " --data-dir=", folder_.File("data"),
+                     " --listen-client-urls=", url, " --advertise-client-urls=", url,
+                     " --listen-peer-urls=", peer, " --initial-advertise-peer-urls=", peer,
+                     " --initial-cluster=default=", peer, " >", folder_.File("log"), " 2>&1"));
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+    arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 100);
+    channel_ = grpc::CreateCustomChannel(absl::StrCat("127.0.0.1:", port_),
+                                         grpc::InsecureChannelCredentials(), arguments);
+    EXPECT_TRUE(Eventually([&] { return Put("other/x", "y"); }));
+  }
+  void Kill() {
+    process_->Signal(SIGKILL);
+    process_->Finish();
+    process_.reset();
+  }
+
+  bool Put(const std::string& key, const std::string& value) {
+    etcdserverpb::PutRequest request;
+    request.set_key(key);
+    request.set_value(value);
+    etcdserverpb::PutResponse reply;
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(5));
+    return etcdserverpb::KV::NewStub(channel_)->Put(&context, request, &reply).ok();
+  }
+  // As `announce` does. New sequences avoid members that drain, and values that name none.
+  void Announce(const std::string& name, const std::string& address, bool draining = false) {
+    EXPECT_TRUE(
+        Put("fleet/servers/" + name, absl::StrCat(R"({"address":")", address, R"(","draining":)",
+                                                  draining ? "true" : "false", "}")));
+  }
+  void Withdraw(const std::string& name) { EXPECT_TRUE(Put("fleet/servers/" + name, "gone")); }
+
+ private:
+  TempFolder folder_;
+  const int port_ = FreePort(), peer_port_ = FreePort();
+  std::optional<BackgroundCommand> process_;
+  std::shared_ptr<grpc::Channel> channel_;
+};
+
+class EtcdTest : public ::testing::Test {
+ protected:
+  void SetUp() override { ASSERT_NE(EtcdProgram(), "") << "no etcd: run ./dev setup"; }
+
+  client::ClusterOptions Options(const std::string& home) {
+    client::ClusterOptions options;
+    options.home = home;
+    options.refresh_s = 0.05;
+    return options;
+  }
+  size_t MembersOf(FleetWorker* worker) {
+    const auto members = worker->client().Members();
+    return members.ok() ? members->size() : 0;
+  }
+};
+
+TEST_F(EtcdTest, AMemberThatJoinsGetsSequencesAndOneThatDrainsGetsNone) {
+  Etcd etcd;
+  TestServer a, b;
+  etcd.Announce("a", a.tcp_target());
+  ASSERT_TRUE(etcd.Put("fleet/servers/bad", "nonsense"));
+  ASSERT_TRUE(etcd.Put("fleet2/servers/c", R"({"address":"c:1"})"));
+  FleetWorker worker(etcd.target(), {}, Options(b.tcp_target()));
+  EXPECT_EQ(MembersOf(&worker), 1u);
+  FleetTrack first = worker.Open();
+  EXPECT_EQ(first.sequence.address(), a.tcp_target());
+  etcd.Announce("b", b.tcp_target());
+  ASSERT_TRUE(Eventually([&] { return MembersOf(&worker) == 2; }));
+  FleetTrack second = worker.Open();
+  EXPECT_EQ(second.sequence.address(), b.tcp_target());
+  EXPECT_EQ(worker.Step({&first, &second}, {3, 4}), absl::OkStatus());
+  etcd.Announce("b", b.tcp_target(), /*draining=*/true);
+  ASSERT_TRUE(Eventually([&] { return *worker.client().Home() == a.tcp_target(); }));
+  EXPECT_EQ(worker.Open().sequence.address(), a.tcp_target());
+  // A server that has left the registry and answers keeps what it has.
+  etcd.Withdraw("b");
+  ASSERT_TRUE(Eventually([&] { return MembersOf(&worker) == 1; }));
+  EXPECT_EQ(worker.Step({&first, &second}, {1, 1}), absl::OkStatus());
+  EXPECT_FALSE(second.sequence.lost());
+}
+
+TEST_F(EtcdTest, StepsGoOnWhileTheRegistryIsAway) {
+  Etcd etcd;
+  TestServer a;
+  etcd.Announce("a", a.tcp_target());
+  client::ClusterOptions options = Options(a.tcp_target());
+  options.keep_s = 1.0;
+  FleetWorker worker(etcd.target(), {}, options);
+  FleetTrack track = worker.Open();
+  etcd.Kill();
+  FleetTrack second = worker.Open();
+  EXPECT_EQ(worker.Step({&track, &second}, {3, 1}), absl::OkStatus());
+  ASSERT_TRUE(Eventually([&] { return !worker.client().Members().ok(); }));
+  EXPECT_EQ(ReasonIn(worker.client().OpenSequence(kModel).status()), "registry_away");
+  EXPECT_EQ(worker.Step({&track, &second}, {1, 1}), absl::OkStatus());
+  etcd.Start();
+  ASSERT_TRUE(Eventually([&] { return worker.client().Members().ok(); }));
+  EXPECT_EQ(worker.Open().sequence.address(), a.tcp_target());
+}
+
+TEST_F(EtcdTest, AStepDoesNotWaitForAMemberThatHasGoneSilent) {
+  Etcd etcd;
+  ServerProcess a({}), b({});
+  etcd.Announce("a", a.target());
+  etcd.Announce("b", b.target());
+  client::ClientOptions inline_only;
+  inline_only.transport = client::ClientOptions::Transport::kInline;
+  inline_only.call_timeout_ms = 2000;
+  FleetWorker worker(etcd.target(), inline_only, Options(a.target()));
+  FleetTrack first = worker.Open();
+  const auto there = worker.client().ServerAt(b.target());
+  ASSERT_TRUE((*there)->RegisterModel(SpecOf(worker.dims(), kModel)).ok());
+  auto opened = (*there)->OpenSequence(kModel);
+  FleetTrack second{*worker.client().Attach(kModel, opened->id()), DenseCache(2)};
+  opened->Detach();
+  auto step = worker.Begin({&first, &second}, {2, 2}, /*partial=*/true);
+  ASSERT_TRUE(step.ok()) << step.status();
+  b.Signal(SIGSTOP);
+  // Its announcer's lease ends while the step waits for it: far sooner than the call's own minute.
+  std::thread registry([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    etcd.Withdraw("b");
+  });
+  EXPECT_EQ(worker.Layer(step->get(), 0, {&first, &second}, {2, 2}, v1::PROFILE_ABSORBED, {1}),
+            absl::OkStatus());
+  registry.join();
+  ASSERT_EQ((*step)->failed().size(), 1u);
+  EXPECT_EQ((*step)->failed()[0].address, b.target());
+  EXPECT_EQ((*step)->failed()[0].status.code(), absl::StatusCode::kUnavailable)
+      << (*step)->failed()[0].status;
+  EXPECT_TRUE(second.sequence.lost());
+  EXPECT_EQ(worker.Layer(step->get(), 1, {&first, &second}, {2, 2}, v1::PROFILE_ABSORBED, {1}),
+            absl::OkStatus());
+  EXPECT_EQ((*step)->End().value(), (std::vector<uint64_t>{2, 0}));
+  worker.Settle({&first, &second});
+  const auto found = worker.client().Recover(&second.sequence);
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(found->address, a.target());
+  second.cache = DenseCache(2);
+  EXPECT_EQ(worker.Step({&first, &second}, {1, 5}), absl::OkStatus());
+  b.Signal(SIGCONT);
+}
+
+TEST_F(EtcdTest, ATombstoneThatLeadsNowhereLeavesTheOtherWays) {
+  Etcd etcd;
+  auto a = std::make_unique<TestServer>();
+  TestServer b;
+  etcd.Announce("a", a->tcp_target());
+  etcd.Announce("b", b.tcp_target());
+  FleetWorker worker(etcd.target(), {}, Options(a->tcp_target()));
+  FleetTrack track = worker.Open();
+  // In place of a drain: another sequence at b, under the first one's name in the registry.
+  const auto there = worker.client().ServerAt(b.tcp_target());
+  ASSERT_TRUE((*there)->RegisterModel(SpecOf(worker.dims(), kModel)).ok());
+  const auto registry = client::RegistryOf(etcd.target());
+  ASSERT_TRUE(registry.ok());
+  EXPECT_EQ(*(*registry)->Moved(track.sequence.id()), "");
+  ASSERT_EQ((*registry)->WriteMoved({1, track.sequence.id()}, b.tcp_target()), absl::OkStatus());
+  EXPECT_EQ(*(*registry)->Moved(track.sequence.id()), b.tcp_target());
+  EXPECT_EQ(*(*registry)->Moved(2), "");
+  // b does not have it, so the tombstone leads nowhere and other ways are taken.
+  a.reset();
+  const auto found = worker.client().Recover(&track.sequence);
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(found->how, "none");
+  EXPECT_EQ(found->address, b.tcp_target());
+}
+
+TEST_F(EtcdTest, TheNextEndpointAnswersWhereOneDoesNot) {
+  Etcd etcd;
+  etcd.Announce("a", "a:1");
+  const std::string good = etcd.target().substr(std::string("etcd://").size());
+  const auto both = client::RegistryOf(absl::StrCat("etcd://127.0.0.1:", FreePort(), ",", good));
+  ASSERT_TRUE(both.ok()) << both.status();
+  const auto members = (*both)->Read();
+  ASSERT_TRUE(members.ok()) << members.status();
+  EXPECT_EQ(members->size(), 1u);
+}
+
+}  // namespace
+}  // namespace mla::integration
