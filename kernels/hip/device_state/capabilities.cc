@@ -178,7 +178,8 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
   const int32_t spread =
       desc.kv_format == KvFormat::kBf16 ? arch.spread_kv_rows : arch.spread_code_rows;
   if (spread > 0 && desc.attention == AttentionKind::kDense) {
-    traits.small = {units, LeastRows(arch, desc.kv_format, products, desc.attention), spread};
+    const int32_t least = LeastRows(arch, desc.kv_format, products, desc.attention);
+    traits.small = {units, std::max(1, least), spread};
   }
   return traits;
 }
