@@ -31,6 +31,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "kernels/hip/args/arch_traits.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/cases/directed_case.h"
@@ -175,14 +176,16 @@ constexpr const char* kDirectedStreams[] = {
     "absorbed:32:2,767,64/4,254,16,full:8",
 };
 
-// One tile in equal pieces, over rows of 8 bits with either products: pages of different sizes,
-// contexts around a tile's end, more query rows than a first piece has keys for, and heads that do
-// not fill the last block. The first ones are launches of small blocks, the others of large ones.
+// One tile in equal pieces, whose blocks fit the eight units of the fake device at a time: pages of
+// different sizes, contexts around a tile's end, query rows that see no key of the last piece,
+// fewer rows than a block has, and rows that do not fill the last block. The first ones are
+// launches of small blocks, the others of large ones.
 constexpr const char* kDirectedSplits[] = {
-    "absorbed:128:1,127,64:16",  "absorbed:128:1,128,1:16",   "absorbed:64:1,1300,3:24",
-    "absorbed:96:1,1023,128:16", "absorbed:16:3,700,64:16",   "absorbed:128:1,1500,64:16",
-    "absorbed:24:4,190,3:8",     "absorbed:128:1,4000,64:16", "absorbed:96:1,3601,3:20",
-    "absorbed:64:70,400,64:24",  "absorbed:128:1,5000,1:12",  "absorbed:64:2,4030,128:24",
+    "absorbed:64:1,600,64:8",  "absorbed:32:1,639,3:8",  "absorbed:16:1,2300,16:8",
+    "absorbed:16:3,128,64:8",  "absorbed:8:1,127,128:8", "absorbed:20:3,400,7:8",
+    "absorbed:1:60,10,16:8",   "absorbed:4:9,1000,1:8",  "absorbed:128:1,1500,64:4",
+    "absorbed:128:1,700,1:4",  "absorbed:96:1,1201,3:3", "absorbed:64:2,1030,128:4",
+    "absorbed:64:1,2900,64:8", "absorbed:24:5,511,16:2",
 };
 
 constexpr kernels::Geometry kWide{1, 512, 64, 192, 256};
@@ -204,18 +207,21 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
   }
 }
 
-// Launches whose blocks merge the parts of 8-bit rows, in all formats and both products.
-void AddSplitCases(SamplerOptions sampler, std::vector<CaseSpec>& wanted) {
+// Launches whose blocks merge parts, in all formats and both products.
+std::vector<CaseSpec> SplitCases(const Flags& flags, SamplerOptions sampler) {
+  std::vector<CaseSpec> wanted;
+  if (kSlow || kernels::hip::FindArchTraits(flags.arch)->split.empty()) return wanted;
   for (const kernels::KvFormat format :
-       {kernels::KvFormat::kFp8Row, kernels::KvFormat::kFp8Tensor}) {
+       {kernels::KvFormat::kBf16, kernels::KvFormat::kFp8Row, kernels::KvFormat::kFp8Tensor}) {
     sampler.kv_formats = {format};
-    for (size_t i = 0; !kSlow && i < std::size(kDirectedSplits); ++i) {
+    for (size_t i = 0; i < std::size(kDirectedSplits); ++i) {
       auto spec = ParseCase(sampler, 9000000 + i, kDirectedSplits[i]);
       if (!spec.ok()) continue;
-      wanted.push_back(*spec);
+      if (!flags.fp8) wanted.push_back(*spec);
       if (ComputeInFp8(*spec)) wanted.push_back(*std::move(spec));
     }
   }
+  return wanted;
 }
 
 // How many of the cases a run has.
@@ -293,22 +299,26 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
     selected.insert(selected.end(), more.begin(), more.end());
   }
   AddSpreadCases(sampler, extent.spread, selected);
-  if (flags.arch == "sm_90") AddSplitCases(sampler, selected);
   std::vector<CaseSpec> cases;
-  for (CaseSpec& spec : selected) {
-    if (flags.fp8 && !ComputeInFp8(spec)) continue;
+  const auto add = [&](CaseSpec& spec) {
+    if (flags.fp8 && !ComputeInFp8(spec)) return false;
     spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype, false);
     if (!backend.CanRun(spec.Desc()).ok()) {
       spec.q_dtype = spec.latent_q_dtype = kernels::DType::kBf16;
     }
     const bool chosen = (flags.kv.empty() || flags.kv == kernels::Name(spec.kv_format)) &&
                         (flags.attention.empty() || (flags.attention == "v32") == spec.sparse);
-    if (!chosen || !backend.CanRun(spec.Desc()).ok()) continue;
+    if (!chosen || !backend.CanRun(spec.Desc()).ok()) return false;
     cases.push_back(spec);
+    return true;
+  };
+  for (CaseSpec& spec : selected) {
+    if (!add(spec)) continue;
     const bool in_fp8 = spec.products == kernels::DType::kFp8E4m3;
     if (in_fp8 || cases.size() % kProductsEvery != 0) continue;
     if (ComputeInFp8(spec) && backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
   }
+  for (CaseSpec& spec : SplitCases(flags, sampler)) add(spec);
   if (flags.first >= cases.size()) return {};
   const auto first = cases.begin() + static_cast<ptrdiff_t>(flags.first);
   return {first, first + static_cast<ptrdiff_t>(std::min(flags.count, cases.size() - flags.first))};
@@ -350,6 +360,18 @@ void CountLaunches(const char* kernel) {
   if (std::string_view(kernel).starts_with("mla_split")) splits.insert(kernel);
 }
 
+// Kernels that merge parts themselves and that a run with all directed cases launches.
+std::set<std::string> ExpectedSplits(const Flags& flags) {
+  std::set<std::string> expected;
+  const bool all = !kSlow && flags.first == 0 && flags.count == ~size_t{0};
+  for (const kernels::hip::SplitVariant& v : kernels::hip::FindArchTraits(flags.arch)->split) {
+    const bool chosen = (flags.kv.empty() || flags.kv == kernels::Name(v.format)) &&
+                        !(flags.fp8 && v.format == kernels::KvFormat::kBf16);
+    if (all && chosen && flags.attention != "v32") expected.insert(v.kernel);
+  }
+  return expected;
+}
+
 struct Totals {
   bool oracle_failed = false;
   int64_t cases = 0, comparisons = 0, failures = 0;
@@ -367,6 +389,29 @@ void RunGroup(SuiteOptions& suite, std::vector<CaseSpec> cases, Totals& totals) 
   totals.comparisons += report.comparisons;
   totals.failures += report.failure_count;
   totals.worst_cosine = std::max(totals.worst_cosine, report.worst_cosine);
+}
+
+// Prints what was run and returns the exit status.
+int Report(const Flags& flags, const std::vector<CaseSpec>& cases, const Totals& totals) {
+  std::printf(
+      "%s on the host: %lld cases, %lld comparisons, %lld failures, worst cosine difference "
+      "%.2e\n",
+      flags.arch.c_str(), static_cast<long long>(totals.cases),
+      static_cast<long long>(totals.comparisons), static_cast<long long>(totals.failures),
+      totals.worst_cosine);
+  const auto streamed =
+      std::count_if(cases.begin(), cases.end(), [](const CaseSpec& spec) { return spec.streamed; });
+  std::printf("%lld streamed cases, %lld streamed launches\n", static_cast<long long>(streamed),
+              static_cast<long long>(stream_launches));
+  const std::set<std::string> expected = ExpectedSplits(flags);
+  std::printf("kernels that merge parts: launched %s, expected %s\n",
+              absl::StrJoin(splits, " ").c_str(), absl::StrJoin(expected, " ").c_str());
+  // Kernels that fail before the first case, in moves of pages, have failed.
+  if (totals.oracle_failed || totals.comparisons + totals.failures == 0) return 2;
+  if (totals.failures > 0) return 1;
+  const bool launched =
+      std::includes(splits.begin(), splits.end(), expected.begin(), expected.end());
+  return launched && stream_launches >= streamed ? 0 : 2;
 }
 
 int Main(int argc, char** argv) {
@@ -406,21 +451,7 @@ int Main(int argc, char** argv) {
         totals);
     if (flags.first_failure && totals.failures > 0) break;
   }
-  std::printf(
-      "%s on the host: %lld cases, %lld comparisons, %lld failures, worst cosine difference "
-      "%.2e\n",
-      flags.arch.c_str(), static_cast<long long>(totals.cases),
-      static_cast<long long>(totals.comparisons), static_cast<long long>(totals.failures),
-      totals.worst_cosine);
-  const auto streamed =
-      std::count_if(cases.begin(), cases.end(), [](const CaseSpec& spec) { return spec.streamed; });
-  std::printf("%lld streamed cases, %lld streamed launches\n", static_cast<long long>(streamed),
-              static_cast<long long>(stream_launches));
-  std::printf("kernels that merge parts: %s\n", absl::StrJoin(splits, " ").c_str());
-  // Kernels that fail before the first case, in moves of pages, have failed.
-  if (totals.oracle_failed || totals.comparisons + totals.failures == 0) return 2;
-  if (totals.failures == 0 && stream_launches < streamed) return 2;
-  return totals.failures == 0 ? 0 : 1;
+  return Report(flags, cases, totals);
 }
 
 }  // namespace

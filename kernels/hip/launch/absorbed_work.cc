@@ -93,8 +93,7 @@ absl::Status AbsorbedWork::AddSplit(LaunchRecording& recording, const AttentionP
   const WorkInfo& last = plan.work_info.back();
   const int64_t layer = params.segments[0].layer_offset;
   SplitArgs args = {};
-  args.segment = params.segments[static_cast<size_t>(last.segment)];
-  args.segment.layer_offset -= layer;
+  args.segment = ForDevice(device_, params, params.segments[static_cast<size_t>(last.segment)]);
   args.page_tables = device_.table_mirror.As<uint32_t>();
   args.pool = device_.pool.As<uint8_t>() + layer;
   args.partial_o = device_.partial_o.As<float>();
