@@ -215,7 +215,7 @@ MUTATIONS = (
     Mutation("part_of_codes_merged_early", "Parts of codes are merged before they are written.",
              "sm90/decode/rows16_fp8/attend_fp8.h",
              "    tile::named_sync<kWritten, 4 * L::kGroupThreads>();\n", "", ("sm_90",)),
-    Mutation("part_of_codes_of_another_share", "Blocks of a tile merge the rows of its first block.",
+    Mutation("part_of_codes_of_another_share", "Blocks of a tile merge the first block's rows.",
              "sm90/decode/rows64_codes/attend_rows.h", "part_of_block(args), shared.slot(0)",
              "{part_of_block(args).unit, 0}, shared.slot(0)", ("sm_90",)),
     Mutation("rescale_of_rounded_sums", "Sums of codes keep the scale of an earlier maximum.",
