@@ -12,7 +12,7 @@
 // on. --first-failure ends after the first group with a failed case.
 //
 // Exit status 0: every case passed; 1: some failed; 2: no verdict, for example if the oracle itself
-// has no result.
+// has no result, or if no case launched a kernel that directed cases are for.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -207,14 +207,24 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
   }
 }
 
-// Launches whose blocks merge parts, in all formats and both products.
+// Returns true if the run has directed case `index` in the format of this number. A run of many
+// cases has each case in each format. Other runs have it in one; neighbouring cases, and the
+// repetitions of a case, are in different formats.
+bool Chosen(const Flags& flags, size_t index, size_t repetition, size_t format, size_t formats) {
+  return flags.many || (index + repetition + format) % formats == 0;
+}
+
+// Launches whose blocks merge parts, with both products. A shape is in one format as in
+// DirectedCases, or in the wanted one.
 std::vector<CaseSpec> SplitCases(const Flags& flags, SamplerOptions sampler) {
   std::vector<CaseSpec> wanted;
   if (kSlow || kernels::hip::FindArchTraits(flags.arch)->split.empty()) return wanted;
-  for (const kernels::KvFormat format :
-       {kernels::KvFormat::kBf16, kernels::KvFormat::kFp8Row, kernels::KvFormat::kFp8Tensor}) {
-    sampler.kv_formats = {format};
+  constexpr kernels::KvFormat kFormats[] = {kernels::KvFormat::kBf16, kernels::KvFormat::kFp8Row,
+                                            kernels::KvFormat::kFp8Tensor};
+  for (size_t f = 0; f < std::size(kFormats); ++f) {
+    sampler.kv_formats = {kFormats[f]};
     for (size_t i = 0; i < std::size(kDirectedSplits); ++i) {
+      if (flags.kv.empty() && !Chosen(flags, i, 0, f, std::size(kFormats))) continue;
       auto spec = ParseCase(sampler, 9000000 + i, kDirectedSplits[i]);
       if (!spec.ok()) continue;
       if (!flags.fp8) wanted.push_back(*spec);
@@ -237,13 +247,6 @@ Extent ExtentOf(const Flags& flags) {
   if (flags.many) return {6, 600, 400, 4, 400, 40};
   // Fifteen: the last sample has values that are not finite in the expanded form.
   return {3, 48, 15, 1, 10, 8};
-}
-
-// Returns true if the run has directed case `index` in the format of this number. A run of many
-// cases has each case in each format. Other runs have it in one; neighbouring cases, and the
-// repetitions of a case, are in different formats.
-bool Chosen(const Flags& flags, size_t index, size_t repetition, size_t format, size_t formats) {
-  return flags.many || (index + repetition + format) % formats == 0;
 }
 
 // Directed cases with rows of the sampler's only format, number `format` of `formats`.
