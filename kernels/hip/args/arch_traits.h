@@ -157,9 +157,8 @@ inline constexpr ArchTraits kSm90Traits{
     .stream = kSm90Stream,
     .fp8_compute =
         "8-bit products from 17 packed rows (heads x query rows) on, where they take half the time "
-        "of bf16 products in large batches, and over fp8_row up to 1.3 times as long where a unit "
-        "has 256 KV rows or fewer; bf16 products below, where reading the rows takes the time, and "
-        "in launches so small that every 16 packed rows get an SM of their own",
+        "of bf16 products in large batches; bf16 products below, where reading the rows takes the "
+        "time, and in launches so small that every 16 packed rows get an SM of their own",
     .expanded_products_keys = 2048,
     .weight_panels = true,
     .combine_shared_bytes = 16512,
@@ -177,7 +176,7 @@ inline constexpr ArchTraits kSm90Traits{
     .blocks_per_unit = 2,
     .spreads_few_items = true,
     .spread_kv_rows = 320,
-    .spread_code_rows = 320,
+    .spread_code_rows = 1280,
     .expand_keeps_rows = true,
     .expand_hides_stores = true,
     .kv_granularity = 64,
