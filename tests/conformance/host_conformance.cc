@@ -12,7 +12,7 @@
 // on. --first-failure ends after the first group with a failed case.
 //
 // Exit status 0: every case passed; 1: some failed; 2: no verdict, for example if the oracle itself
-// has no result.
+// has no result, or if no case launched a kernel that directed cases are for.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -21,6 +21,7 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -28,7 +29,9 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "kernels/hip/args/arch_traits.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/cases/directed_case.h"
@@ -173,6 +176,18 @@ constexpr const char* kDirectedStreams[] = {
     "absorbed:32:2,767,64/4,254,16,full:8",
 };
 
+// One tile in equal pieces, whose blocks fit the eight units of the fake device at a time: pages of
+// different sizes, contexts around a tile's end, query rows that see no key of the last piece,
+// fewer rows than a block has, and rows that do not fill the last block. The first ones are
+// launches of small blocks, the others of large ones.
+constexpr const char* kDirectedSplits[] = {
+    "absorbed:64:1,600,64:8",  "absorbed:32:1,639,3:8",  "absorbed:16:1,2300,16:8",
+    "absorbed:16:3,128,64:8",  "absorbed:8:1,127,128:8", "absorbed:20:3,400,7:8",
+    "absorbed:1:60,10,16:8",   "absorbed:4:9,1000,1:8",  "absorbed:128:1,1500,64:4",
+    "absorbed:128:1,700,1:4",  "absorbed:96:1,1201,3:3", "absorbed:64:2,1030,128:4",
+    "absorbed:64:1,2900,64:8", "absorbed:24:5,511,16:2",
+};
+
 constexpr kernels::Geometry kWide{1, 512, 64, 192, 256};
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
@@ -192,6 +207,33 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
   }
 }
 
+// Returns true if the run has directed case `index` in the format of this number. A run of many
+// cases has each case in each format. Other runs have it in one; neighbouring cases, and the
+// repetitions of a case, are in different formats.
+bool Chosen(const Flags& flags, size_t index, size_t repetition, size_t format, size_t formats) {
+  return flags.many || (index + repetition + format) % formats == 0;
+}
+
+// Launches whose blocks merge parts, with both products. A shape is in one format as in
+// DirectedCases, or in the wanted one.
+std::vector<CaseSpec> SplitCases(const Flags& flags, SamplerOptions sampler) {
+  std::vector<CaseSpec> wanted;
+  if (kSlow || kernels::hip::FindArchTraits(flags.arch)->split.empty()) return wanted;
+  constexpr kernels::KvFormat kFormats[] = {kernels::KvFormat::kBf16, kernels::KvFormat::kFp8Row,
+                                            kernels::KvFormat::kFp8Tensor};
+  for (size_t f = 0; f < std::size(kFormats); ++f) {
+    sampler.kv_formats = {kFormats[f]};
+    for (size_t i = 0; i < std::size(kDirectedSplits); ++i) {
+      if (flags.kv.empty() && !Chosen(flags, i, 0, f, std::size(kFormats))) continue;
+      auto spec = ParseCase(sampler, 9000000 + i, kDirectedSplits[i]);
+      if (!spec.ok()) continue;
+      if (!flags.fp8) wanted.push_back(*spec);
+      if (ComputeInFp8(*spec)) wanted.push_back(*std::move(spec));
+    }
+  }
+  return wanted;
+}
+
 // How many of the cases a run has.
 struct Extent {
   size_t lists;  // times that the directed lists are repeated
@@ -205,13 +247,6 @@ Extent ExtentOf(const Flags& flags) {
   if (flags.many) return {6, 600, 400, 4, 400, 40};
   // Fifteen: the last sample has values that are not finite in the expanded form.
   return {3, 48, 15, 1, 10, 8};
-}
-
-// Returns true if the run has directed case `index` in the format of this number. A run of many
-// cases has each case in each format. Other runs have it in one; neighbouring cases, and the
-// repetitions of a case, are in different formats.
-bool Chosen(const Flags& flags, size_t index, size_t repetition, size_t format, size_t formats) {
-  return flags.many || (index + repetition + format) % formats == 0;
 }
 
 // Directed cases with rows of the sampler's only format, number `format` of `formats`.
@@ -268,20 +303,25 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
   }
   AddSpreadCases(sampler, extent.spread, selected);
   std::vector<CaseSpec> cases;
-  for (CaseSpec& spec : selected) {
-    if (flags.fp8 && !ComputeInFp8(spec)) continue;
+  const auto add = [&](CaseSpec& spec) {
+    if (flags.fp8 && !ComputeInFp8(spec)) return false;
     spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype, false);
     if (!backend.CanRun(spec.Desc()).ok()) {
       spec.q_dtype = spec.latent_q_dtype = kernels::DType::kBf16;
     }
     const bool chosen = (flags.kv.empty() || flags.kv == kernels::Name(spec.kv_format)) &&
                         (flags.attention.empty() || (flags.attention == "v32") == spec.sparse);
-    if (!chosen || !backend.CanRun(spec.Desc()).ok()) continue;
+    if (!chosen || !backend.CanRun(spec.Desc()).ok()) return false;
     cases.push_back(spec);
+    return true;
+  };
+  for (CaseSpec& spec : selected) {
+    if (!add(spec)) continue;
     const bool in_fp8 = spec.products == kernels::DType::kFp8E4m3;
     if (in_fp8 || cases.size() % kProductsEvery != 0) continue;
     if (ComputeInFp8(spec) && backend.CanRun(spec.Desc()).ok()) cases.push_back(std::move(spec));
   }
+  for (CaseSpec& spec : SplitCases(flags, sampler)) add(spec);
   if (flags.first >= cases.size()) return {};
   const auto first = cases.begin() + static_cast<ptrdiff_t>(flags.first);
   return {first, first + static_cast<ptrdiff_t>(std::min(flags.count, cases.size() - flags.first))};
@@ -317,8 +357,22 @@ SuiteOptions Suite(const Flags& flags, const kernels::hip::HipBackendOptions& de
 }
 
 int64_t stream_launches = 0;
-void CountStreams(const char* kernel) {
+std::set<std::string> splits;  // kernels that merge parts themselves and were launched
+void CountLaunches(const char* kernel) {
   stream_launches += std::string_view(kernel).starts_with("mla_stream");
+  if (std::string_view(kernel).starts_with("mla_split")) splits.insert(kernel);
+}
+
+// Kernels that merge parts themselves and that a run with all directed cases launches.
+std::set<std::string> ExpectedSplits(const Flags& flags) {
+  std::set<std::string> expected;
+  const bool all = !kSlow && flags.first == 0 && flags.count == ~size_t{0};
+  for (const kernels::hip::SplitVariant& v : kernels::hip::FindArchTraits(flags.arch)->split) {
+    const bool chosen = (flags.kv.empty() || flags.kv == kernels::Name(v.format)) &&
+                        !(flags.fp8 && v.format == kernels::KvFormat::kBf16);
+    if (all && chosen && flags.attention != "v32") expected.insert(v.kernel);
+  }
+  return expected;
 }
 
 struct Totals {
@@ -340,6 +394,29 @@ void RunGroup(SuiteOptions& suite, std::vector<CaseSpec> cases, Totals& totals) 
   totals.worst_cosine = std::max(totals.worst_cosine, report.worst_cosine);
 }
 
+// Prints what was run and returns the exit status.
+int Report(const Flags& flags, const std::vector<CaseSpec>& cases, const Totals& totals) {
+  std::printf(
+      "%s on the host: %lld cases, %lld comparisons, %lld failures, worst cosine difference "
+      "%.2e\n",
+      flags.arch.c_str(), static_cast<long long>(totals.cases),
+      static_cast<long long>(totals.comparisons), static_cast<long long>(totals.failures),
+      totals.worst_cosine);
+  const auto streamed =
+      std::count_if(cases.begin(), cases.end(), [](const CaseSpec& spec) { return spec.streamed; });
+  std::printf("%lld streamed cases, %lld streamed launches\n", static_cast<long long>(streamed),
+              static_cast<long long>(stream_launches));
+  const std::set<std::string> expected = ExpectedSplits(flags);
+  std::printf("kernels that merge parts: launched %s, expected %s\n",
+              absl::StrJoin(splits, " ").c_str(), absl::StrJoin(expected, " ").c_str());
+  // Kernels that fail before the first case, in moves of pages, have failed.
+  if (totals.oracle_failed || totals.comparisons + totals.failures == 0) return 2;
+  if (totals.failures > 0) return 1;
+  const bool launched =
+      std::includes(splits.begin(), splits.end(), expected.begin(), expected.end());
+  return launched && stream_launches >= streamed ? 0 : 2;
+}
+
 int Main(int argc, char** argv) {
   Flags flags;
   if (!Parse(argc, argv, flags)) {
@@ -354,7 +431,7 @@ int Main(int argc, char** argv) {
   using GetControl = fake_hip::Control* (*)();
   fake_hip::Control& control = *reinterpret_cast<GetControl>(dlsym(library, "fake_hip_control"))();
   control.arch = flags.arch.c_str();
-  control.on_launch = CountStreams;
+  control.on_launch = CountLaunches;
   kernels::hip::HipBackendOptions device = DeviceOptions(flags);
   const std::string text = "fake image for " + flags.arch + '\0';
   const std::string& image = flags.image.empty() ? text : flags.image;
@@ -377,20 +454,7 @@ int Main(int argc, char** argv) {
         totals);
     if (flags.first_failure && totals.failures > 0) break;
   }
-  std::printf(
-      "%s on the host: %lld cases, %lld comparisons, %lld failures, worst cosine difference "
-      "%.2e\n",
-      flags.arch.c_str(), static_cast<long long>(totals.cases),
-      static_cast<long long>(totals.comparisons), static_cast<long long>(totals.failures),
-      totals.worst_cosine);
-  const auto streamed =
-      std::count_if(cases.begin(), cases.end(), [](const CaseSpec& spec) { return spec.streamed; });
-  std::printf("%lld streamed cases, %lld streamed launches\n", static_cast<long long>(streamed),
-              static_cast<long long>(stream_launches));
-  // Kernels that fail before the first case, in moves of pages, have failed.
-  if (totals.oracle_failed || totals.comparisons + totals.failures == 0) return 2;
-  if (totals.failures == 0 && stream_launches < streamed) return 2;
-  return totals.failures == 0 ? 0 : 1;
+  return Report(flags, cases, totals);
 }
 
 }  // namespace

@@ -36,6 +36,14 @@ struct AttendVariant {
 struct SplitVariant {
   const char* kernel;
   int32_t rows;
+  KvFormat format;
+  DType products;
+  int32_t threads;
+  int32_t shared_bytes;
+};
+struct StreamVariant {
+  const char* kernel;
+  int32_t rows;
   int32_t threads;
   int32_t shared_bytes;
 };
@@ -60,7 +68,9 @@ struct ExpandedVariant {
                        exchanged)                                                          \
   {#kernel, rows,   tile,     KvFormat::format, DType::products, AttentionKind::attention, \
    threads, shared, exchanged},
-#define MLA_SPLIT_ROW(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
+#define MLA_SPLIT_ROW(kernel, rows, format, products, threads, shared) \
+  {#kernel, rows, KvFormat::format, DType::products, threads, shared},
+#define MLA_STREAM_ROW(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
 #define MLA_EXPAND_ROW(kernel, nope, value, format, products, threads, shared) \
   {#kernel, {nope, value}, KvFormat::format, DType::products, threads, shared},
 #define MLA_EXPANDED_ROW(kernel, nope, value, products, threads, shared, blocks) \
@@ -69,7 +79,7 @@ inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_R
 inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
 inline constexpr SplitVariant kSm90Split[] = {MLA_SPLIT_SM90(MLA_SPLIT_ROW)};
-inline constexpr SplitVariant kSm90Stream[] = {MLA_STREAM_SM90(MLA_SPLIT_ROW)};
+inline constexpr StreamVariant kSm90Stream[] = {MLA_STREAM_SM90(MLA_STREAM_ROW)};
 inline constexpr ExpandVariant kGfx950Expand[] = {MLA_EXPAND_GFX950(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kGfx942Expand[] = {MLA_EXPAND_GFX942(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kSm90Expand[] = {MLA_EXPAND_SM90(MLA_EXPAND_ROW)};
@@ -78,6 +88,7 @@ inline constexpr ExpandedVariant kGfx942Expanded[] = {MLA_EXPANDED_GFX942(MLA_EX
 inline constexpr ExpandedVariant kSm90Expanded[] = {MLA_EXPANDED_SM90(MLA_EXPANDED_ROW)};
 #undef MLA_ATTEND_ROW
 #undef MLA_SPLIT_ROW
+#undef MLA_STREAM_ROW
 #undef MLA_EXPAND_ROW
 #undef MLA_EXPANDED_ROW
 
@@ -87,7 +98,7 @@ struct ArchTraits {
   std::span<const ExpandVariant> expand;
   std::span<const ExpandedVariant> expanded;
   std::span<const SplitVariant> split = {};
-  std::span<const SplitVariant> stream = {};
+  std::span<const StreamVariant> stream = {};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // kind in the architecture's pools
   // Where the absorbed form has 8-bit products, in the words of BackendInfo. Empty if neither form
   // has any.
@@ -121,9 +132,10 @@ struct ArchTraits {
   // True if launches of few work items use a kernel with fewer rows a block, and more blocks an
   // item.
   bool spreads_few_items = false;
-  // Over bf16 rows: most KV rows an item for which the smaller kernel is faster than more items of
-  // a larger one, as measured. 0: it never is. For PlanTraits::small.
+  // Most KV rows an item for which the smaller kernel is faster than more items of a larger one, as
+  // measured over bf16 rows, and over rows of 8 bits. 0: it never is. For PlanTraits::small.
   int32_t spread_kv_rows = 0;
+  int32_t spread_code_rows = 0;
   // Units of a die with its own L2 (XCD); 0: all units share one L2.
   int32_t units_per_xcd = 0;
   // expand_keeps_rows: the up-projection keeps a tile's rows over all heads. expand_hides_stores:
@@ -145,8 +157,8 @@ inline constexpr ArchTraits kSm90Traits{
     .stream = kSm90Stream,
     .fp8_compute =
         "8-bit products from 17 packed rows (heads x query rows) on, where they take half the time "
-        "of bf16 products in large batches, and over fp8_row up to 1.3 times as long where a unit "
-        "has 256 KV rows or fewer; bf16 products below, where reading the rows takes the time",
+        "of bf16 products in large batches; bf16 products below, where reading the rows takes the "
+        "time, and in launches so small that every 16 packed rows get an SM of their own",
     .expanded_products_keys = 2048,
     .weight_panels = true,
     .combine_shared_bytes = 16512,
@@ -164,6 +176,7 @@ inline constexpr ArchTraits kSm90Traits{
     .blocks_per_unit = 2,
     .spreads_few_items = true,
     .spread_kv_rows = 320,
+    .spread_code_rows = 1280,
     .expand_keeps_rows = true,
     .expand_hides_stores = true,
     .kv_granularity = 64,
@@ -250,16 +263,6 @@ constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType produc
   return largest;
 }
 
-// Rows of the smallest such kernel. REQUIRES MostRows(...) > 0.
-constexpr int32_t LeastRows(const ArchTraits& arch, KvFormat format, DType products,
-                            AttentionKind kind) {
-  int32_t least = MostRows(arch, format, products, kind);
-  for (const AttendVariant& v : arch.attend) {
-    if (v.Serves(format, products, kind) && v.rows < least) least = v.rows;
-  }
-  return least;
-}
-
 // Products that the absorbed form uses if `products` are asked for: bf16 if no kernel over such
 // rows has them.
 constexpr DType AbsorbedProducts(const ArchTraits& arch, KvFormat format, DType products,
@@ -326,6 +329,16 @@ constexpr bool Takes(const ArchTraits& arch, const AttendVariant& v, KvFormat fo
   return true;
 }
 
+// Rows of the smallest kernel that such launches may use. REQUIRES MostRows(...) > 0.
+constexpr int32_t LeastRows(const ArchTraits& arch, KvFormat format, DType products,
+                            AttentionKind kind) {
+  int32_t least = MostRows(arch, format, products, kind);
+  for (const AttendVariant& v : arch.attend) {
+    if (Takes(arch, v, format, products, kind) && v.rows < least) least = v.rows;
+  }
+  return least;
+}
+
 // Index in arch.attend of the kernel for a launch whose widest work item has `rows` packed rows.
 // This is the smallest kernel that takes them in one block, or else the largest. If only `busy`
 // units have work and all blocks of a smaller kernel run at a time, it is that smaller one:
@@ -348,9 +361,12 @@ constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType pro
 // arch.split.size() if there is none.
 constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
   size_t i = 0;
-  while (i < arch.split.size() && arch.split[i].rows != v.rows) ++i;
-  const bool serves = v.Serves(KvFormat::kBf16, DType::kBf16, AttentionKind::kDense);
-  return serves ? i : arch.split.size();
+  while (i < arch.split.size() &&
+         (arch.split[i].rows != v.rows ||
+          !v.Serves(arch.split[i].format, arch.split[i].products, AttentionKind::kDense))) {
+    ++i;
+  }
+  return i;
 }
 
 // Blocks of combine that fit a unit at a time, by their registers.

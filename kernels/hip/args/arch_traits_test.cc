@@ -162,6 +162,34 @@ TEST(ChooseAttend, TakesProductsOfEightBitsWhereThereIsAKernel) {
   }
 }
 
+std::string SplitFor(KvFormat format, DType products, AttentionKind kind, int32_t pieces) {
+  const ArchTraits& arch = kSm90Traits;
+  const size_t chosen = ChooseAttend(arch, format, products, kind, 128, pieces, kUnits);
+  const size_t split = FindSplit(arch, arch.attend[chosen]);
+  return split < arch.split.size() ? arch.split[split].kernel : "";
+}
+
+TEST(FindSplit, HasTheRowsFormatAndProductsOfTheKernelItReplaces) {
+  constexpr AttentionKind kDense = AttentionKind::kDense;
+  constexpr DType kCodes = DType::kFp8E4m3;
+  EXPECT_EQ(SplitFor(KvFormat::kBf16, DType::kBf16, kDense, 16), "mla_split_16");
+  EXPECT_EQ(SplitFor(KvFormat::kBf16, DType::kBf16, kDense, 66), "mla_split_64");
+  EXPECT_EQ(SplitFor(KvFormat::kFp8Row, kCodes, kDense, 16), "mla_split_16_fp8_row");
+  EXPECT_EQ(SplitFor(KvFormat::kFp8Row, DType::kBf16, kDense, 16), "mla_split_16_fp8_row");
+  EXPECT_EQ(SplitFor(KvFormat::kFp8Row, kCodes, kDense, 66), "mla_split_64_fp8_row_products");
+  EXPECT_EQ(SplitFor(KvFormat::kFp8Tensor, kCodes, kDense, 16), "mla_split_16_fp8_tensor");
+  // No such kernels: widened rows, products of 8 bits over fp8_tensor, lists.
+  EXPECT_EQ(SplitFor(KvFormat::kFp8Row, DType::kBf16, kDense, 66), "");
+  EXPECT_EQ(SplitFor(KvFormat::kFp8Tensor, kCodes, kDense, 66), "");
+  EXPECT_EQ(SplitFor(KvFormat::kFp8Row, kCodes, AttentionKind::kSparse, 16), "");
+  EXPECT_EQ(SplitFor(KvFormat::kBf16, DType::kBf16, AttentionKind::kSparse, 16), "");
+  for (const SplitVariant& v : kSm90Traits.split) {
+    EXPECT_TRUE(v.format == KvFormat::kBf16 ||
+                LeastRows(kSm90Traits, v.format, kCodes, kDense) == 16)
+        << v.kernel;
+  }
+}
+
 // ChooseAttend, MostRows and the report rely on this order and these names.
 TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
   for (const ArchTraits* arch : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {

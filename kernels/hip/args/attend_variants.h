@@ -18,9 +18,12 @@
 //
 // Lines with the same format, products and attention are in the order of rows.
 //
-//   X(kernel, rows, threads, shared)   the kernel for bf16 rows by position with this many
-//   packed rows, for launches of one tile whose parts the blocks merge themselves (SplitArgs), or
-//   for launches whose queries arrive while they run (StreamArgs)
+//   X(kernel, rows, format, products, threads, shared)   the kernel for rows by position that
+//   replaces the one of the same rows, format and products in launches of one tile, whose parts the
+//   blocks merge themselves (SplitArgs)
+//
+//   X(kernel, rows, threads, shared)   the kernel for bf16 rows by position with this many packed
+//   rows, for launches whose queries arrive while they run (StreamArgs)
 //
 //   X(kernel, nope, value, format, products, threads, shared)   up-projection of cached rows to
 //   keys and values of these dims, for the expanded form; products: DType of the keys and values
@@ -103,9 +106,12 @@
   X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 384, 231456, false) \
   X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 224064, true)                       \
   X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 232256, true)
-#define MLA_SPLIT_SM90(X)          \
-  X(mla_split_16, 16, 256, 223744) \
-  X(mla_split_64, 64, 384, 224000)
+#define MLA_SPLIT_SM90(X)                                        \
+  X(mla_split_16, 16, kBf16, kBf16, 256, 223744)                 \
+  X(mla_split_64, 64, kBf16, kBf16, 384, 224000)                 \
+  X(mla_split_16_fp8_tensor, 16, kFp8Tensor, kBf16, 640, 208272) \
+  X(mla_split_16_fp8_row, 16, kFp8Row, kBf16, 640, 192912)       \
+  X(mla_split_64_fp8_row_products, 64, kFp8Row, kFp8E4m3, 384, 231424)
 #define MLA_STREAM_SM90(X) X(mla_stream_64, 64, 384, 224016)
 #define MLA_EXPAND_SM90(X)                                                       \
   X(mla_expand, 128, 128, kBf16, kBf16, 384, 229568)                             \

@@ -126,17 +126,32 @@ using ExpandedKernel = typename ExpandedKernelOf<kDims, kProducts>::Type;
 MLA_ATTEND_VARIANTS(MLA_ATTEND_KERNEL)
 
 #if MLA_SM90
-template <int kRows>
-using SplitKernel = std::conditional_t<kRows == 16, AttendSplit<AttendConfig<16>>,
-                                       AttendWgmma<AttendConfig<64>, SplitArgs>>;
-#define MLA_SPLIT_KERNEL(kernel, rows, threads, shared)     \
-  static_assert(SplitKernel<rows>::kThreads == threads);    \
-  static_assert(SplitKernel<rows>::kSharedBytes == shared); \
-  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)     \
-      kernel(const MLA_KERNEL_ARGUMENT SplitArgs args) {    \
-    if (came_late(args)) return;                            \
-    wait_for_previous_kernel();                             \
-    SplitKernel<rows>::run(args);                           \
+template <int kRows, KvFormat kFormat, DType kProducts>
+struct SplitKernelOf {
+  static_assert(kRows == 16 && kProducts == DType::kBf16);
+  using Type = AttendFp8<AttendConfig<16, kFormat>, SplitArgs>;
+};
+template <>
+struct SplitKernelOf<16, KvFormat::kBf16, DType::kBf16> {
+  using Type = AttendSplit<AttendConfig<16>>;
+};
+template <>
+struct SplitKernelOf<64, KvFormat::kBf16, DType::kBf16> {
+  using Type = AttendWgmma<AttendConfig<64>, SplitArgs>;
+};
+template <>
+struct SplitKernelOf<64, KvFormat::kFp8Row, DType::kFp8E4m3> {
+  using Type = AttendE4m3Rows<AttendConfig<64, KvFormat::kFp8Row, DType::kFp8E4m3>, SplitArgs>;
+};
+#define MLA_SPLIT_KERNEL(kernel, rows, format, products, threads, shared)           \
+  using Of_##kernel = SplitKernelOf<rows, KvFormat::format, DType::products>::Type; \
+  static_assert(Of_##kernel::kThreads == threads);                                  \
+  static_assert(Of_##kernel::kSharedBytes == shared);                               \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                             \
+      kernel(const MLA_KERNEL_ARGUMENT SplitArgs args) {                            \
+    if (came_late(args)) return;                                                    \
+    wait_for_previous_kernel();                                                     \
+    Of_##kernel::run(args);                                                         \
   }
 MLA_SPLIT_SM90(MLA_SPLIT_KERNEL)
 

@@ -175,10 +175,11 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
     traits.dealt_pieces = kStreamPieces;
     return traits;
   }
-  if (arch.spread_kv_rows > 0 && desc.attention == AttentionKind::kDense &&
-      desc.kv_format == KvFormat::kBf16) {
-    traits.small = {units, LeastRows(arch, desc.kv_format, products, desc.attention),
-                    arch.spread_kv_rows};
+  const int32_t spread =
+      desc.kv_format == KvFormat::kBf16 ? arch.spread_kv_rows : arch.spread_code_rows;
+  if (spread > 0 && desc.attention == AttentionKind::kDense) {
+    const int32_t least = LeastRows(arch, desc.kv_format, products, desc.attention);
+    traits.small = {units, std::max(1, least), spread};
   }
   return traits;
 }

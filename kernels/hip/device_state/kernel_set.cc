@@ -62,7 +62,7 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
   for (const SplitVariant& v : arch.split) {
     find(v.kernel, v.shared_bytes, &kernels->split.emplace_back());
   }
-  for (const SplitVariant& v : arch.stream) {
+  for (const StreamVariant& v : arch.stream) {
     find(v.kernel, v.shared_bytes, &kernels->stream.emplace_back());
   }
   for (const ExpandVariant& v : arch.expand) {

@@ -78,9 +78,6 @@ std::optional<AbsorbedWork::Split> AbsorbedWork::SplitOf(const AttentionParams& 
   const size_t chosen = ChooseAttend(arch, params.desc.kv_format, params.desc.products,
                                      params.desc.attention, packed_rows, pieces, units);
   const AttendVariant& variant = arch.attend[chosen];
-  if (!variant.Serves(params.desc.kv_format, params.desc.products, params.desc.attention)) {
-    return std::nullopt;
-  }
   const Split split{FindSplit(arch, variant), EqualPieces(plan, packed_rows), packed_rows,
                     (packed_rows + variant.rows - 1) / variant.rows};
   const bool fits = split.kernel < arch.split.size() && split.piece_rows > 0 &&
@@ -96,8 +93,7 @@ absl::Status AbsorbedWork::AddSplit(LaunchRecording& recording, const AttentionP
   const WorkInfo& last = plan.work_info.back();
   const int64_t layer = params.segments[0].layer_offset;
   SplitArgs args = {};
-  args.segment = params.segments[static_cast<size_t>(last.segment)];
-  args.segment.layer_offset -= layer;
+  args.segment = ForDevice(device_, params, params.segments[static_cast<size_t>(last.segment)]);
   args.page_tables = device_.table_mirror.As<uint32_t>();
   args.pool = device_.pool.As<uint8_t>() + layer;
   args.partial_o = device_.partial_o.As<float>();

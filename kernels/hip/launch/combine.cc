@@ -7,20 +7,25 @@ int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads) {
   return (q_end - q_begin) * static_cast<int32_t>((heads >> 16) - (heads & 0xffffu));
 }
 
+SegmentRecord ForDevice(const DeviceState& device, const AttentionParams& params,
+                        SegmentRecord record) {
+  const SegmentRecord& first = params.segments[0];
+  record.layer_offset -= first.layer_offset;
+  record.weights_slot -= first.weights_slot;
+  record.kv_scale = device.RowScale(params.desc.kv_format, record.kv_scale);
+  return record;
+}
+
 absl::StatusOr<const SegmentRecord*> PutSegments(LaunchRecording& recording,
                                                  const DeviceState& device,
                                                  const AttentionParams& params,
                                                  std::span<const std::byte* const> host_queries) {
-  const SegmentRecord& first = params.segments[0];
   size_t index = 0;
   return recording.metadata().PutEach(params.segments, [&](SegmentRecord record) {
     if (!host_queries.empty()) {
       record.list = reinterpret_cast<const int32_t*>(host_queries[index++]);
     }
-    record.layer_offset -= first.layer_offset;
-    record.weights_slot -= first.weights_slot;
-    record.kv_scale = device.RowScale(params.desc.kv_format, record.kv_scale);
-    return record;
+    return ForDevice(device, params, record);
   });
 }
 

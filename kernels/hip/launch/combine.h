@@ -27,10 +27,15 @@ struct Attended {
 // Packed rows (query rows x heads) of a work item or reduce tile; `heads` is packed as in WorkInfo.
 int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads);
 
-// Puts the segments into the launch's metadata. Layers and weights are stored relative to the first
+// Returns a segment of `params` as kernels take it. Its layer and weights are relative to the first
 // segment's, so that the layers of a step have the same bytes; the kernels' arguments hold the base
-// addresses. `host_queries` is for streamed launches: where the queries of each segment are in host
-// memory (StreamArgs); else empty. RESOURCE_EXHAUSTED if they do not fit.
+// addresses. Its kv_scale is that of the device's rows.
+SegmentRecord ForDevice(const DeviceState& device, const AttentionParams& params,
+                        SegmentRecord record);
+
+// Puts the segments into the launch's metadata, each as ForDevice gives it. `host_queries` is for
+// streamed launches: where the queries of each segment are in host memory (StreamArgs); else empty.
+// RESOURCE_EXHAUSTED if they do not fit.
 absl::StatusOr<const SegmentRecord*> PutSegments(
     LaunchRecording& recording, const DeviceState& device, const AttentionParams& params,
     std::span<const std::byte* const> host_queries = {});

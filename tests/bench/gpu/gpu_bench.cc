@@ -6,14 +6,15 @@
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
 //             [--kv bf16|fp8_tensor|fp8_row] [--compute bf16|fp8] [--sparse topk=2048]
-//             [--whole 1] [--streamed 1] [--spread 0] [--json FILE]
+//             [--whole 1] [--streamed 1] [--spread 0] [--small-rows N] [--json FILE]
 //
 // --compute fp8: 8-bit products over 8-bit rows, if there is a kernel for them. --whole: requests
 // of equal length are not cut, so that nothing is merged and only the attention kernel is timed.
 // --streamed: queries arrive and outputs leave while the kernel runs, if there is a kernel for
 // that. --spread: values of every second group of 128 are divided by 2^N; from 5 on, groups of
 // fp8_row have scales of their own. --sparse: each query row has an index list of this many random
-// positions, ascending, or of all.
+// positions, ascending, or of all. --small-rows: most KV rows an item for which batches are cut for
+// the smallest blocks (PlanTraits::small), instead of the backend's own; 0 has none cut that way.
 //
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS, microseconds
 // of the launch as a whole (median).
@@ -55,6 +56,7 @@ struct Flags {
   bool ragged = false, whole = false, streamed = false;
   int32_t spread = 0;  // binades between groups of a row's values
   int32_t query_rows = 1;
+  int32_t small_rows = -1;  // below 0: as the backend has it
   double max_gb = 20.0;
   std::string kv = "bf16";  // format of the rows
   std::string compute = "bf16";
@@ -326,6 +328,7 @@ absl::Status Bench::Time(const Shape& shape) {
   if (flags_.top_k > 0) MakeLists(shape);
   kernels::PlanTraits traits = backend_->Traits(desc);
   if (flags_.whole) traits.item_overhead_rows = kNeverCutRows;
+  if (flags_.small_rows >= 0) traits.small.unit_kv_rows = flags_.small_rows;
   auto plan = planner_.Build(requests, traits, *buffers_);
   if (!plan.ok()) return plan.status();
   std::vector<int64_t> times, launches;
@@ -360,14 +363,14 @@ absl::Status Bench::Time(const Shape& shape) {
 
 int Main(int argc, char** argv) {
   Flags flags;
-  const Flag known[] = {{"--heads", &flags.heads},      {"--batch", &flags.batch},
-                        {"--context", &flags.context},  {"--iterations", &flags.iterations},
-                        {"--ragged", &flags.ragged},    {"--query-rows", &flags.query_rows},
-                        {"--max-gb", &flags.max_gb},    {"--image", &flags.image},
-                        {"--json", &flags.json},        {"--kv", &flags.kv},
-                        {"--sparse", &flags.sparse},    {"--compute", &flags.compute},
-                        {"--whole", &flags.whole},      {"--spread", &flags.spread},
-                        {"--streamed", &flags.streamed}};
+  const Flag known[] = {{"--heads", &flags.heads},       {"--batch", &flags.batch},
+                        {"--context", &flags.context},   {"--iterations", &flags.iterations},
+                        {"--ragged", &flags.ragged},     {"--query-rows", &flags.query_rows},
+                        {"--max-gb", &flags.max_gb},     {"--image", &flags.image},
+                        {"--json", &flags.json},         {"--kv", &flags.kv},
+                        {"--sparse", &flags.sparse},     {"--compute", &flags.compute},
+                        {"--whole", &flags.whole},       {"--spread", &flags.spread},
+                        {"--streamed", &flags.streamed}, {"--small-rows", &flags.small_rows}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;

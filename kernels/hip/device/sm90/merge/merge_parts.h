@@ -9,11 +9,6 @@
 
 namespace mla::kernels::hip {
 
-// Unit and share of the part that the caller has written.
-struct PartOfBlock {
-  int unit, share;
-};
-
 // Merges packed rows [share * kRows, ...) of a launch with SplitArgs, by kWarps warps of each block
 // of that share. Parts are weighted as in Combine.
 //

@@ -6,10 +6,23 @@
 
 namespace mla::kernels::hip {
 
+// Unit and share of the part that a block makes.
+struct PartOfBlock {
+  int unit, share;
+};
+// The block's index is read again at each call, because keeping the part over a loop would take
+// registers.
+MLA_DEVICE PartOfBlock part_of_block(const SplitArgs& args) {
+  const int block = static_cast<int>(tile::unknown(static_cast<uint32_t>(block_index())));
+  const int unit = block / args.blocks_per_unit;
+  return {unit, block - unit * args.blocks_per_unit};
+}
+
 // As the functions of device/primitives/item.h, without a load from memory. Each block has one
-// item.
+// item, so its index and share need not be kept.
 template <int kRows>
-MLA_DEVICE Item load_item(const SplitArgs& args, int index, int share) {
+MLA_DEVICE Item load_item(const SplitArgs& args, int /*index*/, int /*share*/) {
+  const auto [index, share] = part_of_block(args);
   const int begin = index * args.piece_rows;
   const int end = index + 1 < args.pieces ? begin + args.piece_rows : args.kv_end;
   Item item;
@@ -24,8 +37,7 @@ MLA_DEVICE Item load_item(const SplitArgs& args, int index, int share) {
 }
 template <int kRows, class Body>
 MLA_DEVICE void for_each_indexed_item(const SplitArgs& args, const Body& body) {
-  const int unit = block_index() / args.blocks_per_unit;
-  const int share = block_index() - unit * args.blocks_per_unit;
+  const auto [unit, share] = part_of_block(args);
   body(load_item<kRows>(args, unit, share), unit, share);
 }
 

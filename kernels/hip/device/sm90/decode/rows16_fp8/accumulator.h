@@ -7,12 +7,12 @@
 namespace mla::kernels::hip {
 
 // One of two groups: it holds half of the output columns.
-template <class C>
+template <class C, class Args = AttendArgs>
 class Fp8Accumulator {
  public:
   using L = Fp8Layout<C>;
 
-  MLA_DEVICE Fp8Accumulator(const AttendArgs& a, const L& layout)
+  MLA_DEVICE Fp8Accumulator(const Args& a, const L& layout)
       : args(a),
         shared(layout),
         group((tile::wave_index() >> 2) - 2),
@@ -110,7 +110,7 @@ class Fp8Accumulator {
     }
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const L shared;
   const int group, warp, lane;
   Ring<L::kSlots> ring;

@@ -25,36 +25,56 @@
 #include "kernels/hip/device/sm90/decode/rows16_fp8/accumulator.h"
 #include "kernels/hip/device/sm90/decode/rows16_fp8/copier.h"
 #include "kernels/hip/device/sm90/decode/rows16_fp8/scorer.h"
+#include "kernels/hip/device/sm90/merge/merge_parts.h"
 
 namespace mla::kernels::hip {
 
-template <class C>
+// Args is SplitArgs if the kernel merges the parts as well.
+template <class C, class Args = AttendArgs>
 class AttendFp8 {
  public:
   using L = Fp8Layout<C>;
   static constexpr int kThreads = 5 * L::kGroupThreads;
   static constexpr int kSharedBytes = L::kSharedBytes;
 
-  MLA_DEVICE static void run(const AttendArgs& args) {
+  MLA_DEVICE static void run(const Args& args) {
     const L shared{tile::shared_base<kSharedBytes>()};
     shared.init_barriers();
     let_next_kernel_start();
     const int group = tile::wave_index() / L::kGroupWarps;
     if (group < 2) {
       tile::take_registers<C::kScoreRegisters>();
-      Fp8Scorer<C> scorer(args, shared);
-      for_each_indexed_item<C::kRows>(args, [&scorer](const Item& item, int index, int share) {
+      Fp8Scorer<C, Args> scorer(args, shared);
+      for_each_indexed_item<C::kRows>(args, [&](const Item& item, int index, int share) {
         scorer.attend(item, index, share);
+        if constexpr (Args::kSplit) merge(args, shared, index, share);
       });
     } else if (group < 4) {
       tile::take_registers<C::kValueRegisters>();
-      Fp8Accumulator<C> accumulator(args, shared);
+      Fp8Accumulator<C, Args> accumulator(args, shared);
       for_each_item<C::kRows>(args, [&accumulator](const Item& item) { accumulator.attend(item); });
+      if constexpr (Args::kSplit) {
+        tile::release_writes();
+        tile::named_arrive<kWritten, 4 * L::kGroupThreads>();
+      }
     } else {
       tile::give_registers<40>();
-      Fp8Copier<C> copier(args, shared);
+      Fp8Copier<C, Args> copier(args, shared);
       for_each_item<C::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
     }
+  }
+
+ private:
+  // Named barriers, after those of the scorers.
+  static constexpr int kWritten = 4, kMerging = 5;
+
+  // Run by the scorers after the block's only item. They wait until the groups that sum values have
+  // written the part, and then merge with the other blocks of these rows.
+  MLA_DEVICE static void merge(const Args& args, const L& shared, int index, int share) {
+    static_assert(L::kScoreWarps == MergeParts<C::kRows, false>::kWarps);
+    tile::named_sync<kWritten, 4 * L::kGroupThreads>();
+    merge_parts<C::kRows, false>(args, {index, share}, shared.slot(0),
+                                 [] { tile::named_sync<kMerging, 2 * L::kGroupThreads>(); });
   }
 };
 

@@ -8,14 +8,14 @@
 namespace mla::kernels::hip {
 
 // Copies the KV rows of one item after the other, 64 keys a slot.
-template <class C>
+template <class C, class Args = AttendArgs>
 class Fp8Copier {
  public:
   using L = Fp8Layout<C>;
   using lds_t = tile::lds_t;
   using Source = RowSource<C::kAttention>;
 
-  MLA_DEVICE Fp8Copier(const AttendArgs& a, const L& layout)
+  MLA_DEVICE Fp8Copier(const Args& a, const L& layout)
       : args(a), shared(layout), thread(thread_index() & (L::kGroupThreads - 1)) {}
 
   MLA_DEVICE void copy(const Item& item) {
@@ -72,7 +72,7 @@ class Fp8Copier {
     }
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const L shared;
   const int thread;
   const uint8_t* rows[kRows];

@@ -43,12 +43,12 @@ struct Fp8ScoreColumns {
 
 // One of two groups, which takes every second tile of an item. The groups pass origins to each
 // other together with the probabilities.
-template <class C>
+template <class C, class Args = AttendArgs>
 class Fp8Scorer {
  public:
   using L = Fp8Layout<C>;
 
-  MLA_DEVICE Fp8Scorer(const AttendArgs& a, const L& layout)
+  MLA_DEVICE Fp8Scorer(const Args& a, const L& layout)
       : args(a),
         shared(layout),
         group(tile::wave_index() >> 2),
@@ -269,7 +269,7 @@ class Fp8Scorer {
     tile::barrier_arrive(shared.summed());
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const L shared;
   const int group, warp, lane;
   Ring<L::kSlots> ring;

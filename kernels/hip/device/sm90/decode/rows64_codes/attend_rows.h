@@ -17,16 +17,17 @@
 #include "kernels/hip/device/sm90/decode/rows64_codes/copier.h"
 #include "kernels/hip/device/sm90/decode/rows64_codes/rows_scorer.h"
 #include "kernels/hip/device/sm90/decode/rows64_codes/rows_values.h"
+#include "kernels/hip/device/sm90/merge/merge_parts.h"
 
 namespace mla::kernels::hip {
 
-// One of the two groups that compute.
-template <class C>
+// One of the two groups that compute. Args is SplitArgs if the kernel merges the parts as well.
+template <class C, class Args = AttendArgs>
 class E4m3RowsGroup {
  public:
   using L = E4m3RowsLayout<C>;
 
-  MLA_DEVICE E4m3RowsGroup(const AttendArgs& a, const L& layout)
+  MLA_DEVICE E4m3RowsGroup(const Args& a, const L& layout)
       : args(a), shared(layout), scorer(a, layout), values(a, layout) {}
 
   // The item is loaded again for its results, because keeping it would take registers.
@@ -55,19 +56,24 @@ class E4m3RowsGroup {
     const Item results = load_item<L::kRows>(args, index, share);
     scorer.finish(results, tiles, at - 1, state);
     values.finish(results, o);
+    if constexpr (Args::kSplit) {
+      merge_parts<L::kRows, false>(args, part_of_block(args), shared.slot(0),
+                                   [] { tile::named_sync<kMerging, 2 * L::kGroupThreads>(); });
+    }
   }
 
  private:
-  using Scorer = E4m3RowsScorer<C>;
-  using Values = E4m3RowsValues<C>;
-  const AttendArgs& args;
+  using Scorer = E4m3RowsScorer<C, Args>;
+  using Values = E4m3RowsValues<C, Args>;
+  static constexpr int kMerging = 2;  // a named barrier, after that of the scorers
+  const Args& args;
   const L shared;
   Scorer scorer;
   Values values;
   uint32_t at = 0;  // tiles before this item
 };
 
-template <class C>
+template <class C, class Args = AttendArgs>
 class AttendE4m3Rows {
  public:
   using L = E4m3RowsLayout<C>;
@@ -76,18 +82,18 @@ class AttendE4m3Rows {
   // A thread of a block of three groups gets at most 168 registers; the groups share them out.
   static_assert(2 * C::kComputeRegisters + C::kCopyRegisters <= 3 * 168);
 
-  MLA_DEVICE static void run(const AttendArgs& args) {
+  MLA_DEVICE static void run(const Args& args) {
     const L shared{tile::shared_base<kSharedBytes>()};
     shared.init_barriers();
     let_next_kernel_start();
     const int group = tile::wave_index() / L::kGroupWarps;
     if (group == 2) {
       tile::give_registers<C::kCopyRegisters>();
-      E4m3Copier<C, L> copier(args, shared);
+      E4m3Copier<C, L, Args> copier(args, shared);
       for_each_item<L::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
     } else {
       tile::take_registers<C::kComputeRegisters>();
-      E4m3RowsGroup<C> computing(args, shared);
+      E4m3RowsGroup<C, Args> computing(args, shared);
       for_each_indexed_item<L::kRows>(args, [&computing](const Item& item, int index, int share) {
         computing.attend(item, index, share);
       });

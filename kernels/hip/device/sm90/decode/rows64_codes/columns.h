@@ -11,7 +11,7 @@ namespace mla::kernels::hip {
 // pairs of bytes. From 16 keys and 16 columns, lane l gets keys 2 (l % 4) and the next, and the two
 // keys eight further, each at columns 2 (l / 4) and the next. Even columns are rows l / 4 of the
 // operand, and odd columns are the rows eight further. L: the layout of shared memory.
-template <class C, class L>
+template <class C, class L, class Args = AttendArgs>
 class E4m3Columns {
  public:
   static constexpr int kBlocks = C::kLora / 2 / 64;  // blocks of 64 columns of a group
@@ -28,7 +28,7 @@ class E4m3Columns {
  protected:
   using lds_t = tile::lds_t;
 
-  MLA_DEVICE E4m3Columns(const AttendArgs& a, const L& layout, int of_groups)
+  MLA_DEVICE E4m3Columns(const Args& a, const L& layout, int of_groups)
       : args(a),
         shared(layout),
         group(of_groups),
@@ -82,7 +82,7 @@ class E4m3Columns {
     }
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const L shared;
   const int group, warp, lane;
 };

@@ -16,13 +16,13 @@ namespace mla::kernels::hip {
 // changed. Copies of up to kBehind tiles run ahead of the conversion, if slots are free.
 //
 // L: the layout of shared memory.
-template <class C, class L>
+template <class C, class L, class Args = AttendArgs>
 class E4m3Copier {
  public:
   using lds_t = tile::lds_t;
   using Source = RowSource<C::kAttention>;
 
-  MLA_DEVICE E4m3Copier(const AttendArgs& a, const L& layout)
+  MLA_DEVICE E4m3Copier(const Args& a, const L& layout)
       : args(a), shared(layout), warp(tile::wave_index() & 3), lane(tile::lane_index()) {}
 
   MLA_DEVICE void copy(const Item& item) {
@@ -147,8 +147,10 @@ class E4m3Copier {
     tile::barrier_arrive(shared.filled(finished.at));
     finished.next();
   }
+  // Addresses are made from a lane that the compiler does not know, because keeping them over the
+  // loop would take registers.
   MLA_DEVICE void sort_scales(int slot) const {
-    const int own = lane & (kRows - 1);
+    const int own = static_cast<int>(tile::unknown(static_cast<uint32_t>(lane))) & (kRows - 1);
     const int key = warp * kRows + own;
     const Chunk raw = tile::load_chunk_shared(shared.raw_scales(slot) + key * 16);
     float scale[L::kBlocks], top = kLeast;
@@ -167,28 +169,28 @@ class E4m3Copier {
     tile::sync_warp();
     if (lane >= kRows) return;
     shared.write_key_scale(slot, key, power);
+    const int place = (own & 7) / 2 * 4 + own / 8 * 2 + (own & 1);
+#pragma unroll
+    for (int b = 0; b < L::kBlocks; ++b) {
+      tile::store_half_word(shared.ratios(slot, warp, b) + place * 2,
+                            tile::pack_f16(scale[b] * inverse, 0.0f) & 0xffffu);
+    }
     // Factors for the scorers: each rescales the sum of one block to the scale of the next block.
     // So that factors stay bounded, a scale counts as at least 2^-40 of the largest before it.
-    float of_scores[L::kBlocks], most = scale[0], before = scale[0];
+    float most = scale[0], before = scale[0];
 #pragma unroll
     for (int b = 1; b < L::kBlocks; ++b) {
       const float least = max_f(most * 0x1p-40f, 0x1p-100f);
       const float taken = scale[b] < least ? least : scale[b];
-      of_scores[b - 1] = before * tile::reciprocal(taken);
+      tile::store_float(shared.block_scales(slot, warp, b - 1) + own * 4,
+                        before * tile::reciprocal(taken));
       most = max_f(most, taken);
       before = taken;
     }
-    of_scores[L::kBlocks - 1] = before;
-    const int place = (own & 7) / 2 * 4 + own / 8 * 2 + (own & 1);
-#pragma unroll
-    for (int b = 0; b < L::kBlocks; ++b) {
-      tile::store_float(shared.block_scales(slot, warp, b) + own * 4, of_scores[b]);
-      tile::store_half_word(shared.ratios(slot, warp, b) + place * 2,
-                            tile::pack_f16(scale[b] * inverse, 0.0f) & 0xffffu);
-    }
+    tile::store_float(shared.block_scales(slot, warp, L::kBlocks - 1) + own * 4, before);
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const L shared;
   const int warp, lane;
   Ring<L::kSlots> ring, finished;

@@ -10,11 +10,11 @@ namespace mla::kernels::hip {
 // For a row, x is a logit plus the logarithm of the key's power of two. Its probabilities 2^(x -
 // origin + kShift) therefore include that power, and their sum divides it out again. The origin
 // follows the largest x once that has grown by more than kSlack; the groups pass it to each other.
-template <class C>
-class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
+template <class C, class Args = AttendArgs>
+class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
  public:
   using L = E4m3RowsLayout<C>;
-  using Base = E4m3Scores<C, L>;
+  using Base = E4m3Scores<C, L, Args>;
   using typename Base::Tiles;
 
   struct State {
@@ -24,7 +24,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
 
   const int group;
 
-  MLA_DEVICE E4m3RowsScorer(const AttendArgs& a, const L& layout)
+  MLA_DEVICE E4m3RowsScorer(const Args& a, const L& layout)
       : Base(a, layout), group(tile::wave_index() >> 2) {}
 
   MLA_DEVICE void begin(const Item& item, State& state) const {

@@ -10,14 +10,14 @@ namespace mla::kernels::hip {
 // O^T [256 columns x 64 rows] of a group. V^T is the operand in registers, widened to binary16. If
 // keys of a tile have several scales each, it is multiplied by the ratios of these scales to the
 // key's power of two.
-template <class C>
-class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
+template <class C, class Args = AttendArgs>
+class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>, Args> {
  public:
   using L = E4m3RowsLayout<C>;
-  using Base = E4m3Columns<C, L>;
+  using Base = E4m3Columns<C, L, Args>;
   using Base::clear, Base::kBlocks, Base::kProduct;
 
-  MLA_DEVICE E4m3RowsValues(const AttendArgs& a, const L& layout)
+  MLA_DEVICE E4m3RowsValues(const Args& a, const L& layout)
       : Base(a, layout, tile::wave_index() >> 2) {}
 
   // Adds tile `number`, after waiting for its probabilities.

@@ -7,7 +7,7 @@
 namespace mla::kernels::hip {
 
 // Scores [64 x 64] of a tile, as a group of four warps has them. L: the layout of shared memory.
-template <class C, class L>
+template <class C, class L, class Args = AttendArgs>
 class E4m3Scores {
  public:
   // Places of the item, its index and its share.
@@ -44,7 +44,7 @@ class E4m3Scores {
     MLA_DEVICE float rest(int slot) const { return positive ? of[slot] : 1.0f; }
   };
 
-  MLA_DEVICE E4m3Scores(const AttendArgs& a, const L& layout)
+  MLA_DEVICE E4m3Scores(const Args& a, const L& layout)
       : args(a), shared(layout), warp(tile::wave_index() & 3), lane(tile::lane_index()) {}
 
   MLA_DEVICE int row(int slot) const { return Rows::row(warp, lane, slot); }
@@ -87,7 +87,7 @@ class E4m3Scores {
     if (lane == 0) tile::store_word(shared.moved(tile_slot) + warp * 4, any ? 1u : 0u);
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const L shared;
   const int warp, lane;
 
