@@ -162,8 +162,9 @@ class KvCache final {
   EventLog* events() const { return events_; }
   // The sequence's name in events, and the name of its model: several models may share its layout.
   void SetName(SeqSlot sequence, uint64_t name, std::shared_ptr<const std::string> model) {
-    At(sequence).name = name;
-    At(sequence).model = std::move(model);
+    Sequence& named = Mutable(sequence);
+    named.name = name;
+    named.model = std::move(model);
   }
   // Logs an event of the whole sequence.
   void Note(SeqSlot sequence, EventKind kind);
@@ -198,7 +199,7 @@ class KvCache final {
   // Page-table entries of the sequence that have changed since a launch last published them; count
   // 0 if none have. From this call on they count as published.
   kernels::TableRange TakeTableChange(SeqSlot sequence) {
-    Sequence& of = Find(sequence);
+    Sequence& of = MutableSameVersion(sequence);
     const int32_t first = of.pages_published;
     of.pages_published = of.pages;
     return {TableBegin(sequence) + first, of.pages - first};
@@ -227,7 +228,7 @@ class KvCache final {
   // Index in the page tables of the entry of its first row. With a window, entries of kept rows are
   // found relative to it too.
   int64_t page_table(SeqSlot sequence) const {
-    return TableBegin(sequence) - At(sequence).pages_gone;
+    return TableBegin(sequence) - Get(sequence).pages_gone;
   }
   // For a layout with a window: the least length that Fork and Truncate accept, above 0 once rows
   // have left the window.
@@ -281,16 +282,17 @@ class KvCache final {
 
   KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables);
   RestoreRoom TakeRestoring(uint64_t id);
-  Sequence& Find(SeqSlot slot) {
+  const Sequence& Get(SeqSlot slot) const {
     Require(IsOpen(slot), "sequence slot is not open");
     return sequences_[static_cast<size_t>(slot)];
   }
-  // For calls that may change the sequence: also counts as a new version.
-  Sequence& At(SeqSlot slot) {
+  // For calls that may change the sequence: counts as a new version.
+  Sequence& Mutable(SeqSlot slot) {
     ++version_;
-    return Find(slot);
+    return MutableSameVersion(slot);
   }
-  const Sequence& At(SeqSlot slot) const {
+  // For changes that no launch sees.
+  Sequence& MutableSameVersion(SeqSlot slot) {
     Require(IsOpen(slot), "sequence slot is not open");
     return sequences_[static_cast<size_t>(slot)];
   }
