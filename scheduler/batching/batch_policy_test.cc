@@ -387,8 +387,8 @@ TEST_F(BatchPolicyTest, CopiesGoBeforeTheFirstRowsOfTheirLayer) {
   worker->step->copies = true;
   for (StepEntry& entry : worker->step->entries) {
     const uint32_t source = pool.Take(layout, 1).entry;
-    entry.copied = pool.Take(layout, 1).entry;
-    work.AddCopy(1, layout, entry.copied, source, 63, /*whole=*/false);
+    entry.copied.by_list[0] = pool.Take(layout, 1).entry;
+    work.AddCopy(1, layout, entry.copied.by_list[0], source, 63, /*whole=*/false);
   }
   for (const size_t requests : {0u, 0u, 1u}) {
     policy_->Choose(waiting_, work, now_, batch_);

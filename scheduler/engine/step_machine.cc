@@ -285,7 +285,6 @@ absl::Status StepMachine::CommitStep(Step* step, StreamRequest* request) {
     }
     const int32_t rows = committed.empty() ? entry.rows : committed[i];
     cache_->Commit(entry.sequence->slot, rows);
-    if (entry.sequence->window_slot >= 0) cache_->Commit(entry.sequence->window_slot, rows);
     const int64_t length = cache_->length(entry.sequence->slot);
     entry.sequence->ForgetRowsFrom(length);
     request->lengths.push_back(length);
@@ -355,7 +354,6 @@ void StepMachine::AbortStep(TenantKey tenant, StepId id, const absl::Status& sta
   }
   for (const StepEntry& entry : step->entries) {
     cache_->Rollback(entry.sequence->slot);
-    if (entry.sequence->window_slot >= 0) cache_->Rollback(entry.sequence->window_slot);
     entry.sequence->ForgetRowsFrom(entry.start);
   }
   ++stats_->steps_aborted;
@@ -517,9 +515,7 @@ void StepMachine::UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
   mover_->Finish(&batch, MoveFailed(cause));
   for (Step* step : steps_->open()) step->pages_ready = false;
   for (const Segment& segment : batch.segments) {
-    const Sequence& sequence = *segment.entry->sequence;
-    cache_->UnpublishTable(sequence.slot);
-    if (sequence.window_slot >= 0) cache_->UnpublishTable(sequence.window_slot);
+    cache_->UnpublishTable(segment.entry->slot);
   }
   for (StreamRequest* request : batch.requests) {
     if (request == nullptr) continue;

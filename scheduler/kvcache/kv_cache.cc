@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "scheduler/kvcache/pool/require.h"
 
 namespace mla::kvcache {
@@ -58,6 +59,7 @@ KvCache::KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables)
     sequences_[static_cast<size_t>(slot)].next_free = free_slot_;
     free_slot_ = slot;
   }
+  list_rows_.reserve(sequences_.size());
 }
 
 KvCache::~KvCache() = default;
@@ -94,20 +96,27 @@ absl::Status KvCache::RemoveLayout(LayoutId layout) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<SeqSlot> KvCache::Open(LayoutId layout, TenantKey tenant) {
-  if (!pool_.Has(layout)) return Invalid("layout", layout, "a registered one");
+absl::StatusOr<SeqSlot> KvCache::Open(LayoutId layout, TenantKey tenant, LayoutId window) {
+  for (const LayoutId used : {layout, window == kNoWindow ? layout : window}) {
+    if (!pool_.Has(used)) return Invalid("layout", used, "a registered one");
+  }
   if (tenant >= kMaxTenantKey) {
     return Invalid("tenant", tenant, absl::StrCat("below ", kMaxTenantKey));
   }
-  return TakeSlot(layout, tenant);
+  MLA_RETURN_IF_ERROR(CheckSlots(window == kNoWindow ? 1 : 2));
+  const SeqSlot slot = TakeSlot(layout, tenant);
+  if (window != kNoWindow) Mutable(slot).window = TakeSlot(window, tenant);
+  return slot;
 }
 
-absl::StatusOr<SeqSlot> KvCache::TakeSlot(LayoutId layout, TenantKey tenant) {
+absl::Status KvCache::CheckSlots(int32_t wanted) const {
+  if (open_sequences_ + wanted <= options_.max_sequences) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("sequences: all in use, limit ", options_.max_sequences));
+}
+
+SeqSlot KvCache::TakeSlot(LayoutId layout, TenantKey tenant) {
   const SeqSlot slot = free_slot_;
-  if (slot == kNone) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("sequences: all in use, limit ", options_.max_sequences));
-  }
   Sequence& sequence = sequences_[static_cast<size_t>(slot)];
   free_slot_ = sequence.next_free;
   sequence = Sequence();
@@ -124,25 +133,32 @@ absl::StatusOr<SeqSlot> KvCache::Fork(SeqSlot parent, int32_t length) {
   if (length < least_length(parent) || length > from.length) {
     return Invalid("fork length", length, absl::StrCat(least_length(parent), "..", from.length));
   }
-  const auto child = TakeSlot(from.layout, from.tenant);
-  if (!child.ok()) return child.status();
-  Sequence& target = Mutable(*child);
-  target.length = length;
-  target.pages = PagesFor(from, length);
-  target.pages_gone = from.pages_gone;
-  const auto shared = TableOf(parent).first(static_cast<size_t>(target.pages));
-  std::copy(shared.begin(), shared.end(), TableOf(*child).begin());
-  for (const uint32_t entry : shared) pool_.Share(entry);
-  target.chain = from.chain;
-  target.declared = from.declared;
-  target.pages_cached = from.pages_cached;
-  Undeclare(*child, length);
+  MLA_RETURN_IF_ERROR(CheckSlots(from.window == kNone ? 1 : 2));
+  const SeqSlot child = ForkList(parent, length);
+  if (from.window != kNone) Mutable(child).window = ForkList(from.window, length);
   CheckAfterMutation();
   return child;
 }
 
+SeqSlot KvCache::ForkList(SeqSlot parent, int32_t length) {
+  const Sequence& from = Get(parent);
+  const SeqSlot child = TakeSlot(from.layout, from.tenant);
+  Sequence& target = Mutable(child);
+  target.length = length;
+  target.pages = PagesFor(from, length);
+  target.pages_gone = from.pages_gone;
+  const auto shared = TableOf(parent).first(static_cast<size_t>(target.pages));
+  std::copy(shared.begin(), shared.end(), TableOf(child).begin());
+  for (const uint32_t entry : shared) pool_.Share(entry);
+  target.chain = from.chain;
+  target.declared = from.declared;
+  target.pages_cached = from.pages_cached;
+  Undeclare(child, length);
+  return child;
+}
+
 void KvCache::SkipPages(SeqSlot slot, int32_t pages) {
-  Sequence& sequence = Mutable(slot);
+  Sequence& sequence = Mutable(WithWindow(slot));
   const GroupLayout& layout = pool_.layout(sequence.layout);
   Require(sequence.length == 0 && sequence.pages == 0 && sequence.rows_reserved == kNone &&
               layout.window > 0,
@@ -152,20 +168,28 @@ void KvCache::SkipPages(SeqSlot slot, int32_t pages) {
 }
 
 absl::Status KvCache::Truncate(SeqSlot slot, int32_t length) {
-  Sequence& sequence = Mutable(slot);
+  const Sequence& sequence = Get(slot);
   if (sequence.rows_reserved != kNone) return Reserved(slot);
   if (length < least_length(slot) || length > sequence.length) {
     return Invalid("truncate length", length,
                    absl::StrCat(least_length(slot), "..", sequence.length));
   }
-  sequence.length = length;
-  Undeclare(slot, length);
-  ShrinkTo(slot, PagesFor(sequence, length), Freed::kTruncated);
+  ForLists(slot, [&](SeqSlot list) {
+    Sequence& cut = Mutable(list);
+    cut.length = length;
+    Undeclare(list, length);
+    ShrinkTo(list, PagesFor(cut, length), Freed::kTruncated);
+  });
   CheckAfterMutation();
   return absl::OkStatus();
 }
 
 void KvCache::Release(SeqSlot slot, Freed why) {
+  ForLists(slot, [&](SeqSlot list) { ReleaseList(list, why); });
+  CheckAfterMutation();
+}
+
+void KvCache::ReleaseList(SeqSlot slot, Freed why) {
   Sequence& sequence = Mutable(slot);
   if (sequence.rows_reserved != kNone) EndCopy(slot, /*keep=*/false);
   PublishRest(slot);
@@ -175,17 +199,31 @@ void KvCache::Release(SeqSlot slot, Freed why) {
   sequence = Sequence();
   sequence.next_free = free_slot_;
   free_slot_ = slot;
-  CheckAfterMutation();
 }
 
 absl::Status KvCache::Reserve(std::span<const StepRows> rows) {
-  if (auto s = CheckReserve(rows); !s.ok()) return s;
-  absl::Status status = TryReserve(rows);
+  const std::span<const StepRows> lists = ByList(rows);
+  MLA_RETURN_IF_ERROR(CheckReserve(lists));
+  absl::Status status = TryReserve(lists);
   // Up to three bounds can refuse one after another: on groups, on slabs, and the pool itself.
-  for (int bound = 0; bound < 3 && !status.ok() && MakeRoom(rows); ++bound) {
-    status = TryReserve(rows);
+  for (int bound = 0; bound < 3 && !status.ok() && MakeRoom(lists); ++bound) {
+    status = TryReserve(lists);
   }
   return status;
+}
+
+// The rows that each list of the step's sequences gets. The list of a window gets fewer than its
+// sequence if pages of it were skipped.
+std::span<const StepRows> KvCache::ByList(std::span<const StepRows> rows) {
+  list_rows_.clear();
+  for (const StepRows& row : rows) {
+    list_rows_.push_back(row);
+    const SeqSlot window = IsOpen(row.sequence) ? Get(row.sequence).window : kNone;
+    if (window == kNone) continue;
+    const int64_t wanted = int64_t{length(row.sequence)} + row.rows - length(window);
+    list_rows_.push_back({window, static_cast<int32_t>(std::min<int64_t>(wanted, kMaxRows))});
+  }
+  return list_rows_;
 }
 
 absl::Status KvCache::TryReserve(std::span<const StepRows> rows) {
@@ -329,9 +367,32 @@ void KvCache::CountReserved(SeqSlot slot) {
   freed_[static_cast<size_t>(Freed::kTruncated)] += sequence.copy_took_last;
 }
 
-void KvCache::UnpublishTable(SeqSlot slot) { Mutable(slot).pages_published = 0; }
+void KvCache::UnpublishTable(SeqSlot slot) {
+  ForLists(slot, [this](SeqSlot list) { Mutable(list).pages_published = 0; });
+}
+
+PageNeed KvCache::NeedOf(SeqSlot slot, int32_t rows) const {
+  PageNeed need;
+  const int64_t length = int64_t{Get(slot).length} + rows;
+  for (const SeqSlot list : {slot, Get(slot).window}) {
+    if (list == kNone) continue;
+    const Sequence& sequence = Get(list);
+    const int64_t groups = PagesFor(sequence, length) - sequence.pages;
+    need.groups += groups;
+    need.bytes += groups * pool_.group_bytes(sequence.layout);
+  }
+  return need;
+}
 
 void KvCache::Commit(SeqSlot slot, int32_t rows) {
+  CommitList(slot, rows);
+  // Pages that were skipped count as rows of the window's list already.
+  const SeqSlot window = Get(slot).window;
+  if (window != kNone) CommitList(window, std::max(0, length(slot) - length(window)));
+  CheckAfterMutation();
+}
+
+void KvCache::CommitList(SeqSlot slot, int32_t rows) {
   Sequence& sequence = Mutable(slot);
   Require(rows >= 0 && rows <= sequence.rows_reserved, "commit of rows that were not reserved");
   EndCopy(slot, /*keep=*/rows > 0);
@@ -340,7 +401,6 @@ void KvCache::Commit(SeqSlot slot, int32_t rows) {
   if (sequence.chain != nullptr) PublishPages(slot);
   ShrinkTo(slot, PagesFor(sequence, sequence.length), Freed::kUncommitted);
   LeaveBehind(slot);
-  CheckAfterMutation();
 }
 
 // Returns the whole pages that the window has passed, and moves the others to the front of the
@@ -383,13 +443,8 @@ int32_t KvCache::PagesFor(const Sequence& sequence, int64_t rows) const {
   return static_cast<int32_t>((rows + page_size - 1) / page_size) - sequence.pages_gone;
 }
 
-int32_t KvCache::length(SeqSlot slot) const { return Get(slot).length; }
-
-int32_t KvCache::reserved(SeqSlot slot) const { return std::max(0, Get(slot).rows_reserved); }
-
-bool KvCache::has_reservation(SeqSlot slot) const { return Get(slot).rows_reserved != kNone; }
-
-uint32_t KvCache::copied_group(SeqSlot slot) const {
+uint32_t KvCache::copied_group(SeqSlot sequence_slot, PageList list) const {
+  const SeqSlot slot = ListOf(sequence_slot, list);
   const Sequence& sequence = Get(slot);
   if (sequence.rows_reserved == kNone || sequence.entry_before_copy == SlabPool::kNoEntry) {
     return SlabPool::kNoEntry;
@@ -397,7 +452,16 @@ uint32_t KvCache::copied_group(SeqSlot slot) const {
   return tables_[static_cast<size_t>(TableBegin(slot) + sequence.pages_before - 1)];
 }
 
-uint32_t KvCache::group(SeqSlot slot, int64_t page) const {
+CopiedGroups KvCache::copied_groups(SeqSlot slot) const {
+  CopiedGroups groups;
+  for (const PageList list : {PageList::kMain, PageList::kWindow}) {
+    if (Has(slot, list)) groups.by_list[static_cast<size_t>(list)] = copied_group(slot, list);
+  }
+  return groups;
+}
+
+uint32_t KvCache::group(SeqSlot sequence_slot, int64_t page, PageList list) const {
+  const SeqSlot slot = ListOf(sequence_slot, list);
   const Sequence& sequence = Get(slot);
   const int64_t index = page - sequence.pages_gone;
   Require(index >= 0 && index < sequence.pages, "a page that the sequence does not have");
@@ -405,7 +469,7 @@ uint32_t KvCache::group(SeqSlot slot, int64_t page) const {
 }
 
 int32_t KvCache::least_length(SeqSlot slot) const {
-  const Sequence& sequence = Get(slot);
+  const Sequence& sequence = Get(WithWindow(slot));
   if (sequence.pages_gone == 0) return 0;
   const GroupLayout& layout = pool_.layout(sequence.layout);
   return sequence.pages_gone * layout.page_size + layout.window;
@@ -450,6 +514,19 @@ void KvCache::CheckAfterMutation() const {
   Require(pool_.CountersHold(), "page groups are not conserved");
 }
 
+// The lists of a sequence hold the same rows, or reserve the rest of them.
+std::string KvCache::CheckWindow(SeqSlot slot) const {
+  const Sequence& sequence = Get(slot);
+  if (sequence.window == kNone) return "";
+  if (!IsOpen(sequence.window)) return absl::StrCat("sequence slot ", slot, ": its window is gone");
+  const Sequence& window = Get(sequence.window);
+  const int64_t rows = int64_t{sequence.length} + std::max(0, sequence.rows_reserved);
+  const int64_t window_rows = int64_t{window.length} + std::max(0, window.rows_reserved);
+  if (rows == window_rows && sequence.tenant == window.tenant) return "";
+  return absl::StrCat("sequence slot ", slot, ": ", rows, " rows of tenant ", sequence.tenant,
+                      ", but its window has ", window_rows, " of tenant ", window.tenant);
+}
+
 std::string KvCache::CheckInvariants() const {
   std::unordered_map<uint32_t, int32_t> references;
   int64_t open = 0;
@@ -462,6 +539,7 @@ std::string KvCache::CheckInvariants() const {
       return absl::StrCat("sequence slot ", slot, ": ", sequence.pages, " pages for ", rows,
                           " rows");
     }
+    if (std::string fault = CheckWindow(slot); !fault.empty()) return fault;
     for (int32_t page = 0; page < sequence.pages; ++page) {
       ++references[tables_[static_cast<size_t>(TableBegin(slot) + page)]];
     }

@@ -67,8 +67,6 @@ struct Sequence {
   TenantKey tenant = kNoTenant;
   Model* model = nullptr;
   kvcache::SeqSlot slot = -1;
-  // For models with a window: its rows; `slot` then has the entries.
-  kvcache::SeqSlot window_slot = -1;
   uint64_t epoch = 1;
   int64_t lease_ns = 0;
   MonotonicNanos opened_ns = 0;
@@ -172,9 +170,9 @@ class SequenceTable {
   absl::Status InStep(const Sequence& sequence) const;
   void DeclareAndMatch(Sequence* sequence, const PrefixPlan& prefix);
   absl::Status CheckKept(const Sequence& sequence, int64_t length) const;
-  Sequence* Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_slot, TenantKey tenant,
-                   Model* model, int64_t lease_ns, const std::string& client_id,
-                   const std::string& request_id, SequenceOrigin origin, SequenceId id = 0);
+  Sequence* Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model, int64_t lease_ns,
+                   const std::string& client_id, const std::string& request_id,
+                   SequenceOrigin origin, SequenceId id = 0);
 
   const Limits limits_;
   int64_t default_lease_ms_ = limits_.sequence_lease_ms;

@@ -39,11 +39,10 @@ struct StepEntry {
   int32_t start = 0;   // committed rows of the sequence when the step began
   int32_t rows = 0;    // rows it adds
   int32_t offset = 0;  // offset of its first row among the step's rows
-  // Copies of the sequence's slots, because launches need them for every entry at every layer.
-  kvcache::SeqSlot slot = -1, window_slot = -1;
-  // Groups into which the last pages of its sequences are copied, layer by layer
-  // (KvCache::copied_group).
-  uint32_t copied = kvcache::SlabPool::kNoEntry, window_copied = kvcache::SlabPool::kNoEntry;
+  // A copy of the sequence's slot, because launches need it for every entry at every layer.
+  kvcache::SeqSlot slot = -1;
+  // Groups into which the last pages of the sequence are copied, layer by layer.
+  kvcache::CopiedGroups copied = {};
 };
 
 inline int64_t StartOf(const StepEntry& entry) { return entry.start; }
