@@ -83,6 +83,7 @@ RequestQueue* WaitingRequests::QueueOf(TenantShare* share, const BatchKey& key) 
 
 void WaitingRequests::Insert(StreamRequest* request, int32_t weight) {
   StreamRequest::EngineFields& note = request->engine;
+  note.state.Enter(RequestState::kWaiting);
   note.prev = tail_;
   note.next = nullptr;
   (tail_ == nullptr ? head_ : tail_->engine.next) = request;
@@ -108,6 +109,7 @@ void WaitingRequests::Add(StreamRequest* request, int32_t weight) {
 
 void WaitingRequests::Remove(StreamRequest* request) {
   StreamRequest::EngineFields& note = request->engine;
+  note.state.Enter(RequestState::kTaken);
   if (next_in_pass_ == request) next_in_pass_ = note.next;
   (note.prev == nullptr ? head_ : note.prev->engine.next) = note.next;
   (note.next == nullptr ? tail_ : note.next->engine.prev) = note.prev;

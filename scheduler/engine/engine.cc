@@ -100,12 +100,8 @@ absl::Status Engine::Submit(StreamRequest* request) {
     return MakeError(absl::StatusCode::kUnavailable, "the server stops",
                      {.reason = "stopped", .retry_after_ms = 1000});
   }
-  MLA_RETURN_IF_ERROR(impl_->AnyThread().answers().Admit(request));
   const MonotonicNanos now = impl_->clock_->Now();
-  request->engine.arrival_ns = now;
-  if (request->handed_back == HandedBack::kNo) {
-    request->engine.first_arrival_ns = now;
-  }
+  MLA_RETURN_IF_ERROR(impl_->AnyThread().answers().Admit(request, now));
   // The request may be answered from Push on, so it is read before.
   const bool leave = request->leave_launch;
   const Submitter* const submitter = request->submitter;
