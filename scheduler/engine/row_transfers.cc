@@ -191,7 +191,7 @@ absl::StatusOr<Sequence*> RowTransfers::ImportTarget(const ImportArgs& args, Mod
 
 absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
   const TenantKey tenant = tenants_->Find(args.tenant);
-  MLA_ASSIGN_OR_RETURN(Model* const model, models_->Find(tenant, args.model_id, "target.model_id"));
+  MLA_ASSIGN_OR_RETURN(Model* const model, models_->Use(tenant, args.model_id, "target.model_id"));
   MLA_RETURN_IF_ERROR(CheckWhole(*model, args.id == 0, "target.sequence_id"));
   MLA_RETURN_IF_ERROR(CheckTags(*model, args.tags));
   MLA_ASSIGN_OR_RETURN(Sequence* const target, ImportTarget(args, model));

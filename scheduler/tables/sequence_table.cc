@@ -79,7 +79,7 @@ absl::Status SequenceTable::CheckNames(const std::string& client_id,
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::string& request_id,
-                                                  const SequenceOrigin& origin) {
+                                                  const SequenceOrigin& origin) const {
   if (request_id.empty()) return nullptr;
   const auto found = by_request_.find(std::pair(tenant, request_id));
   if (found == by_request_.end()) return nullptr;
@@ -159,7 +159,7 @@ absl::Status SequenceTable::CheckKept(const Sequence& sequence, int64_t length) 
 
 absl::StatusOr<Sequence*> SequenceTable::CheckOpenArgs(TenantKey tenant, const Model& model,
                                                        const OpenArgs& args,
-                                                       const PrefixPlan& prefix) {
+                                                       const PrefixPlan& prefix) const {
   MLA_RETURN_IF_ERROR(CheckNames(args.client_id, args.request_id));
   if (prefix.chain != nullptr && model.spec->windowed()) return NoPrefix();
   MLA_RETURN_IF_ERROR(LeaseNanos(args.lease_ms).status());
@@ -261,15 +261,15 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   return child;
 }
 
-absl::StatusOr<Sequence*> SequenceTable::ForMatch(TenantKey tenant, SequenceId id,
-                                                  uint64_t expected_epoch) {
+absl::StatusOr<Sequence*> SequenceTable::FindForMatch(TenantKey tenant, SequenceId id,
+                                                      uint64_t expected_epoch) const {
   absl::StatusOr<Sequence*> found = FindIdle(tenant, id, expected_epoch);
   if (found.ok() && (*found)->model->spec->windowed()) return NoPrefix();
   return found;
 }
 
 absl::StatusOr<Sequence*> SequenceTable::FindIdle(TenantKey tenant, SequenceId id,
-                                                  uint64_t expected_epoch) {
+                                                  uint64_t expected_epoch) const {
   absl::StatusOr<Sequence*> sequence_or = FindOrRefuse(tenant, id, "sequence_id");
   if (!sequence_or.ok()) return sequence_or;
   const Sequence& sequence = **sequence_or;
@@ -398,14 +398,14 @@ void SequenceTable::ReleaseMoved(Sequence* sequence, const std::string& peer) {
   Release(sequence);
 }
 
-Sequence* SequenceTable::Find(TenantKey tenant, SequenceId id) {
+Sequence* SequenceTable::Find(TenantKey tenant, SequenceId id) const {
   const auto found = by_id_.find(id);
   if (found == by_id_.end() || found->second->tenant != tenant) return nullptr;
   return found->second;
 }
 
 absl::StatusOr<Sequence*> SequenceTable::FindOrRefuse(TenantKey tenant, SequenceId id,
-                                                      std::string field) {
+                                                      std::string field) const {
   if (Sequence* sequence = Find(tenant, id)) return sequence;
   if (const std::string* peer = MovedTo(tenant, id)) {
     return MovedError(id, std::move(field), *peer);
@@ -420,7 +420,8 @@ absl::StatusOr<Sequence*> SequenceTable::FindOrRefuse(TenantKey tenant, Sequence
        .reason = "sequence_not_found"});
 }
 
-std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant, const std::string& client_id) {
+std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant,
+                                               const std::string& client_id) const {
   std::vector<Sequence*> result;
   for (const std::unique_ptr<Sequence>& sequence : by_slot_) {
     if (sequence == nullptr || sequence->tenant != tenant) continue;
@@ -432,7 +433,7 @@ std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant, const std::stri
   return result;
 }
 
-std::vector<Sequence*> SequenceTable::OfModel(const Model& model) {
+std::vector<Sequence*> SequenceTable::OfModel(const Model& model) const {
   std::vector<Sequence*> result;
   for (const std::unique_ptr<Sequence>& sequence : by_slot_) {
     if (sequence != nullptr && sequence->model == &model) result.push_back(sequence.get());

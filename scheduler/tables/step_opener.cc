@@ -69,7 +69,7 @@ absl::Status StepOpener::CheckBegin(TenantKey tenant, const BeginStepArgs& args,
                      absl::StrCat("the backend is not healthy: ", healthy.message()),
                      {.reason = "backend_unhealthy"});
   }
-  MLA_ASSIGN_OR_RETURN(*model, models_->Find(tenant, args.model_id, "begin_step.model_id"));
+  MLA_ASSIGN_OR_RETURN(*model, models_->Use(tenant, args.model_id, "begin_step.model_id"));
   return CheckStepBounds(static_cast<int64_t>(args.sequences.size()), args.participants,
                          args.lease_ms, limits_);
 }

@@ -129,14 +129,14 @@ StepTable::StepTable(const Limits& limits, TenantTable* tenants) : tenants_(tena
   open_.reserve(limits.max_open_steps);
 }
 
-Step* StepTable::Lookup(TenantKey tenant, StepId id) {
+Step* StepTable::Lookup(TenantKey tenant, StepId id) const {
   for (Step* step : open_) {
     if (step->id == id && step->tenant == tenant) return step;
   }
   return nullptr;
 }
 
-absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId id) {
+absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId id) const {
   Step* step = Lookup(tenant, id);
   if (step != nullptr && step->Includes(stream)) return step;
   if (step == nullptr) {

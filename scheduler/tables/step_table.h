@@ -106,9 +106,9 @@ class StepTable {
   StepTable(const Limits& limits, TenantTable* tenants);
 
   // The open step; or NOT_FOUND, or ABORTED with the reason.
-  absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id);
+  absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id) const;
   // The tenant's open step with this id, whatever its participants are; null if there is none.
-  Step* Lookup(TenantKey tenant, StepId id);
+  Step* Lookup(TenantKey tenant, StepId id) const;
   // Takes an empty step from the pool and lists it as open. RESOURCE_EXHAUSTED if the tenant or the
   // server already has as many as its bound allows.
   absl::StatusOr<Step*> Create(Model* model, StepId id);
