@@ -155,7 +155,6 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
   }
   step->ticket = cache_->work().last();
   step->pages_ready = !cache_->work().Waits(tenant, step->ticket);
-  step->copies = false;
   for (StepEntry& entry : step->entries) {
     entry.copied = cache_->copied_groups(entry.slot);
     step->copies = step->copies || entry.copied != kvcache::CopiedGroups();
@@ -166,7 +165,6 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
   step->ranks.assign(step->participants, StepRank());
   step->streams.push_back(request.stream);
   step->layers.assign(model->spec->layers, LayerProgress());
-  step->lease_deadline = 0;  // left over from the step that used this object before
   step->lease_ns = (args.lease_ms > 0 ? args.lease_ms : default_lease_ms_) * kNanosPerMilli;
   return step;
 }

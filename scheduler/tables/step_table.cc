@@ -197,19 +197,8 @@ void StepTable::Remove(Step* step, const std::string& why) {
     aborted_.push_back(AbortedStep{step->tenant, step->id, why, CommittedAt(*step, 0)});
   }
   open_.erase(std::find(open_.begin(), open_.end(), step));
-  step->streams.clear();
-  step->ranks.clear();
-  step->entries.clear();
-  step->layers.clear();
   tenants_->Return(*step->model->account, Resource::kOpenSteps, 1);
-  step->model = nullptr;
-  step->participants = 1;
-  step->total_rows = 0;
-  step->rotations.reset();
-  step->waiting = 0;
-  step->inflight = 0;
-  step->end = nullptr;
-  step->failed = false;
+  step->Clear();
   free_.push_back(step);
 }
 

@@ -64,17 +64,14 @@ struct StepRank {
   bool missed = false;
 };
 
-struct Step {
+// A step except for its lists.
+struct StepFields {
   StepId id = 0;
   TenantKey tenant = kNoTenant;
   Model* model = nullptr;
-  std::vector<StreamId> streams;  // [0] began it
   int32_t participants = 1;
-  std::vector<StepRank> ranks;  // one for each of `participants`; those in `streams` come first
-  std::vector<StepEntry> entries;
   int32_t total_rows = 0;
   std::shared_ptr<const Tail> rotations;  // of its rows, as in BeginStepArgs
-  std::vector<LayerProgress> layers;
   // The step's rows may be written once the tenant's page work up to this ticket has been carried.
   // `pages_ready` is then true.
   kvcache::WorkTicket ticket = 0;
@@ -87,7 +84,21 @@ struct Step {
   int32_t waiting = 0;           // requests queued
   int32_t inflight = 0;          // requests in a submitted launch
   StreamRequest* end = nullptr;  // an EndStep that waits until both counts are zero
+};
 
+struct Step : StepFields {
+  std::vector<StreamId> streams;  // [0] began it
+  std::vector<StepRank> ranks;    // one for each of `participants`; those in `streams` come first
+  std::vector<StepEntry> entries;
+  std::vector<LayerProgress> layers;
+
+  void Clear() {  // keeps the memory of its lists
+    static_cast<StepFields&>(*this) = {};
+    streams.clear();
+    ranks.clear();
+    entries.clear();
+    layers.clear();
+  }
   bool Includes(StreamId stream) const;
   bool idle() const { return waiting == 0 && inflight == 0; }
 };
