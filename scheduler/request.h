@@ -334,7 +334,7 @@ class StreamRequest : public RequestHeader, public RequestResults {
     // Its KV rows were accepted before, so they are compared and not appended.
     bool repeat = false;
     absl::Status status = absl::OkStatus();  // the answer, until it is delivered
-    int64_t total_ns = 0;  // from the first arrival to the answer
+    int64_t total_ns = 0;                    // from the first arrival to the answer
     // The first row, among all rows of the request, and the head whose result is not finite
     // although the inputs are. Also set if the inputs are not finite but the result can no longer
     // say so. -1: none so far.
