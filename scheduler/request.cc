@@ -1,11 +1,21 @@
 #include "scheduler/request.h"
 
+#include <cstdio>
+#include <cstdlib>
+
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
 
 namespace mla::scheduler {
+
+void RequestState::Refuse(Value next) const {
+  constexpr const char* kNames[] = {"outside", "admitted", "waiting",
+                                    "taken",   "ending",   "answered"};
+  std::fprintf(stderr, "engine: a request that is %s cannot be %s\n", kNames[value_], kNames[next]);
+  std::abort();
+}
 
 absl::Status CheckStepBounds(int64_t sequences, int64_t participants, int64_t lease_ms,
                              const Limits& limits) {

@@ -62,6 +62,15 @@ struct BeginStepArgs {
   int64_t lease_ms = 0;  // 0: Limits::step_lease_ms
   // The rotation of each row, fp32 [rows, rope_dim]; null: none.
   std::shared_ptr<const Tail> rotations = {};
+
+  void Clear() {  // keeps the memory of its list
+    model_id.clear();
+    sequences.clear();
+    positions.reset();
+    participants = 1;
+    lease_ms = 0;
+    rotations.reset();
+  }
 };
 
 struct AttendArgs {
@@ -164,6 +173,12 @@ struct EndStepArgs {
   // The number of lengths for which the transport's reply has room. The EndStep of a step with more
   // sequences is refused; the step stays open.
   int32_t lengths_max = std::numeric_limits<int32_t>::max();
+
+  void Clear() {  // keeps the memory of its lists
+    committed_rows.clear();
+    tails.clear();
+    lengths_max = EndStepArgs().lengths_max;
+  }
 };
 
 // Where the request spent its time, in nanoseconds of the engine's clock.
@@ -191,6 +206,45 @@ enum class HandedBack : uint8_t {
   kLate,  // its launch waited on the device for Limits::ahead_us, and the word did not come
 };
 
+// Where a request is on its way through the engine. Ends the process on a way that no request
+// takes: it would be in two lists, or answered twice, and so write into the memory of another
+// request.
+class RequestState {
+ public:
+  enum Value : uint8_t {
+    kOutside,   // the transport has it
+    kAdmitted,  // submitted, in the inbox or on its way out of it
+    kWaiting,   // an Attend that waits for a launch (WaitingRequests)
+    kTaken,     // an Attend that a launch has taken, or that left the queue to be answered
+    kEnding,    // an EndStep that waits for the other requests of its step
+    kAnswered,  // answered or handed back, but not delivered
+  };
+  void Enter(Value next) {
+    if ((kNext[value_] >> next & 1) == 0) [[unlikely]]
+      Refuse(next);
+    value_ = next;
+  }
+  void MustBe(Value value) const {
+    if (value_ != value) [[unlikely]]
+      Refuse(value);
+  }
+  friend bool operator==(const RequestState& state, Value value) { return state.value_ == value; }
+
+ private:
+  // Bits of the states that may follow each one.
+  static constexpr uint8_t kNext[] = {
+      1 << kAdmitted,                                 // kOutside
+      1 << kWaiting | 1 << kEnding | 1 << kAnswered,  // kAdmitted
+      1 << kTaken,                                    // kWaiting
+      1 << kWaiting | 1 << kAnswered,                 // kTaken
+      1 << kAnswered,                                 // kEnding
+      1 << kOutside,                                  // kAnswered
+  };
+  [[noreturn]] void Refuse(Value next) const;
+
+  Value value_ = kOutside;
+};
+
 // A source of requests that one thread submits. It outlives its requests.
 class Submitter {
  public:
@@ -200,7 +254,34 @@ class Submitter {
   virtual bool IsIdle() const = 0;
 };
 
-class StreamRequest {
+// What the transport says of every kind of request.
+struct RequestHeader {
+  RequestKind kind = RequestKind::kAttend;
+  StreamId stream = 0;
+  // The tenant of the stream; lives until Done. If null, only the server's bound of queued requests
+  // holds.
+  Tenant* tenant = nullptr;
+  StepId step_id = 0;
+  // The submitting thread has other work, so the engine's thread must run the launch.
+  bool leave_launch = false;
+  const Submitter* submitter = nullptr;  // null: never idle
+};
+
+// Valid in Done when the status is OK.
+struct RequestResults {
+  int32_t total_rows = 0;  // BeginStep
+  int64_t lease_ms = 0;    // BeginStep
+  int32_t joined = 0;      // BeginStep
+  RequestTimings timings;  // Attend
+  bool signalled = false;  // Attend: the device has stored attend.done
+  // Unless kNo, the request was not carried out and the status has no meaning. It may be submitted
+  // again unchanged when its tensors have come.
+  HandedBack handed_back = HandedBack::kNo;
+  // The step no longer exists; also valid if the status is an error.
+  bool step_aborted = false;
+};
+
+class StreamRequest : public RequestHeader, public RequestResults {
  public:
   virtual ~StreamRequest() = default;
   // Called once for each request, without the engine role: one call at a time, in the order in
@@ -208,41 +289,35 @@ class StreamRequest {
   // Submit. An error has an ErrorDetail (base/error.h).
   virtual void Done(const absl::Status& status) = 0;
 
-  // --- Filled by the transport.
-  RequestKind kind = RequestKind::kAttend;
-  StreamId stream = 0;
-  // The tenant of the stream; lives until Done. If null, only the server's bound of queued requests
-  // holds.
-  Tenant* tenant = nullptr;
-  StepId step_id = 0;
+  // Forgets all of a request that the engine does not own, so that the object can be used again.
+  // Keeps the memory of its lists.
+  void Reset() {
+    engine.state.MustBe(RequestState::kOutside);
+    static_cast<RequestHeader&>(*this) = {};
+    static_cast<RequestResults&>(*this) = {};
+    begin.Clear();
+    attend = {};
+    end.Clear();
+    lengths.clear();
+  }
+
+  // --- Filled by the transport, in addition to the header.
   BeginStepArgs begin;
   AttendArgs attend;
   EndStepArgs end;
-  // The submitting thread has other work, so the engine's thread must run the launch.
-  bool leave_launch = false;
-  const Submitter* submitter = nullptr;  // null: never idle
 
-  // --- Results, valid in Done when the status is OK.
-  int32_t total_rows = 0;        // BeginStep
-  int64_t lease_ms = 0;          // BeginStep
-  int32_t joined = 0;            // BeginStep
+  // --- A result like RequestResults.
   std::vector<int64_t> lengths;  // EndStep
-  RequestTimings timings;        // Attend
-  bool signalled = false;        // Attend: the device has stored attend.done
-  // Unless kNo, the request was not carried out and the status has no meaning. It may be submitted
-  // again unchanged when its tensors have come.
-  HandedBack handed_back = HandedBack::kNo;
-  // The step no longer exists; also valid if the status is an error.
-  bool step_aborted = false;
 
   // --- State of the engine.
   struct EngineFields {
+    RequestState state;
     // Links of the inbox, the pending list and the answers, so that queueing allocates nothing.
     StreamRequest* next = nullptr;
     StreamRequest* prev = nullptr;
     StreamRequest* queue_next = nullptr;  // waiting_requests.h: same tenant and key
     StreamRequest* queue_prev = nullptr;
-    RequestQueue* queue = nullptr;  // null unless the request waits
+    RequestQueue* queue = nullptr;  // in which the request waits
     uint64_t order = 0;             // of arrival
     Step* step = nullptr;
     int64_t first_arrival_ns = 0;  // of a request that was handed back: its first arrival
@@ -258,8 +333,8 @@ class StreamRequest {
     StreamRequest* sibling = nullptr;  // next member of the group
     // Its KV rows were accepted before, so they are compared and not appended.
     bool repeat = false;
-    absl::Status status;   // the answer, until it is delivered
-    int64_t total_ns = 0;  // from the first arrival to the answer
+    absl::Status status = absl::OkStatus();  // the answer, until it is delivered
+    int64_t total_ns = 0;                    // from the first arrival to the answer
     // The first row, among all rows of the request, and the head whose result is not finite
     // although the inputs are. Also set if the inputs are not finite but the result can no longer
     // say so. -1: none so far.
@@ -268,8 +343,15 @@ class StreamRequest {
     bool bad_inputs = false;  // the inputs are not finite either
     // of a repeat: its first row that differs from the stored one; -1: none
     int32_t other_row = -1;
-    bool counted = false;  // among the tenant's queued requests
-    bool ahead = false;    // its tensors had not come when a launch was last chosen
+    bool ahead = false;  // its tensors had not come when a launch was last chosen
+
+    // Call it when the request is submitted. All that an earlier use of the object left is gone,
+    // except for the first arrival of a request that was handed back.
+    void Begin(int64_t now, bool was_handed_back) {
+      state.Enter(RequestState::kAdmitted);
+      const int64_t first = was_handed_back ? first_arrival_ns : now;
+      *this = {.state = state, .first_arrival_ns = first, .arrival_ns = now};
+    }
   };
   EngineFields engine;
 };

@@ -283,7 +283,7 @@ bool BatchPolicy::TakeCopies(const StreamRequest& request, int32_t rows, kvcache
   for (int32_t row = FirstRow(request), end = row + rows; row < end; ++entry) {
     row = entry->offset + entry->rows;
     if (entry->offset < appended) continue;
-    for (const uint32_t group : {entry->copied, entry->window_copied}) {
+    for (const uint32_t group : entry->copied.by_list) {
       if (!round.work.TakeLayer(group, layer, &room, &round.batch.pages)) return false;
     }
   }

@@ -97,8 +97,9 @@ class BatchPolicyTest : public ::testing::Test {
     args.has_kv = true;
     layer.accepted += args.row_count;
     request.engine = StreamRequest::EngineFields();
+    request.engine.Begin(now_, /*was_handed_back=*/false);
     request.engine.step = &step;
-    request.engine.arrival_ns = request.engine.blocked_since_ns = now_;
+    request.engine.blocked_since_ns = now_;
     request.engine.deadline_ns = now_ + 30'000 * kMilli;
     worker.waits = true;
     waiting_.Add(&request, 1);
@@ -369,7 +370,7 @@ TEST_F(BatchPolicyTest, PageWorkThatIsMoreThanALaunchGoesAhead) {
     EXPECT_NE(batch_.pages.empty(), batch_.requests.empty()) << "each takes a whole launch";
     work.Acknowledge(&batch_.pages);
     // The other tenant has been served less once a group is done.
-    EXPECT_EQ(other->request->engine.queue == nullptr, launches >= 1);
+    EXPECT_EQ(other->request->engine.state == RequestState::kTaken, launches >= 1);
   }
   EXPECT_EQ(launches, 4) << "three groups, and the other tenant's row";
 }
@@ -387,8 +388,8 @@ TEST_F(BatchPolicyTest, CopiesGoBeforeTheFirstRowsOfTheirLayer) {
   worker->step->copies = true;
   for (StepEntry& entry : worker->step->entries) {
     const uint32_t source = pool.Take(layout, 1).entry;
-    entry.copied = pool.Take(layout, 1).entry;
-    work.AddCopy(1, layout, entry.copied, source, 63, /*whole=*/false);
+    entry.copied.by_list[0] = pool.Take(layout, 1).entry;
+    work.AddCopy(1, layout, entry.copied.by_list[0], source, 63, /*whole=*/false);
   }
   for (const size_t requests : {0u, 0u, 1u}) {
     policy_->Choose(waiting_, work, now_, batch_);

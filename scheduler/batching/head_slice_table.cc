@@ -101,7 +101,7 @@ bool HeadSliceTable::JoinsSiblings(const StreamRequest& request) const {
   return packed < records * model.tile_rows;
 }
 
-SliceGroup* HeadSliceTable::GroupFor(const StreamRequest& request) {
+SliceGroup* HeadSliceTable::FindOrAddGroup(const StreamRequest& request) {
   const AttendArgs& args = request.attend;
   Step* const step = request.engine.step;
   SliceGroup*& layer = step->layers[args.layer].slices;
@@ -167,7 +167,7 @@ void HeadSliceTable::NoteArrival(const StreamRequest& request) const {
 void HeadSliceTable::Join(StreamRequest* request) {
   if (!JoinsSiblings(*request)) return;
   if (request->engine.rows_done == 0) NoteArrival(*request);
-  SliceGroup* const group = GroupFor(*request);
+  SliceGroup* const group = FindOrAddGroup(*request);
   request->engine.group = group;
   request->engine.sibling = nullptr;
   if (Appends(*request)) {

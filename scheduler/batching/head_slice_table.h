@@ -90,7 +90,7 @@ class HeadSliceTable {
   bool JoinsSiblings(const StreamRequest& request) const;
   // Called when the request has come: if it came in time, siblings wait for its stream again.
   void NoteArrival(const StreamRequest& request) const;
-  SliceGroup* GroupFor(const StreamRequest& request);
+  SliceGroup* FindOrAddGroup(const StreamRequest& request);
   void Recount(SliceGroup* group) const;
   // Marks the ranks that each group of the layer waits for; they follow from all its groups.
   static void MarkAwaitedRanks(const Step& step, int32_t layer);

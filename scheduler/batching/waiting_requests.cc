@@ -28,7 +28,7 @@ BatchKey KeyOf(const StreamRequest& request) {
   return key;
 }
 
-TenantShare* WaitingRequests::ShareOf(TenantKey tenant, int32_t weight) {
+TenantShare* WaitingRequests::FindOrAddShare(TenantKey tenant, int32_t weight) {
   const auto is_tenant = [tenant](const TenantShare* share) { return share->tenant == tenant; };
   const auto active = std::find_if(active_.begin(), active_.end(), is_tenant);
   if (active != active_.end()) {
@@ -62,7 +62,7 @@ TenantShare* WaitingRequests::ShareOf(TenantKey tenant, int32_t weight) {
   return share;
 }
 
-RequestQueue* WaitingRequests::QueueOf(TenantShare* share, const BatchKey& key) {
+RequestQueue* WaitingRequests::FindOrAddQueue(TenantShare* share, const BatchKey& key) {
   for (RequestQueue* queue : share->queues) {
     if (queue->key == key) return queue;
   }
@@ -83,13 +83,14 @@ RequestQueue* WaitingRequests::QueueOf(TenantShare* share, const BatchKey& key) 
 
 void WaitingRequests::Insert(StreamRequest* request, int32_t weight) {
   StreamRequest::EngineFields& note = request->engine;
+  note.state.Enter(RequestState::kWaiting);
   note.prev = tail_;
   note.next = nullptr;
   (tail_ == nullptr ? head_ : tail_->engine.next) = request;
   tail_ = request;
   ++size_;
-  TenantShare* const share = ShareOf(note.step->tenant, weight);
-  RequestQueue* const queue = QueueOf(share, KeyOf(*request));
+  TenantShare* const share = FindOrAddShare(note.step->tenant, weight);
+  RequestQueue* const queue = FindOrAddQueue(share, KeyOf(*request));
   ++share->waiting;
   note.queue = queue;
   StreamRequest* before = queue->tail;
@@ -108,6 +109,7 @@ void WaitingRequests::Add(StreamRequest* request, int32_t weight) {
 
 void WaitingRequests::Remove(StreamRequest* request) {
   StreamRequest::EngineFields& note = request->engine;
+  note.state.Enter(RequestState::kTaken);
   if (next_in_pass_ == request) next_in_pass_ = note.next;
   (note.prev == nullptr ? head_ : note.prev->engine.next) = note.next;
   (note.next == nullptr ? tail_ : note.next->engine.prev) = note.prev;
@@ -127,7 +129,7 @@ void WaitingRequests::AddService(RequestQueue* queue, int64_t units) {
 }
 
 void WaitingRequests::Charge(TenantKey tenant, int32_t weight, int64_t units) {
-  TenantShare* const share = ShareOf(tenant, weight);
+  TenantShare* const share = FindOrAddShare(tenant, weight);
   share->virtual_time += std::max<int64_t>(1, units / share->weight);
 }
 

@@ -96,8 +96,8 @@ class WaitingRequests {
   void Prune();
 
  private:
-  TenantShare* ShareOf(TenantKey tenant, int32_t weight);
-  RequestQueue* QueueOf(TenantShare* share, const BatchKey& key);
+  TenantShare* FindOrAddShare(TenantKey tenant, int32_t weight);
+  RequestQueue* FindOrAddQueue(TenantShare* share, const BatchKey& key);
   void Insert(StreamRequest* request, int32_t weight);
 
   StreamRequest* head_ = nullptr;

@@ -1,7 +1,5 @@
 #include "scheduler/engine/answer_collector.h"
 
-#include <utility>
-
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 
@@ -26,8 +24,9 @@ void AnswerCollector::HandBack(StreamRequest* request, HandedBack why) {
 }
 
 void AnswerCollector::Return(StreamRequest* request, const absl::Status& status) {
+  request->engine.state.Enter(RequestState::kAnswered);
   owned_.fetch_sub(1);
-  if (std::exchange(request->engine.counted, false)) {
+  if (request->tenant != nullptr) {
     tenants_->Return(*request->tenant, Resource::kQueuedRequests, 1);
   }
   if (!collects_) return DeliverAnswer(request, status, observer_);
@@ -44,7 +43,7 @@ void AnswerCollector::NoteReport(const LaunchReport& report) {
   reports_.items[static_cast<size_t>(reports_.count++)] = report;
 }
 
-absl::Status AnswerCollector::Admit(StreamRequest* request) {
+absl::Status AnswerCollector::Admit(StreamRequest* request, MonotonicNanos now) {
   Tenant* const tenant = request->tenant;
   if (tenant != nullptr && !tenants_->TryTake(*tenant, Resource::kQueuedRequests, 1)) {
     return tenants_->Refusal(*tenant, Resource::kQueuedRequests, 1, "request");
@@ -58,7 +57,8 @@ absl::Status AnswerCollector::Admit(StreamRequest* request) {
         absl::StrCat("the queue holds ", limits_.queue_requests, " requests, which is its limit"),
         {.reason = "queue_full", .retry_after_ms = RowOf(Resource::kQueuedRequests).retry_ms});
   }
-  request->engine.counted = tenant != nullptr;
+  request->engine.Begin(now, request->handed_back != HandedBack::kNo);
+  request->handed_back = HandedBack::kNo;
   return absl::OkStatus();
 }
 

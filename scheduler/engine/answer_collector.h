@@ -35,12 +35,10 @@ class AnswerCollector final {
                   EngineObserver* observer, EngineStats* stats)
       : limits_(limits), tenants_(tenants), clock_(clock), observer_(observer), stats_(stats) {}
 
-  // Counts a request that is about to be handed over, or refuses it: RESOURCE_EXHAUSTED when the
-  // tenant or the server has as many as it may. Any thread.
-  absl::Status Admit(StreamRequest* request);
-  // Requests handed over and not yet answered; the caller counts a request before it hands it over.
-  // Any thread.
-  std::atomic<int32_t>& owned() { return owned_; }
+  // Counts a request that arrives at `now` and is about to be handed over, or refuses it:
+  // RESOURCE_EXHAUSTED when the tenant or the server has as many as it may. Any thread.
+  absl::Status Admit(StreamRequest* request, MonotonicNanos now);
+  // Requests admitted and not yet answered. Any thread.
   int32_t owned() const { return owned_; }
 
   void Answer(StreamRequest* request, const absl::Status& status);

@@ -7,6 +7,7 @@ void DeliverAnswer(StreamRequest* request, const absl::Status& status, EngineObs
   const RequestReport report{request->kind, status.ok(), request->timings.queue_ns,
                              request->engine.total_ns};
   const bool answered = request->handed_back == HandedBack::kNo;
+  request->engine.state.Enter(RequestState::kOutside);
   request->Done(status);
   if (observer != nullptr && answered) observer->OnRequest(report);
 }

@@ -100,12 +100,8 @@ absl::Status Engine::Submit(StreamRequest* request) {
     return MakeError(absl::StatusCode::kUnavailable, "the server stops",
                      {.reason = "stopped", .retry_after_ms = 1000});
   }
-  MLA_RETURN_IF_ERROR(impl_->AnyThread().answers().Admit(request));
   const MonotonicNanos now = impl_->clock_->Now();
-  request->engine.arrival_ns = now;
-  if (request->handed_back == HandedBack::kNo) {
-    request->engine.first_arrival_ns = now;
-  }
+  MLA_RETURN_IF_ERROR(impl_->AnyThread().answers().Admit(request, now));
   // The request may be answered from Push on, so it is read before.
   const bool leave = request->leave_launch;
   const Submitter* const submitter = request->submitter;
@@ -166,7 +162,7 @@ absl::Status Engine::SetScales(const std::string& tenant, const std::string& id,
                                std::span<const float> scales) {
   return impl_->WithRole([&](EngineCore& core) -> absl::Status {
     MLA_ASSIGN_OR_RETURN(Model* const model,
-                         core.models().Find(core.FindTenant(tenant), id, "model_id"));
+                         core.models().Use(core.FindTenant(tenant), id, "model_id"));
     return core.models().SetScales(*model, scales, "scales");
   });
 }
@@ -176,7 +172,7 @@ absl::StatusOr<std::vector<int32_t>> Engine::SetSinks(const std::string& tenant,
                                                       std::span<const float> sinks) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
     MLA_ASSIGN_OR_RETURN(Model* const model,
-                         core.models().Find(core.FindTenant(tenant), id, "model_id"));
+                         core.models().Use(core.FindTenant(tenant), id, "model_id"));
     MLA_RETURN_IF_ERROR(core.models().SetSinks(*model, slice, sinks, "sinks"));
     return core.models().LayersWithoutSinks(*model);
   });
@@ -190,7 +186,7 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
   const auto with_model = [&](auto&& fn) {
     return impl_->WithRole([&](EngineCore& core) {
       absl::StatusOr<Model*> model =
-          core.models().Find(core.FindTenant(tenant), id, "header.model_id");
+          core.models().Use(core.FindTenant(tenant), id, "header.model_id");
       return model.ok() ? fn(core.models(), **model) : model.status();
     });
   };
@@ -219,7 +215,7 @@ absl::Status Engine::LoadProjected(const std::string& tenant, const std::string&
                                    int32_t head, std::span<const kernels::Bf16> weights) {
   const absl::Status status = impl_->WithRole([&](EngineCore& core) {
     absl::StatusOr<Model*> model =
-        core.models().Find(core.FindTenant(tenant), id, "header.model_id");
+        core.models().Use(core.FindTenant(tenant), id, "header.model_id");
     return model.ok() ? core.models().LoadProjected(**model, upload, part, layer, head, weights)
                       : model.status();
   });
@@ -231,7 +227,7 @@ absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& te
                                                            const std::string& id, UploadId upload) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
     MLA_ASSIGN_OR_RETURN(Model* const model,
-                         core.models().Find(core.FindTenant(tenant), id, "header.model_id"));
+                         core.models().Use(core.FindTenant(tenant), id, "header.model_id"));
     return core.models().CommitWeights(*model, upload);
   });
 }
@@ -239,7 +235,7 @@ absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& te
 void Engine::DiscardWeights(const std::string& tenant, const std::string& id, UploadId upload) {
   impl_->WithRole([&](EngineCore& core) {
     absl::StatusOr<Model*> model =
-        core.models().Find(core.FindTenant(tenant), id, "header.model_id");
+        core.models().Use(core.FindTenant(tenant), id, "header.model_id");
     if (model.ok()) core.models().DiscardWeights(**model, upload);
   });
 }

@@ -191,7 +191,7 @@ absl::StatusOr<Sequence*> RowTransfers::ImportTarget(const ImportArgs& args, Mod
 
 absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
   const TenantKey tenant = tenants_->Find(args.tenant);
-  MLA_ASSIGN_OR_RETURN(Model* const model, models_->Find(tenant, args.model_id, "target.model_id"));
+  MLA_ASSIGN_OR_RETURN(Model* const model, models_->Use(tenant, args.model_id, "target.model_id"));
   MLA_RETURN_IF_ERROR(CheckWhole(*model, args.id == 0, "target.sequence_id"));
   MLA_RETURN_IF_ERROR(CheckTags(*model, args.tags));
   MLA_ASSIGN_OR_RETURN(Sequence* const target, ImportTarget(args, model));
@@ -216,9 +216,9 @@ absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
   MovingPages pages = Moving(*sequence, length, rows);
   pages.opened = args.id == 0;
   pages.tags.fp8 = args.tags.fp8;  // format in which the rows arrive
-  if (status.ok() && sequence->window_slot >= 0) {
+  if (status.ok() && model->spec->windowed()) {
     const int64_t skipped = FirstWindowRow(pages) / pages.window_layout.page_size;
-    cache_->SkipPages(sequence->window_slot, static_cast<int32_t>(skipped));
+    cache_->SkipPages(sequence->slot, static_cast<int32_t>(skipped));
     pages.tags.tail_position = args.tags.tail_position;
   }
   if (status.ok()) {
@@ -243,11 +243,14 @@ absl::Status RowTransfers::Start(PageMove* move) {
   const Model& model = *sequence.model;
   const kvcache::GroupLayout& layout =
       move->window ? model.contents->window_layout : model.contents->layout;
-  const kvcache::SeqSlot slot = move->window ? sequence.window_slot : sequence.slot;
+  const kvcache::SeqSlot slot = sequence.slot;
+  const kvcache::PageList list =
+      move->window ? kvcache::PageList::kWindow : kvcache::PageList::kMain;
+  const bool has = cache_->Has(slot, list);
   const int64_t first = move->page * layout.page_size;
-  const int64_t committed = slot < 0 ? 0 : cache_->length(slot);
-  const int64_t end = committed + (move->in && slot >= 0 ? cache_->reserved(slot) : 0);
-  if (slot < 0 || move->rows < 1 || move->rows > layout.page_size ||
+  const int64_t committed = has ? cache_->length(slot, list) : 0;
+  const int64_t end = committed + (move->in && has ? cache_->reserved(slot, list) : 0);
+  if (!has || move->rows < 1 || move->rows > layout.page_size ||
       first < (move->in ? committed : 0) || first + move->rows > end ||
       (move->in && !sequence.imports)) {
     return MakeError(absl::StatusCode::kAborted, "the rows to be moved are not there any more",
@@ -264,7 +267,7 @@ absl::Status RowTransfers::Start(PageMove* move) {
                        "whole rows inside the group", "payload_size");
   }
   PageMove::EngineFields& note = move->engine;
-  note.entry = cache_->group(slot, move->page);
+  note.entry = cache_->group(slot, move->page, list);
   note.tenant = tenant;
   note.ticket = cache_->work().last();
   note.transfers.clear();
@@ -298,9 +301,6 @@ absl::StatusOr<SequenceInfo> RowTransfers::EndImport(const std::string& tenant, 
     cache_->Undeclare(sequence.slot, static_cast<int32_t>(sequence.not_finite_from));
   }
   cache_->Commit(sequence.slot, rows);
-  if (const kvcache::SeqSlot window = sequence.window_slot; window >= 0) {
-    cache_->Commit(window, cache_->reserved(window));
-  }
   sequence.SwapTail(tail.position, &tail.tail);
   if (state != nullptr) cache_->Note(sequence.slot, kvcache::EventKind::kRestored);
   if (state != nullptr && state->chain != nullptr) sequences_->Redeclare(&sequence, *state);

@@ -31,8 +31,9 @@ absl::StatusOr<std::shared_ptr<TierWait>> SequenceControl::RestoreForOpen(
 
 absl::StatusOr<std::shared_ptr<TierWait>> SequenceControl::RestoreForMatch(
     const MatchArgs& args, const PrefixPlan& prefix) {
-  MLA_ASSIGN_OR_RETURN(Sequence* const found, sequences_->ForMatch(tenants_->Find(args.tenant),
-                                                                   args.id, args.expected_epoch));
+  MLA_ASSIGN_OR_RETURN(
+      Sequence* const found,
+      sequences_->FindForMatch(tenants_->Find(args.tenant), args.id, args.expected_epoch));
   MLA_RETURN_IF_ERROR(sequences_->CheckMatch(*found, prefix));
   return RestorePrefix(args.tenant, prefix, prefix.committed);
 }
@@ -41,7 +42,7 @@ std::shared_ptr<TierWait> SequenceControl::RestorePrefix(const std::string& tena
                                                          const PrefixPlan& prefix,
                                                          int64_t first_row) {
   if (tiers_ == nullptr || prefix.chain == nullptr || draining_->on()) return nullptr;
-  absl::StatusOr<Model*> model = models_->Find(tenants_->Find(tenant), prefix.spec->id, "model_id");
+  absl::StatusOr<Model*> model = models_->Use(tenants_->Find(tenant), prefix.spec->id, "model_id");
   if (!model.ok() || (*model)->spec != prefix.spec) return nullptr;
   int64_t most = limits_.max_sequence_rows;
   if (prefix.max_rows > 0) most = std::min(most, prefix.max_rows);
@@ -52,7 +53,7 @@ absl::StatusOr<Model*> SequenceControl::ModelToOpen(const OpenArgs& args,
                                                     const PrefixPlan& prefix) {
   if (draining_->on()) return draining_->Error(/*opens=*/true);
   absl::StatusOr<Model*> model =
-      models_->Find(tenants_->Find(args.tenant), args.model_id, "model_id");
+      models_->Use(tenants_->Find(args.tenant), args.model_id, "model_id");
   if (!model.ok()) return model.status();
   if (!args.prefix.empty() && prefix.spec != (*model)->spec) return ModelChanged(args.model_id);
   return model;
@@ -65,9 +66,11 @@ absl::StatusOr<SequenceInfo> SequenceControl::Open(const OpenArgs& args, const P
   return sequences_->Info(*sequence);
 }
 
-absl::StatusOr<PrefixPlan> SequenceControl::PlanMatch(const MatchArgs& args, int64_t* committed) {
-  MLA_ASSIGN_OR_RETURN(Sequence* const found, sequences_->ForMatch(tenants_->Find(args.tenant),
-                                                                   args.id, args.expected_epoch));
+absl::StatusOr<PrefixPlan> SequenceControl::PlanMatch(const MatchArgs& args,
+                                                      int64_t* committed) const {
+  MLA_ASSIGN_OR_RETURN(
+      Sequence* const found,
+      sequences_->FindForMatch(tenants_->Find(args.tenant), args.id, args.expected_epoch));
   const Sequence& sequence = *found;
   *committed = cache_->length(sequence.slot);
   PrefixPlan plan;
@@ -82,7 +85,7 @@ absl::StatusOr<SequenceInfo> SequenceControl::Match(const MatchArgs& args,
                                                     const PrefixPlan& prefix) {
   MLA_ASSIGN_OR_RETURN(
       Sequence* const sequence,
-      sequences_->ForMatch(tenants_->Find(args.tenant), args.id, args.expected_epoch));
+      sequences_->FindForMatch(tenants_->Find(args.tenant), args.id, args.expected_epoch));
   MLA_RETURN_IF_ERROR(sequences_->Match(sequence, prefix));
   return sequences_->Info(*sequence);
 }
@@ -98,7 +101,7 @@ absl::StatusOr<HintAnswer> SequenceControl::Hint(const HintArgs& args, const Pre
     const int64_t rows = std::min(cache_->declared(sequence.slot), cache_->length(sequence.slot));
     return hints_->Do(args, sequence.model->contents->layout_id, tenant, *chain, rows);
   }
-  MLA_ASSIGN_OR_RETURN(Model* const model, models_->Find(tenant, args.model_id, "model_id"));
+  MLA_ASSIGN_OR_RETURN(Model* const model, models_->Use(tenant, args.model_id, "model_id"));
   if (prefix.spec != model->spec) return ModelChanged(args.model_id);
   int64_t rows = prefix.chain->rows();
   if (prefix.max_rows > 0) rows = std::min(rows, prefix.max_rows);
@@ -119,7 +122,7 @@ absl::StatusOr<SequenceInfo> SequenceControl::Truncate(const std::string& tenant
   return sequences_->Info(*sequence);
 }
 
-SequenceList SequenceControl::Get(const SequenceSelection& selection) {
+SequenceList SequenceControl::Get(const SequenceSelection& selection) const {
   const TenantKey tenant = tenants_->Find(selection.tenant);
   SequenceList list;
   const auto add = [&](const Sequence& sequence) {

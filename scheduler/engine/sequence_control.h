@@ -57,13 +57,13 @@ class SequenceControl final {
   // --- As the calls of Engine (engine.h). A prefix plan is the plan for the prefix of `args`.
   absl::StatusOr<SequenceInfo> Open(const OpenArgs& args, const PrefixPlan& prefix = {});
   // Makes a plan for the sequence as it is now; the caller fills it without the role.
-  absl::StatusOr<PrefixPlan> PlanMatch(const MatchArgs& args, int64_t* committed);
+  absl::StatusOr<PrefixPlan> PlanMatch(const MatchArgs& args, int64_t* committed) const;
   // Returns ABORTED if the sequence has changed since the plan was made.
   absl::StatusOr<SequenceInfo> Match(const MatchArgs& args, const PrefixPlan& prefix);
   absl::StatusOr<SequenceInfo> Fork(const ForkArgs& args);
   absl::StatusOr<SequenceInfo> Truncate(const std::string& tenant, SequenceId id, int64_t length,
                                         uint64_t expected_epoch);
-  SequenceList Get(const SequenceSelection& selection);
+  SequenceList Get(const SequenceSelection& selection) const;
   absl::StatusOr<SequenceTail> ReadTail(const std::string& tenant, SequenceId id,
                                         uint64_t expected_epoch);
   int32_t Release(const std::string& tenant, std::span<const SequenceId> ids,

@@ -82,7 +82,6 @@ void StepMachine::Accept(StreamRequest* request) {
   absl::Status status;
   bool wait = false;
   nothing_ready_ = false;
-  request->handed_back = HandedBack::kNo;
   if (!streams_.contains(request->stream)) {
     answers_->Answer(request, absl::CancelledError("the stream is closed"));
     return;
@@ -178,12 +177,6 @@ absl::Status StepMachine::AcceptAttend(StreamRequest* request) {
     HeadSliceTable::RowsAccepted(*step, args.layer, note.arrival_ns);
   }
   note.step = step;
-  note.rows_done = 0;
-  note.bad_row = note.bad_head = note.other_row = -1;
-  note.bad_inputs = false;
-  note.rows_launched = 0;
-  note.group = nullptr;
-  note.sibling = nullptr;
   note.blocked_since_ns = note.arrival_ns;
   note.deadline_ns = note.arrival_ns + limits_.queue_ms * kNanosPerMilli;
   if (args.timeout_us > 0) {
@@ -247,6 +240,7 @@ absl::Status StepMachine::EndStep(StreamRequest* request, bool* wait) {
   if (!status.ok()) return status;
   if (!step->idle()) {
     step->end = request;
+    request->engine.state.Enter(RequestState::kEnding);
     *wait = true;
     return absl::OkStatus();
   }
@@ -285,7 +279,6 @@ absl::Status StepMachine::CommitStep(Step* step, StreamRequest* request) {
     }
     const int32_t rows = committed.empty() ? entry.rows : committed[i];
     cache_->Commit(entry.sequence->slot, rows);
-    if (entry.sequence->window_slot >= 0) cache_->Commit(entry.sequence->window_slot, rows);
     const int64_t length = cache_->length(entry.sequence->slot);
     entry.sequence->ForgetRowsFrom(length);
     request->lengths.push_back(length);
@@ -355,7 +348,6 @@ void StepMachine::AbortStep(TenantKey tenant, StepId id, const absl::Status& sta
   }
   for (const StepEntry& entry : step->entries) {
     cache_->Rollback(entry.sequence->slot);
-    if (entry.sequence->window_slot >= 0) cache_->Rollback(entry.sequence->window_slot);
     entry.sequence->ForgetRowsFrom(entry.start);
   }
   ++stats_->steps_aborted;
@@ -447,9 +439,8 @@ void StepMachine::FinishLaunch(BatchLaunch* launch) {
   stats_->slice_waits_skipped += report.slice_waits_skipped;
   CheckRepeats(*launch);
   CheckResults(launch, backend_);
-  std::vector<StreamRequest*>& requests = launch->batch.requests;
-  for (StreamRequest*& place : requests) {
-    StreamRequest* const request = place;
+  const std::vector<StreamRequest*>& requests = launch->batch.requests;
+  for (StreamRequest* request : requests) {
     Step* step = request->engine.step;
     const int32_t rows = std::exchange(request->engine.rows_launched, 0);
     if (Appends(*request)) {
@@ -472,11 +463,10 @@ void StepMachine::FinishLaunch(BatchLaunch* launch) {
       request->engine.blocked_since_ns = begin;
       pending_.Return(request, WeightOf(*request));
       policy_.slices().Join(request);
-      place = nullptr;
     }
   }
   for (StreamRequest* request : requests) {
-    if (request == nullptr) continue;
+    if (request->engine.state == RequestState::kWaiting) continue;  // for a launch of its rest
     Step* step = request->engine.step;
     const absl::Status result = ResultOf(*request);
     answers_->AnswerAt(begin, request, result);
@@ -517,12 +507,9 @@ void StepMachine::UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
   mover_->Finish(&batch, MoveFailed(cause));
   for (Step* step : steps_->open()) step->pages_ready = false;
   for (const Segment& segment : batch.segments) {
-    const Sequence& sequence = *segment.entry->sequence;
-    cache_->UnpublishTable(sequence.slot);
-    if (sequence.window_slot >= 0) cache_->UnpublishTable(sequence.window_slot);
+    cache_->UnpublishTable(segment.entry->slot);
   }
   for (StreamRequest* request : batch.requests) {
-    if (request == nullptr) continue;
     --request->engine.step->inflight;
     failed->push_back(request);
   }

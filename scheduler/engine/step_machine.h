@@ -65,7 +65,7 @@ class StepMachine final {
   StreamId OpenStream(const std::string& tenant,
                       std::shared_ptr<const StreamSteps>* steps = nullptr);
   void CloseStream(StreamId stream);
-  // Answers the request or queues it. REQUIRES: engine.arrival_ns and first_arrival_ns are set.
+  // Answers the request or queues it. REQUIRES: AnswerCollector has admitted it.
   void Accept(StreamRequest* request);
 
   // --- Launches. Each returns true if it did anything.

@@ -79,10 +79,8 @@ class Worker {
   bool Send(PooledRequest& request) {
     request.stream = stream_;
     request.step_id = step_;
-    request.engine.arrival_ns = h_.clock().Now();
     const int before = request.answers;
-    h_.core().answers().owned().fetch_add(1);
-    h_.core().steps().Accept(&request);
+    h_.Submit(&request);
     h_.Run();
     return request.answers == before + 1 && request.ok;
   }
@@ -160,9 +158,7 @@ class Ranks {
     request.ok = false;
     request.stream = rank.stream;
     request.step_id = 7;
-    request.engine.arrival_ns = h_.clock().Now();
-    h_.core().answers().owned().fetch_add(1);
-    h_.core().steps().Accept(&request);
+    h_.Submit(&request);
   }
 
   EngineHarness& h_;

@@ -161,9 +161,7 @@ TEST_F(EngineCoreTest, DeadlinesAreHonouredBeforeTheLaunch) {
   const std::vector<Row> rows = Rows(2, 1);
   request->kv_rows.assign(24, 0);
   request->attend.kv = reinterpret_cast<const std::byte*>(request->kv_rows.data());
-  request->engine.arrival_ns = h_.clock().Now();
-  h_.core().answers().owned().fetch_add(1);
-  h_.core().steps().Accept(request.get());
+  h_.Submit(request.get());
   auto after = h_.AppendOnly(stream_, 1, 0, 2, Rows(2, 2));
   h_.clock().Advance(2'000'000);
   h_.Run();

@@ -72,8 +72,7 @@ TEST_F(EngineCoreTest, OnlyOneSliceBringsTheRows) {
   other.attend.head_offset = 1;
   other.attend.profile = Profile::kAppendOnly;
   other.attend.has_kv = true;
-  h_.core().answers().owned().fetch_add(1);
-  h_.core().steps().Accept(&other);
+  h_.Submit(&other);
   ExpectCode(other, absl::StatusCode::kFailedPrecondition, "kv_writer_taken");
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "scheduler/kvcache/pool/require.h"
 
 namespace mla::kvcache {
@@ -58,6 +59,7 @@ KvCache::KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables)
     sequences_[static_cast<size_t>(slot)].next_free = free_slot_;
     free_slot_ = slot;
   }
+  list_rows_.reserve(sequences_.size());
 }
 
 KvCache::~KvCache() = default;
@@ -94,20 +96,27 @@ absl::Status KvCache::RemoveLayout(LayoutId layout) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<SeqSlot> KvCache::Open(LayoutId layout, TenantKey tenant) {
-  if (!pool_.Has(layout)) return Invalid("layout", layout, "a registered one");
+absl::StatusOr<SeqSlot> KvCache::Open(LayoutId layout, TenantKey tenant, LayoutId window) {
+  for (const LayoutId used : {layout, window == kNoWindow ? layout : window}) {
+    if (!pool_.Has(used)) return Invalid("layout", used, "a registered one");
+  }
   if (tenant >= kMaxTenantKey) {
     return Invalid("tenant", tenant, absl::StrCat("below ", kMaxTenantKey));
   }
-  return TakeSlot(layout, tenant);
+  MLA_RETURN_IF_ERROR(CheckSlots(window == kNoWindow ? 1 : 2));
+  const SeqSlot slot = TakeSlot(layout, tenant);
+  if (window != kNoWindow) Mutable(slot).window = TakeSlot(window, tenant);
+  return slot;
 }
 
-absl::StatusOr<SeqSlot> KvCache::TakeSlot(LayoutId layout, TenantKey tenant) {
+absl::Status KvCache::CheckSlots(int32_t wanted) const {
+  if (open_sequences_ + wanted <= options_.max_sequences) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("sequences: all in use, limit ", options_.max_sequences));
+}
+
+SeqSlot KvCache::TakeSlot(LayoutId layout, TenantKey tenant) {
   const SeqSlot slot = free_slot_;
-  if (slot == kNone) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("sequences: all in use, limit ", options_.max_sequences));
-  }
   Sequence& sequence = sequences_[static_cast<size_t>(slot)];
   free_slot_ = sequence.next_free;
   sequence = Sequence();
@@ -119,30 +128,37 @@ absl::StatusOr<SeqSlot> KvCache::TakeSlot(LayoutId layout, TenantKey tenant) {
 }
 
 absl::StatusOr<SeqSlot> KvCache::Fork(SeqSlot parent, int32_t length) {
-  const Sequence& from = At(parent);
+  const Sequence& from = Get(parent);
   if (from.rows_reserved != kNone) return Reserved(parent);
   if (length < least_length(parent) || length > from.length) {
     return Invalid("fork length", length, absl::StrCat(least_length(parent), "..", from.length));
   }
-  const auto child = TakeSlot(from.layout, from.tenant);
-  if (!child.ok()) return child.status();
-  Sequence& target = At(*child);
-  target.length = length;
-  target.pages = PagesFor(from, length);
-  target.pages_gone = from.pages_gone;
-  const auto shared = TableOf(parent).first(static_cast<size_t>(target.pages));
-  std::copy(shared.begin(), shared.end(), TableOf(*child).begin());
-  for (const uint32_t entry : shared) pool_.Share(entry);
-  target.chain = from.chain;
-  target.declared = from.declared;
-  target.pages_cached = from.pages_cached;
-  Undeclare(*child, length);
+  MLA_RETURN_IF_ERROR(CheckSlots(from.window == kNone ? 1 : 2));
+  const SeqSlot child = ForkList(parent, length);
+  if (from.window != kNone) Mutable(child).window = ForkList(from.window, length);
   CheckAfterMutation();
   return child;
 }
 
+SeqSlot KvCache::ForkList(SeqSlot parent, int32_t length) {
+  const Sequence& from = Get(parent);
+  const SeqSlot child = TakeSlot(from.layout, from.tenant);
+  Sequence& target = Mutable(child);
+  target.length = length;
+  target.pages = PagesFor(from, length);
+  target.pages_gone = from.pages_gone;
+  const auto shared = TableOf(parent).first(static_cast<size_t>(target.pages));
+  std::copy(shared.begin(), shared.end(), TableOf(child).begin());
+  for (const uint32_t entry : shared) pool_.Share(entry);
+  target.chain = from.chain;
+  target.declared = from.declared;
+  target.pages_cached = from.pages_cached;
+  Undeclare(child, length);
+  return child;
+}
+
 void KvCache::SkipPages(SeqSlot slot, int32_t pages) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(WithWindow(slot));
   const GroupLayout& layout = pool_.layout(sequence.layout);
   Require(sequence.length == 0 && sequence.pages == 0 && sequence.rows_reserved == kNone &&
               layout.window > 0,
@@ -152,21 +168,29 @@ void KvCache::SkipPages(SeqSlot slot, int32_t pages) {
 }
 
 absl::Status KvCache::Truncate(SeqSlot slot, int32_t length) {
-  Sequence& sequence = At(slot);
+  const Sequence& sequence = Get(slot);
   if (sequence.rows_reserved != kNone) return Reserved(slot);
   if (length < least_length(slot) || length > sequence.length) {
     return Invalid("truncate length", length,
                    absl::StrCat(least_length(slot), "..", sequence.length));
   }
-  sequence.length = length;
-  Undeclare(slot, length);
-  ShrinkTo(slot, PagesFor(sequence, length), Freed::kTruncated);
+  ForLists(slot, [&](SeqSlot list) {
+    Sequence& cut = Mutable(list);
+    cut.length = length;
+    Undeclare(list, length);
+    ShrinkTo(list, PagesFor(cut, length), Freed::kTruncated);
+  });
   CheckAfterMutation();
   return absl::OkStatus();
 }
 
 void KvCache::Release(SeqSlot slot, Freed why) {
-  Sequence& sequence = At(slot);
+  ForLists(slot, [&](SeqSlot list) { ReleaseList(list, why); });
+  CheckAfterMutation();
+}
+
+void KvCache::ReleaseList(SeqSlot slot, Freed why) {
+  Sequence& sequence = Mutable(slot);
   if (sequence.rows_reserved != kNone) EndCopy(slot, /*keep=*/false);
   PublishRest(slot);
   ShrinkTo(slot, 0, why);
@@ -175,17 +199,31 @@ void KvCache::Release(SeqSlot slot, Freed why) {
   sequence = Sequence();
   sequence.next_free = free_slot_;
   free_slot_ = slot;
-  CheckAfterMutation();
 }
 
 absl::Status KvCache::Reserve(std::span<const StepRows> rows) {
-  if (auto s = CheckReserve(rows); !s.ok()) return s;
-  absl::Status status = TryReserve(rows);
+  const std::span<const StepRows> lists = ByList(rows);
+  MLA_RETURN_IF_ERROR(CheckReserve(lists));
+  absl::Status status = TryReserve(lists);
   // Up to three bounds can refuse one after another: on groups, on slabs, and the pool itself.
-  for (int bound = 0; bound < 3 && !status.ok() && MakeRoom(rows); ++bound) {
-    status = TryReserve(rows);
+  for (int bound = 0; bound < 3 && !status.ok() && MakeRoom(lists); ++bound) {
+    status = TryReserve(lists);
   }
   return status;
+}
+
+// The rows that each list of the step's sequences gets. The list of a window gets fewer than its
+// sequence if pages of it were skipped.
+std::span<const StepRows> KvCache::ByList(std::span<const StepRows> rows) {
+  list_rows_.clear();
+  for (const StepRows& row : rows) {
+    list_rows_.push_back(row);
+    const SeqSlot window = IsOpen(row.sequence) ? Get(row.sequence).window : kNone;
+    if (window == kNone) continue;
+    const int64_t wanted = int64_t{length(row.sequence)} + row.rows - length(window);
+    list_rows_.push_back({window, static_cast<int32_t>(std::min<int64_t>(wanted, kMaxRows))});
+  }
+  return list_rows_;
 }
 
 absl::Status KvCache::TryReserve(std::span<const StepRows> rows) {
@@ -205,7 +243,7 @@ absl::Status KvCache::CheckReserve(std::span<const StepRows> rows) {
   ++reserve_calls_;
   for (const StepRows& row : rows) {
     if (!IsOpen(row.sequence)) return Invalid("step sequence slot", row.sequence, "an open one");
-    Sequence& sequence = At(row.sequence);
+    Sequence& sequence = Mutable(row.sequence);
     if (sequence.rows_reserved != kNone) return Reserved(row.sequence);
     if (sequence.reserve_call == reserve_calls_) {
       return absl::InvalidArgumentError(
@@ -224,7 +262,7 @@ absl::Status KvCache::CheckReserve(std::span<const StepRows> rows) {
 }
 
 bool KvCache::ReserveOne(SeqSlot slot, int32_t rows) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   sequence.rows_reserved = rows;
   sequence.pages_before = sequence.pages;
   sequence.entry_before_copy = SlabPool::kNoEntry;
@@ -248,7 +286,7 @@ bool KvCache::ReserveOne(SeqSlot slot, int32_t rows) {
 // before that layer is first written. The whole group is copied if that saves zeroing another
 // tenant's bytes.
 bool KvCache::CopySharedPage(SeqSlot slot) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   const int32_t row = sequence.length % pool_.layout(sequence.layout).page_size;
   if (row == 0) return true;
   uint32_t& entry = TableOf(slot)[static_cast<size_t>(sequence.pages) - 1];
@@ -265,7 +303,7 @@ bool KvCache::CopySharedPage(SeqSlot slot) {
 // A copy on write ends with its reservation. If no row is kept, the shared page returns, as if
 // there had been no step: layers of the copy may not have been made.
 void KvCache::EndCopy(SeqSlot slot, bool keep) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   const uint32_t source = std::exchange(sequence.entry_before_copy, SlabPool::kNoEntry);
   if (source == SlabPool::kNoEntry) return;
   uint32_t& entry = TableOf(slot)[static_cast<size_t>(sequence.pages_before) - 1];
@@ -285,7 +323,7 @@ bool KvCache::DropGroup(uint32_t entry) {
 }
 
 void KvCache::UndoReserve(SeqSlot slot) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   const auto table = TableOf(slot);
   while (sequence.pages > sequence.pages_before) {
     const uint32_t entry = table[static_cast<size_t>(--sequence.pages)];
@@ -304,10 +342,10 @@ void KvCache::UndoReserve(SeqSlot slot) {
 }
 
 absl::Status KvCache::Exhausted(std::span<const StepRows> rows, const StepRows& at) const {
-  const LayoutId layout = At(at.sequence).layout;
+  const LayoutId layout = Get(at.sequence).layout;
   int64_t wanted = 0;
   for (const StepRows& row : rows) {
-    const Sequence& sequence = At(row.sequence);
+    const Sequence& sequence = Get(row.sequence);
     if (sequence.layout != layout) continue;
     wanted += PagesFor(sequence, int64_t{sequence.length} + row.rows) - sequence.pages;
   }
@@ -317,7 +355,7 @@ absl::Status KvCache::Exhausted(std::span<const StepRows> rows, const StepRows& 
 }
 
 void KvCache::CountReserved(SeqSlot slot) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   allocations_ += static_cast<uint64_t>(sequence.pages - sequence.pages_before);
   for (int32_t page = sequence.pages_before; page < sequence.pages; ++page) {
     scrubs_ += pool_.work(TableOf(slot)[static_cast<size_t>(page)]) != kNone;
@@ -329,10 +367,33 @@ void KvCache::CountReserved(SeqSlot slot) {
   freed_[static_cast<size_t>(Freed::kTruncated)] += sequence.copy_took_last;
 }
 
-void KvCache::UnpublishTable(SeqSlot slot) { At(slot).pages_published = 0; }
+void KvCache::UnpublishTable(SeqSlot slot) {
+  ForLists(slot, [this](SeqSlot list) { Mutable(list).pages_published = 0; });
+}
+
+PageNeed KvCache::NeedOf(SeqSlot slot, int32_t rows) const {
+  PageNeed need;
+  const int64_t length = int64_t{Get(slot).length} + rows;
+  for (const SeqSlot list : {slot, Get(slot).window}) {
+    if (list == kNone) continue;
+    const Sequence& sequence = Get(list);
+    const int64_t groups = PagesFor(sequence, length) - sequence.pages;
+    need.groups += groups;
+    need.bytes += groups * pool_.group_bytes(sequence.layout);
+  }
+  return need;
+}
 
 void KvCache::Commit(SeqSlot slot, int32_t rows) {
-  Sequence& sequence = At(slot);
+  CommitList(slot, rows);
+  // Pages that were skipped count as rows of the window's list already.
+  const SeqSlot window = Get(slot).window;
+  if (window != kNone) CommitList(window, std::max(0, length(slot) - length(window)));
+  CheckAfterMutation();
+}
+
+void KvCache::CommitList(SeqSlot slot, int32_t rows) {
+  Sequence& sequence = Mutable(slot);
   Require(rows >= 0 && rows <= sequence.rows_reserved, "commit of rows that were not reserved");
   EndCopy(slot, /*keep=*/rows > 0);
   sequence.length += rows;
@@ -340,13 +401,12 @@ void KvCache::Commit(SeqSlot slot, int32_t rows) {
   if (sequence.chain != nullptr) PublishPages(slot);
   ShrinkTo(slot, PagesFor(sequence, sequence.length), Freed::kUncommitted);
   LeaveBehind(slot);
-  CheckAfterMutation();
 }
 
 // Returns the whole pages that the window has passed, and moves the others to the front of the
 // table.
 void KvCache::LeaveBehind(SeqSlot slot) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   const GroupLayout& layout = pool_.layout(sequence.layout);
   if (layout.window == 0) return;
   const int32_t gone = std::max(0, sequence.length - layout.window) / layout.page_size;
@@ -365,7 +425,7 @@ void KvCache::LeaveBehind(SeqSlot slot) {
 void KvCache::Rollback(SeqSlot slot) { Commit(slot, 0); }
 
 void KvCache::ShrinkTo(SeqSlot slot, int32_t pages, Freed why) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   const auto table = TableOf(slot);
   while (sequence.pages > pages) {
     freed_[static_cast<size_t>(why)] += DropGroup(table[static_cast<size_t>(--sequence.pages)]);
@@ -383,37 +443,41 @@ int32_t KvCache::PagesFor(const Sequence& sequence, int64_t rows) const {
   return static_cast<int32_t>((rows + page_size - 1) / page_size) - sequence.pages_gone;
 }
 
-int32_t KvCache::length(SeqSlot slot) const { return At(slot).length; }
-
-int32_t KvCache::reserved(SeqSlot slot) const { return std::max(0, At(slot).rows_reserved); }
-
-bool KvCache::has_reservation(SeqSlot slot) const { return At(slot).rows_reserved != kNone; }
-
-uint32_t KvCache::copied_group(SeqSlot slot) const {
-  const Sequence& sequence = At(slot);
+uint32_t KvCache::copied_group(SeqSlot sequence_slot, PageList list) const {
+  const SeqSlot slot = ListOf(sequence_slot, list);
+  const Sequence& sequence = Get(slot);
   if (sequence.rows_reserved == kNone || sequence.entry_before_copy == SlabPool::kNoEntry) {
     return SlabPool::kNoEntry;
   }
   return tables_[static_cast<size_t>(TableBegin(slot) + sequence.pages_before - 1)];
 }
 
-uint32_t KvCache::group(SeqSlot slot, int64_t page) const {
-  const Sequence& sequence = At(slot);
+CopiedGroups KvCache::copied_groups(SeqSlot slot) const {
+  CopiedGroups groups;
+  for (const PageList list : {PageList::kMain, PageList::kWindow}) {
+    if (Has(slot, list)) groups.by_list[static_cast<size_t>(list)] = copied_group(slot, list);
+  }
+  return groups;
+}
+
+uint32_t KvCache::group(SeqSlot sequence_slot, int64_t page, PageList list) const {
+  const SeqSlot slot = ListOf(sequence_slot, list);
+  const Sequence& sequence = Get(slot);
   const int64_t index = page - sequence.pages_gone;
   Require(index >= 0 && index < sequence.pages, "a page that the sequence does not have");
   return tables_[static_cast<size_t>(TableBegin(slot) + index)];
 }
 
 int32_t KvCache::least_length(SeqSlot slot) const {
-  const Sequence& sequence = At(slot);
+  const Sequence& sequence = Get(WithWindow(slot));
   if (sequence.pages_gone == 0) return 0;
   const GroupLayout& layout = pool_.layout(sequence.layout);
   return sequence.pages_gone * layout.page_size + layout.window;
 }
 
 int32_t KvCache::max_rows(SeqSlot slot) const {
-  const int64_t pages = int64_t{options_.max_pages_per_sequence} + At(slot).pages_gone;
-  const int64_t rows = pages * pool_.layout(At(slot).layout).page_size;
+  const int64_t pages = int64_t{options_.max_pages_per_sequence} + Get(slot).pages_gone;
+  const int64_t rows = pages * pool_.layout(Get(slot).layout).page_size;
   return static_cast<int32_t>(std::min<int64_t>(rows, kMaxRows));
 }
 
@@ -450,6 +514,19 @@ void KvCache::CheckAfterMutation() const {
   Require(pool_.CountersHold(), "page groups are not conserved");
 }
 
+// The lists of a sequence hold the same rows, or reserve the rest of them.
+std::string KvCache::CheckWindow(SeqSlot slot) const {
+  const Sequence& sequence = Get(slot);
+  if (sequence.window == kNone) return "";
+  if (!IsOpen(sequence.window)) return absl::StrCat("sequence slot ", slot, ": its window is gone");
+  const Sequence& window = Get(sequence.window);
+  const int64_t rows = int64_t{sequence.length} + std::max(0, sequence.rows_reserved);
+  const int64_t window_rows = int64_t{window.length} + std::max(0, window.rows_reserved);
+  if (rows == window_rows && sequence.tenant == window.tenant) return "";
+  return absl::StrCat("sequence slot ", slot, ": ", rows, " rows of tenant ", sequence.tenant,
+                      ", but its window has ", window_rows, " of tenant ", window.tenant);
+}
+
 std::string KvCache::CheckInvariants() const {
   std::unordered_map<uint32_t, int32_t> references;
   int64_t open = 0;
@@ -462,6 +539,7 @@ std::string KvCache::CheckInvariants() const {
       return absl::StrCat("sequence slot ", slot, ": ", sequence.pages, " pages for ", rows,
                           " rows");
     }
+    if (std::string fault = CheckWindow(slot); !fault.empty()) return fault;
     for (int32_t page = 0; page < sequence.pages; ++page) {
       ++references[tables_[static_cast<size_t>(TableBegin(slot) + page)]];
     }
@@ -484,7 +562,7 @@ std::string KvCache::CheckInvariants() const {
 // ------------------------------------------------------------------------------- Declared contents
 
 void KvCache::Declare(SeqSlot slot, std::shared_ptr<const PrefixChain> chain, int32_t rows) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   Require(chain != nullptr && rows >= 0 && rows <= chain->rows() &&
               chain->page_size == pool_.layout(sequence.layout).page_size,
           "rows are declared that the chain does not have");
@@ -495,7 +573,7 @@ void KvCache::Declare(SeqSlot slot, std::shared_ptr<const PrefixChain> chain, in
 }
 
 void KvCache::Undeclare(SeqSlot slot, int32_t from) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   const int32_t page_size = pool_.layout(sequence.layout).page_size;
   sequence.pages_cached = std::min(sequence.pages_cached, from / page_size);
   if (sequence.declared <= from) return;
@@ -516,7 +594,7 @@ void KvCache::DropCached(LayoutId layout) {
 
 void KvCache::Note(SeqSlot slot, EventKind kind) {
   if (events_ == nullptr) return;
-  const Sequence& sequence = At(slot);
+  const Sequence& sequence = Get(slot);
   Event event;
   event.kind = kind;
   if (kind == EventKind::kRestored) event.tier = Tier::kCheckpoint;
@@ -527,7 +605,7 @@ void KvCache::Note(SeqSlot slot, EventKind kind) {
 }
 
 void KvCache::Publish(SeqSlot slot, int32_t page, int32_t rows) {
-  const Sequence& sequence = At(slot);
+  const Sequence& sequence = Get(slot);
   const PrefixChain& chain = *sequence.chain;
   const uint32_t entry = TableOf(slot)[static_cast<size_t>(page)];
   if (!prefixes_.Publish(sequence.layout, chain, page, rows, entry) || events_ == nullptr) return;
@@ -543,7 +621,7 @@ void KvCache::Publish(SeqSlot slot, int32_t page, int32_t rows) {
 }
 
 void KvCache::PublishPages(SeqSlot slot) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   const int32_t page_size = pool_.layout(sequence.layout).page_size;
   const int32_t whole = std::min(sequence.length, sequence.declared) / page_size;
   for (; sequence.pages_cached < whole; ++sequence.pages_cached) {
@@ -553,7 +631,7 @@ void KvCache::PublishPages(SeqSlot slot) {
 
 // The sequence is about to end: other sequences may also find the rows of its last page.
 void KvCache::PublishRest(SeqSlot slot) {
-  const Sequence& sequence = At(slot);
+  const Sequence& sequence = Get(slot);
   if (sequence.chain == nullptr || sequence.chain->opaque) return;
   const int32_t page_size = pool_.layout(sequence.layout).page_size;
   const int32_t rest =
@@ -563,7 +641,7 @@ void KvCache::PublishRest(SeqSlot slot) {
 }
 
 PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
-  Sequence& sequence = At(slot);
+  Sequence& sequence = Mutable(slot);
   Require(sequence.rows_reserved == kNone, "a match for a sequence in a step");
   PrefixMatch match;
   const int32_t page_size = pool_.layout(sequence.layout).page_size;
@@ -622,18 +700,18 @@ PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
 }
 
 const std::shared_ptr<const PrefixChain>& KvCache::chain(SeqSlot slot) const {
-  return At(slot).chain;
+  return Get(slot).chain;
 }
 
-int32_t KvCache::declared(SeqSlot slot) const { return At(slot).declared; }
+int32_t KvCache::declared(SeqSlot slot) const { return Get(slot).declared; }
 
 // Evicts idle groups if that gives enough room. Otherwise evicts none, because a refused step must
 // leave the cache as it is.
 bool KvCache::MakeRoom(std::span<const StepRows> rows) {
-  const LayoutId layout = At(rows[0].sequence).layout;
+  const LayoutId layout = Get(rows[0].sequence).layout;
   int64_t wanted = 0;
   for (const StepRows& row : rows) {
-    const Sequence& sequence = At(row.sequence);
+    const Sequence& sequence = Get(row.sequence);
     if (sequence.layout != layout) return false;  // steps are of one model
     wanted += PagesFor(sequence, int64_t{sequence.length} + row.rows) - sequence.pages;
     const int32_t inside = sequence.length % pool_.layout(layout).page_size;

@@ -19,6 +19,10 @@
 // of the layout share them. Groups that the prefix cache alone holds are idle: they yield when
 // Reserve needs their room.
 //
+// A sequence of a model with a window has two lists of page groups: one of compressed entries, and
+// one of the window's rows. Both belong to one slot: every call changes both, or neither. In page
+// tables and in max_sequences such a sequence takes the room of two.
+//
 // A sequence may be changed only while no running launch reads it, because backends with unified
 // memory read the page tables in place. Fork only reads its parent. Every slot passed in must be
 // open. A slot that is not, or a commit of more rows than were reserved, ends the process.
@@ -29,6 +33,7 @@
 #ifndef MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 #define MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <functional>
@@ -49,7 +54,13 @@
 
 namespace mla::kvcache {
 
-using SeqSlot = int32_t;  // index of an open sequence, reused after Release
+using SeqSlot = int32_t;  // handle of an open sequence, reused after Release
+
+// The lists of page groups of a sequence.
+enum class PageList : uint8_t {
+  kMain,    // of its rows; of its compressed entries if it has a window
+  kWindow,  // of the window's rows
+};
 
 struct KvCacheOptions {
   int64_t bytes = 0;       // pool budget, at most 2^32 granules of 256 bytes (1 TiB)
@@ -72,6 +83,18 @@ enum class Freed : uint8_t {
   kEvicted,      // the prefix cache held it alone and gave it up
 };
 inline constexpr size_t kFreedReasons = 5;
+
+// The groups into which the last pages of a sequence are copied, by PageList; kNoEntry: no copy.
+struct CopiedGroups {
+  std::array<uint32_t, 2> by_list = {SlabPool::kNoEntry, SlabPool::kNoEntry};
+  friend bool operator==(const CopiedGroups&, const CopiedGroups&) = default;
+};
+
+// Page groups that a sequence needs for more rows.
+struct PageNeed {
+  int64_t groups = 0;
+  int64_t bytes = 0;
+};
 
 // The part of KvCacheStats that is read with every launch.
 struct PoolBytes {
@@ -114,13 +137,17 @@ class KvCache final {
   // FAILED_PRECONDITION while sequences use it.
   absl::Status RemoveLayout(LayoutId layout);
 
+  // Layout of a sequence without a window.
+  static constexpr LayoutId kNoWindow = -1;
+  // `window`: layout of the window's rows; `layout` is then the one of the compressed entries.
   // RESOURCE_EXHAUSTED when max_sequences are open already. Takes no pages.
-  absl::StatusOr<SeqSlot> Open(LayoutId layout, TenantKey tenant);
+  absl::StatusOr<SeqSlot> Open(LayoutId layout, TenantKey tenant, LayoutId window = kNoWindow);
   // A child that shares the parent's first `length` rows (<= its committed length). Same tenant.
   // INVALID_ARGUMENT below least_length, as for Truncate.
   absl::StatusOr<SeqSlot> Fork(SeqSlot parent, int32_t length);
-  // For a sequence without rows, in a layout with a window: sets its length to this many whole
-  // pages, as if the window had passed their rows. REQUIRES: no reservation.
+  // For a sequence without rows, with a window: sets the length of the window's list to this many
+  // whole pages, as if the window had passed their rows. The next Reserve and Commit bring both
+  // lists to the same length. REQUIRES: no reservation.
   void SkipPages(SeqSlot sequence, int32_t pages);
   // Drops the rows from `length` on. Returns to the pool the page groups that hold none of the
   // remaining rows.
@@ -136,7 +163,10 @@ class KvCache final {
   absl::Status Reserve(std::span<const StepRows> rows);
   // Until the reservation ends: the group that replaces the sequence's last page if others share
   // that page, for work().TakeLayer; otherwise SlabPool::kNoEntry.
-  uint32_t copied_group(SeqSlot sequence) const;
+  uint32_t copied_group(SeqSlot sequence, PageList list = PageList::kMain) const;
+  CopiedGroups copied_groups(SeqSlot sequence) const;  // of all its lists
+  // The groups that Reserve would take for `rows` more rows, without copies of shared ones.
+  PageNeed NeedOf(SeqSlot sequence, int32_t rows) const;
   // --- Prefixes
   // The sequence's first `rows` rows, committed or still to come, are the rows of the chain;
   // replaces an earlier declaration. Publishes the whole pages that are committed. REQUIRES: chain
@@ -162,8 +192,9 @@ class KvCache final {
   EventLog* events() const { return events_; }
   // The sequence's name in events, and the name of its model: several models may share its layout.
   void SetName(SeqSlot sequence, uint64_t name, std::shared_ptr<const std::string> model) {
-    At(sequence).name = name;
-    At(sequence).model = std::move(model);
+    Sequence& named = Mutable(sequence);
+    named.name = name;
+    named.model = std::move(model);
   }
   // Logs an event of the whole sequence.
   void Note(SeqSlot sequence, EventKind kind);
@@ -195,13 +226,14 @@ class KvCache final {
 
   PageWorkQueue& work() { return work_; }
   const PageWorkQueue& work() const { return work_; }
-  // Page-table entries of the sequence that have changed since a launch last published them; count
-  // 0 if none have. From this call on they count as published.
-  kernels::TableRange TakeTableChange(SeqSlot sequence) {
-    Sequence& of = Find(sequence);
+  // Adds the page-table entries of the sequence that have changed since a launch last published
+  // them. From this call on they count as published.
+  void TakeTableChanges(SeqSlot sequence, std::vector<kernels::TableRange>* changes) {
+    Sequence& of = MutableSameVersion(sequence);
     const int32_t first = of.pages_published;
     of.pages_published = of.pages;
-    return {TableBegin(sequence) + first, of.pages - first};
+    if (of.pages > first) changes->push_back({TableBegin(sequence) + first, of.pages - first});
+    if (of.window != kNone) TakeTableChanges(of.window, changes);
   }
   // Call it when a launch that published entries of the sequence has failed.
   void UnpublishTable(SeqSlot sequence);
@@ -214,11 +246,20 @@ class KvCache final {
     pool_.WatchLifetimes(std::move(now), std::move(on_freed));
   }
 
-  int32_t length(SeqSlot sequence) const;    // committed rows
-  int32_t reserved(SeqSlot sequence) const;  // rows of the open reservation; 0 if there is none
-  bool has_reservation(SeqSlot sequence) const;
-  // The group that holds one page of the sequence's rows. REQUIRES: the sequence has this page.
-  uint32_t group(SeqSlot sequence, int64_t page) const;
+  bool Has(SeqSlot sequence, PageList list) const {
+    return list == PageList::kMain || Get(sequence).window != kNone;
+  }
+  // REQUIRES, of this and other calls that name a list: the sequence Has it.
+  int32_t length(SeqSlot sequence, PageList list = PageList::kMain) const {  // committed rows
+    return Get(ListOf(sequence, list)).length;
+  }
+  // Rows of the open reservation; 0 if there is none.
+  int32_t reserved(SeqSlot sequence, PageList list = PageList::kMain) const {
+    return std::max(0, Get(ListOf(sequence, list)).rows_reserved);
+  }
+  bool has_reservation(SeqSlot sequence) const { return Get(sequence).rows_reserved != kNone; }
+  // The group that holds one page of the list. REQUIRES: the list has this page.
+  uint32_t group(SeqSlot sequence, int64_t page, PageList list = PageList::kMain) const;
   // Keeps the group from being handed out again until UnpinGroup, even if it has no references,
   // because its bytes are on their way.
   void PinGroup(uint32_t entry) { pool_.Pin(entry); }
@@ -226,11 +267,10 @@ class KvCache final {
   int64_t group_offset(uint32_t entry) const { return pool_.offset(entry); }
   // Index in the page tables of the entry of its first row. With a window, entries of kept rows are
   // found relative to it too.
-  int64_t page_table(SeqSlot sequence) const {
-    return TableBegin(sequence) - At(sequence).pages_gone;
-  }
-  // For a layout with a window: the least length that Fork and Truncate accept, above 0 once rows
-  // have left the window.
+  int64_t page_table(SeqSlot sequence) const { return TableOrigin(WithWindow(sequence)); }
+  // For a sequence with a window: the same for the page of its first compressed entry.
+  int64_t compressed_table(SeqSlot sequence) const { return TableOrigin(sequence); }
+  // The least length that Fork and Truncate accept; above 0 once rows have left the window.
   int32_t least_length(SeqSlot sequence) const;
   int32_t max_rows(SeqSlot sequence) const;  // rows that its page table can address
   // Page groups of this layout that could be allocated now.
@@ -252,8 +292,9 @@ class KvCache final {
   friend class KvCachePeer;  // tests break counters through it
   static constexpr int32_t kNone = -1;
 
-  struct Sequence {
+  struct Sequence {           // one list of page groups
     LayoutId layout = kNone;  // kNone: not open
+    SeqSlot window = kNone;   // the sequence's other list; kNone: no window, or this is that list
     TenantKey tenant = 0;
     int32_t length = 0;
     int32_t pages = 0;              // page-table entries in use
@@ -281,16 +322,17 @@ class KvCache final {
 
   KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables);
   RestoreRoom TakeRestoring(uint64_t id);
-  Sequence& Find(SeqSlot slot) {
+  const Sequence& Get(SeqSlot slot) const {
     Require(IsOpen(slot), "sequence slot is not open");
     return sequences_[static_cast<size_t>(slot)];
   }
-  // For calls that may change the sequence: also counts as a new version.
-  Sequence& At(SeqSlot slot) {
+  // For calls that may change the sequence: counts as a new version.
+  Sequence& Mutable(SeqSlot slot) {
     ++version_;
-    return Find(slot);
+    return MutableSameVersion(slot);
   }
-  const Sequence& At(SeqSlot slot) const {
+  // For changes that no launch sees.
+  Sequence& MutableSameVersion(SeqSlot slot) {
     Require(IsOpen(slot), "sequence slot is not open");
     return sequences_[static_cast<size_t>(slot)];
   }
@@ -298,11 +340,32 @@ class KvCache final {
     return slot >= 0 && slot < options_.max_sequences &&
            sequences_[static_cast<size_t>(slot)].layout != kNone;
   }
+  SeqSlot ListOf(SeqSlot slot, PageList list) const {
+    return list == PageList::kMain ? slot : Get(slot).window;
+  }
+  // The list from which rows leave once they are outside the window, if the sequence has one.
+  SeqSlot WithWindow(SeqSlot slot) const {
+    const SeqSlot window = Get(slot).window;
+    return window == kNone ? slot : window;
+  }
+  // Calls fn with each list of the sequence.
+  template <typename Fn>
+  void ForLists(SeqSlot slot, Fn&& fn) {
+    const SeqSlot window = Get(slot).window;
+    fn(slot);
+    if (window != kNone) fn(window);
+  }
+  int64_t TableOrigin(SeqSlot slot) const { return TableBegin(slot) - Get(slot).pages_gone; }
   std::span<uint32_t> TableOf(SeqSlot slot);
   int64_t TableBegin(SeqSlot slot) const { return int64_t{slot} * options_.max_pages_per_sequence; }
   int32_t PagesFor(const Sequence& sequence, int64_t rows) const;
   void LeaveBehind(SeqSlot slot);
-  absl::StatusOr<SeqSlot> TakeSlot(LayoutId layout, TenantKey tenant);
+  absl::Status CheckSlots(int32_t wanted) const;
+  SeqSlot TakeSlot(LayoutId layout, TenantKey tenant);
+  SeqSlot ForkList(SeqSlot from, int32_t length);
+  void ReleaseList(SeqSlot slot, Freed why);
+  void CommitList(SeqSlot slot, int32_t rows);
+  std::span<const StepRows> ByList(std::span<const StepRows> rows);
   absl::Status CheckReserve(std::span<const StepRows> rows);
   absl::Status TryReserve(std::span<const StepRows> rows);
   bool MakeRoom(std::span<const StepRows> rows);
@@ -319,6 +382,7 @@ class KvCache final {
   bool DropGroup(uint32_t entry);
   void ShrinkTo(SeqSlot slot, int32_t pages, Freed why);
   void CheckAfterMutation() const;
+  std::string CheckWindow(SeqSlot slot) const;
 
   const KvCacheOptions options_;
   const std::span<uint32_t> tables_;
@@ -328,6 +392,7 @@ class KvCache final {
   EventLog* events_ = nullptr;
   std::vector<Sequence> sequences_;
   std::vector<int32_t> layout_sequences_;  // open sequences by layout
+  std::vector<StepRows> list_rows_;        // scratch of Reserve
   SeqSlot free_slot_ = kNone;
   uint64_t version_ = 1;
   uint64_t reserve_calls_ = 0;

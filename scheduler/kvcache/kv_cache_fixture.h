@@ -47,8 +47,7 @@ class KvCacheTest : public ::testing::Test {
     for (const StepRows& row : step) TakeLayers(row.sequence);
     Carry();
     for (const StepRows& row : step) {
-      const kernels::TableRange range = cache_->TakeTableChange(row.sequence);
-      if (range.count > 0) carried_.tables.push_back(range);
+      cache_->TakeTableChanges(row.sequence, &carried_.tables);
     }
     return status;
   }
@@ -57,8 +56,10 @@ class KvCacheTest : public ::testing::Test {
   void TakeLayers(SeqSlot sequence) {
     WorkRoom room{.places = 1 << 20, .bytes = INT64_MAX};
     const auto layers = static_cast<int32_t>(cache_->pool().layout(layout_).layers.size());
-    for (int32_t layer = 0; layer < layers; ++layer) {
-      cache_->work().TakeLayer(cache_->copied_group(sequence), layer, &room, &work_);
+    for (const uint32_t group : cache_->copied_groups(sequence).by_list) {
+      for (int32_t layer = 0; layer < layers; ++layer) {
+        cache_->work().TakeLayer(group, layer, &room, &work_);
+      }
     }
   }
 
@@ -74,6 +75,12 @@ class KvCacheTest : public ::testing::Test {
   void Append(SeqSlot sequence, int32_t rows) {
     ASSERT_TRUE(Reserve(sequence, rows).ok());
     cache_->Commit(sequence, rows);
+  }
+
+  std::vector<kernels::TableRange> TableChanges(SeqSlot sequence) {
+    std::vector<kernels::TableRange> changes;
+    cache_->TakeTableChanges(sequence, &changes);
+    return changes;
   }
 
   std::vector<uint32_t> Table(SeqSlot sequence, size_t pages) {

@@ -328,9 +328,7 @@ class Simulation {
   void Prepare(SeqSlot s) {
     const ModelSequence& m = model_[s];
     device_.DoQueued(random_, *cache_, m.tenant, m.ticket);
-    const kernels::TableRange range = cache_->TakeTableChange(s);
-    std::copy_n(host_tables_.begin() + range.first, range.count,
-                device_.tables().begin() + range.first);
+    device_.Publish(*cache_, s, host_tables_);
     if (Below(16) == 0) cache_->UnpublishTable(s);
   }
 

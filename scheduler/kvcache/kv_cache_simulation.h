@@ -67,6 +67,15 @@ class SimulatedDevice {
   std::vector<uint32_t>& tables() { return tables_; }
   int64_t failed() const { return failed_; }
 
+  // Copies the changes of the sequence's page table from the host's tables.
+  void Publish(KvCache& cache, SeqSlot sequence, const std::vector<uint32_t>& host_tables) {
+    changes_.clear();
+    cache.TakeTableChanges(sequence, &changes_);
+    for (const kernels::TableRange& range : changes_) {
+      std::copy_n(host_tables.begin() + range.first, range.count, tables_.begin() + range.first);
+    }
+  }
+
   // Fills the row with the word, at the place that the tables give; returns false if that is
   // outside the pool.
   bool Write(const Row& row, uint64_t word) {
@@ -168,7 +177,8 @@ class SimulatedDevice {
 
   std::vector<uint64_t> words_;
   std::vector<uint32_t> tables_;
-  std::deque<LaunchWork> running_;  // oldest first
+  std::vector<kernels::TableRange> changes_;  // scratch of Publish
+  std::deque<LaunchWork> running_;            // oldest first
   int64_t failed_ = 0;
 };
 

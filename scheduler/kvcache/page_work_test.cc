@@ -160,10 +160,10 @@ TEST_F(PageWorkTest, AStepThatKeepsNoRowSharesItsPageAgain) {
   const SeqSlot child = cache_->Fork(parent, 6).value();
   const std::vector<uint32_t> shared = Table(parent, 2);
   ASSERT_TRUE(Queue(child, 3).ok());
-  cache_->TakeTableChange(child);
+  TableChanges(child);
   cache_->Rollback(child);  // no layer was written
   EXPECT_EQ(Table(child, 2), shared);
-  EXPECT_EQ(cache_->TakeTableChange(child).count, 1);
+  EXPECT_EQ(TableChanges(child).at(0).count, 1);
   EXPECT_EQ(cache_->stats().copies_on_write, 0u);
   EXPECT_EQ(cache_->CheckInvariants(), "");
   ASSERT_TRUE(Queue(child, 3).ok());

@@ -193,11 +193,11 @@ absl::Status Launcher::PlanRecords(FormRecords& form, BatchLaunch* launch,
   kernels::AttentionDesc widest = params->desc;
   widest.geometry.num_heads = WidestHeads(lengths);
   absl::StatusOr<const ExecutionPlan*> plan =
-      plans_->Get(lengths, backend_->Traits(widest), launch->slot);
+      plans_->Pin(lengths, backend_->Traits(widest), launch->slot);
   if (params->desc.streamed && absl::IsResourceExhausted(plan.status())) {
     // The streamed form has parts with more rows than the plan has room for, so it is not used.
     params->desc.streamed = widest.streamed = false;
-    plan = plans_->Get(lengths, backend_->Traits(widest), launch->slot);
+    plan = plans_->Pin(lengths, backend_->Traits(widest), launch->slot);
   }
   if (!plan.ok()) return plan.status();
   params->plan = (*plan)->view();

@@ -36,10 +36,6 @@ int32_t LongestList(const Segment& segment) {
   return longest;
 }
 
-kvcache::SeqSlot SlotOfRows(const StepEntry& entry) {
-  return entry.window_slot < 0 ? entry.slot : entry.window_slot;
-}
-
 // The most places that a row of the segment with a window attends to.
 int32_t MostWindowPlaces(const Segment& segment, const kernels::WindowRecord& window) {
   const int32_t visible = segment.cached() + segment.rows;
@@ -175,7 +171,7 @@ void RecordBuilder::AddEntries(BatchLaunch* launch, const Segment& segment,
   const kvcache::KvPlane& plane = step.model->entries(layer);
   kernels::AppendRecord& record = launch->appends.emplace_back(rows);
   record.kv = staged.entries + before * rows.kv_row_stride * int64_t(ElementSize(rows.dtype));
-  record.page_table = cache_->page_table(segment.entry->slot);
+  record.page_table = cache_->compressed_table(segment.entry->slot);
   record.layer_offset = plane.offset;
   record.row_stride = plane.row_stride;
   record.page_size = plane.rows;
@@ -197,7 +193,7 @@ kernels::WindowRecord RecordBuilder::Window(const Segment& segment,
   record.sinks = staged.sinks;
   if (record.ratio == 0) return record;
   const kvcache::KvPlane& plane = model.entries(layer);
-  record.page_table = cache_->page_table(segment.entry->slot);
+  record.page_table = cache_->compressed_table(segment.entry->slot);
   record.layer_offset = plane.offset;
   record.row_stride = plane.row_stride;
   record.page_size = plane.rows;
@@ -269,7 +265,7 @@ kernels::SegmentRecord RecordBuilder::Record(const Segment& segment) const {
   const AttendArgs& args = segment.request->attend;
   const Model& model = *segment.request->engine.step->model;
   kernels::SegmentRecord record{};
-  record.page_table = cache_->page_table(SlotOfRows(*segment.entry));
+  record.page_table = cache_->page_table(segment.entry->slot);
   const kvcache::KvPlane& rows = model.rows(args.layer);
   record.layer_offset = rows.offset;
   record.row_stride = rows.row_stride;
@@ -398,10 +394,6 @@ void RecordBuilder::AddFused(BatchLaunch* launch, const Segment& segment,
 absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* launch,
                                   bool absorbed_alone) {
   SegmentTemplate shared;
-  const auto take_change = [&](kvcache::SeqSlot slot) {
-    const kernels::TableRange changed = cache_->TakeTableChange(slot);
-    if (changed.count > 0) launch->tables.push_back(changed);
-  };
   for (size_t i = 0; i < launch->batch.segments.size(); ++i) {
     const Segment& segment = launch->batch.segments[i];
     const StreamRequest& request = *segment.request;
@@ -409,10 +401,9 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* launc
       SetTemplate(segment, staged, launch->batch.key, &shared);
       if (absorbed_alone) shared.expanded_min_rows = std::numeric_limits<int32_t>::max();
     }
-    const StepEntry& entry = *segment.entry;
-    take_change(entry.slot);
-    if (entry.window_slot >= 0) take_change(entry.window_slot);
-    const int64_t page_table = cache_->page_table(SlotOfRows(entry));
+    const kvcache::SeqSlot slot = segment.entry->slot;
+    cache_->TakeTableChanges(slot, &launch->tables);
+    const int64_t page_table = cache_->page_table(slot);
     if (shared.staged->kv != nullptr) AddAppend(launch, segment, shared, page_table);
     if (request.attend.profile == Profile::kAppendOnly) continue;
     if (segment.slices >= 0) {

@@ -16,7 +16,7 @@ using kvcache::PrefixCache;
 using kvcache::PrefixChain;
 
 std::vector<CacheHints::Page> CacheHints::Find(LayoutId layout, const PrefixChain& chain,
-                                               int64_t rows) {
+                                               int64_t rows) const {
   PrefixCache& prefixes = cache_->prefixes();
   std::vector<Page> pages;
   for (int64_t row = 0; row < rows; row += chain.page_size) {

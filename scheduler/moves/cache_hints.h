@@ -47,7 +47,8 @@ class CacheHints final {
     static bool Later(const Pin& a, const Pin& b) { return a.until > b.until; }
   };
 
-  std::vector<Page> Find(kvcache::LayoutId layout, const kvcache::PrefixChain& chain, int64_t rows);
+  std::vector<Page> Find(kvcache::LayoutId layout, const kvcache::PrefixChain& chain,
+                         int64_t rows) const;
   void Remember(const Pin& pin);
   // Result for one page.
   enum class Done : uint8_t { kYes, kLater, kNo, kNoRoom };

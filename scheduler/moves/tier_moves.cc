@@ -111,7 +111,7 @@ TierMoves::Move* TierMoves::Begin(Kind kind, int32_t node) {
   return moves_.back().get();
 }
 
-TierMoves::Move* TierMoves::Find(int32_t node) {
+TierMoves::Move* TierMoves::Find(int32_t node) const {
   for (const auto& move : moves_) {
     if (move->node == node && Lives(*move)) return move.get();
   }

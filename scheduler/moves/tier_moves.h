@@ -106,7 +106,7 @@ class TierMoves final {
   bool Lives(const Move& move) const { return copies_.Lives(move.node, move.life); }
   bool MayBegin(int64_t bytes) const;
   Move* Begin(Kind kind, int32_t node);
-  Move* Find(int32_t node);
+  Move* Find(int32_t node) const;
   void End(Move* move);
   std::span<std::byte> HostBytes(const Move& move) const;
   void StartJob(Move* move, kvcache::TierJob::Kind kind);

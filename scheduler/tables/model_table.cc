@@ -265,11 +265,10 @@ int32_t ModelTable::SequencesOf(const ModelContents& contents) const {
 }
 
 absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id,
-                                        const char* field) {
+                                        const char* field) const {
   for (const std::unique_ptr<Model>& model : models_) {
     if (model != nullptr && tenant != kNoTenant && model->tenant == tenant &&
         model->spec->id == id) {
-      Touch(model.get());
       return model.get();
     }
   }
@@ -302,7 +301,7 @@ ModelInfo ModelTable::Info(const Model& model) const {
   return info;
 }
 
-std::vector<Model*> ModelTable::OfTenant(TenantKey tenant) {
+std::vector<Model*> ModelTable::OfTenant(TenantKey tenant) const {
   std::vector<Model*> result;
   for (const std::unique_ptr<Model>& model : models_) {
     if (model != nullptr && model->tenant == tenant) result.push_back(model.get());

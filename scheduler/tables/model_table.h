@@ -146,10 +146,16 @@ class ModelTable {
   void PostponeLeases(int64_t nanos);
   // When ExpireLeases should next be called; max() if no lease runs.
   MonotonicNanos NextExpiry() const;
-  // NOT_FOUND, with a reason, if the tenant does not have such a model. Renews its lease.
-  absl::StatusOr<Model*> Find(TenantKey tenant, const std::string& id, const char* field);
+  // NOT_FOUND, with a reason, if the tenant does not have such a model.
+  absl::StatusOr<Model*> Find(TenantKey tenant, const std::string& id, const char* field) const;
+  // As Find, for a call that uses the model: starts its lease again.
+  absl::StatusOr<Model*> Use(TenantKey tenant, const std::string& id, const char* field) {
+    absl::StatusOr<Model*> model = Find(tenant, id, field);
+    if (model.ok()) Touch(*model);
+    return model;
+  }
   ModelInfo Info(const Model& model) const;
-  std::vector<Model*> OfTenant(TenantKey tenant);
+  std::vector<Model*> OfTenant(TenantKey tenant) const;
   int32_t size() const;
 
   // Sets sinks of a window, [at.layer_count, at.head_count]: all of them, or none on an error.

@@ -49,6 +49,19 @@ TEST_F(ModelTableTest, RegisteringAgainSucceedsOnlyWithEqualContents) {
   EXPECT_EQ(table_.Register(tenant_, other).status().code(), absl::StatusCode::kAlreadyExists);
 }
 
+TEST_F(ModelTableTest, UseRenewsTheLeaseAndFindDoesNot) {
+  ModelSpec spec = h_.model();
+  spec.id = "leased";
+  Model* const leased = *table_.Register(tenant_, spec, 1000);
+  const MonotonicNanos deadline = leased->lease_deadline;
+  h_.clock().Advance(400'000'000);
+  EXPECT_EQ(*table_.Find(tenant_, "leased", "model_id"), leased);
+  EXPECT_EQ(leased->lease_deadline, deadline);
+  EXPECT_EQ(*table_.Use(tenant_, "leased", "model_id"), leased);
+  EXPECT_EQ(leased->lease_deadline, deadline + 400'000'000);
+  EXPECT_EQ(table_.Use(tenant_, "absent", "model_id").status().code(), absl::StatusCode::kNotFound);
+}
+
 TEST_F(ModelTableTest, EveryBadFieldIsRefusedByName) {
   const struct {
     const char* field;

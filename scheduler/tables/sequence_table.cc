@@ -79,7 +79,7 @@ absl::Status SequenceTable::CheckNames(const std::string& client_id,
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::string& request_id,
-                                                  const SequenceOrigin& origin) {
+                                                  const SequenceOrigin& origin) const {
   if (request_id.empty()) return nullptr;
   const auto found = by_request_.find(std::pair(tenant, request_id));
   if (found == by_request_.end()) return nullptr;
@@ -88,17 +88,16 @@ absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::s
                      "request_id_reused", absl::StatusCode::kAlreadyExists);
 }
 
-Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_slot,
-                                TenantKey tenant, Model* model, int64_t lease_ns,
-                                const std::string& client_id, const std::string& request_id,
-                                SequenceOrigin origin, SequenceId id) {
+Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model,
+                                int64_t lease_ns, const std::string& client_id,
+                                const std::string& request_id, SequenceOrigin origin,
+                                SequenceId id) {
   auto sequence = std::make_unique<Sequence>();
   sequence->id = id;
   while (sequence->id == 0 || by_id_.contains(sequence->id)) sequence->id = ids_();
   sequence->tenant = tenant;
   sequence->model = model;
   sequence->slot = slot;
-  sequence->window_slot = window_slot;
   sequence->lease_ns = lease_ns;
   sequence->opened_ns = clock_->Now();
   sequence->client_id = client_id;
@@ -147,8 +146,7 @@ absl::Status SequenceTable::InStep(const Sequence& sequence) const {
 
 // For a sequence with a window: its last rows before `length` must still be there.
 absl::Status SequenceTable::CheckKept(const Sequence& sequence, int64_t length) const {
-  if (sequence.window_slot < 0) return absl::OkStatus();
-  const int64_t least = cache_->least_length(sequence.window_slot);
+  const int64_t least = cache_->least_length(sequence.slot);
   if (length >= least) return absl::OkStatus();
   return RefuseField(
       {.field = "length",
@@ -161,7 +159,7 @@ absl::Status SequenceTable::CheckKept(const Sequence& sequence, int64_t length) 
 
 absl::StatusOr<Sequence*> SequenceTable::CheckOpenArgs(TenantKey tenant, const Model& model,
                                                        const OpenArgs& args,
-                                                       const PrefixPlan& prefix) {
+                                                       const PrefixPlan& prefix) const {
   MLA_RETURN_IF_ERROR(CheckNames(args.client_id, args.request_id));
   if (prefix.chain != nullptr && model.spec->windowed()) return NoPrefix();
   MLA_RETURN_IF_ERROR(LeaseNanos(args.lease_ms).status());
@@ -205,19 +203,15 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
   if (!repeat.ok() || *repeat != nullptr) return repeat;
   const int64_t declared = DeclaredOf(prefix);
   MLA_RETURN_IF_ERROR(TakeForOpen(*model, declared));
-  absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->contents->layout_id, tenant);
-  absl::StatusOr<kvcache::SeqSlot> window = -1;
-  if (slot.ok() && model->spec->windowed()) {
-    window = cache_->Open(model->contents->window_layout_id, tenant);
-    if (!window.ok()) cache_->Release(*slot);
-  }
-  if (!slot.ok() || !window.ok()) {
+  const absl::StatusOr<kvcache::SeqSlot> slot =
+      cache_->Open(model->contents->layout_id, tenant, model->contents->window_layout_id);
+  if (!slot.ok()) {
     ReturnForOpen(*model, declared);
-    return Exhausted(slot.ok() ? window.status() : slot.status());
+    return Exhausted(slot.status());
   }
   Sequence* const sequence =
-      Insert(*slot, *window, tenant, model, *LeaseNanos(args.lease_ms), args.client_id,
-             args.request_id, OriginOf(args, prefix), args.restored_id);
+      Insert(*slot, tenant, model, *LeaseNanos(args.lease_ms), args.client_id, args.request_id,
+             OriginOf(args, prefix), args.restored_id);
   if (args.restored_id != 0) sequence->epoch = (1 + ids_() % kRestoredEpochs) << 32;
   if (prefix.chain == nullptr) return sequence;
   sequence->prefix_tokens = declared;
@@ -244,18 +238,14 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   Tenant& account = *parent->model->account;
   const int64_t count = CountOf(*parent->model);
   MLA_RETURN_IF_ERROR(tenants_->Take(account, Resource::kSequences, count, "sequence"));
-  absl::StatusOr<kvcache::SeqSlot> slot = cache_->Fork(parent->slot, static_cast<int32_t>(length));
-  absl::StatusOr<kvcache::SeqSlot> window = -1;
-  if (slot.ok() && parent->window_slot >= 0) {
-    window = cache_->Fork(parent->window_slot, static_cast<int32_t>(length));
-    if (!window.ok()) cache_->Release(*slot);
-  }
-  if (!slot.ok() || !window.ok()) {
+  const absl::StatusOr<kvcache::SeqSlot> slot =
+      cache_->Fork(parent->slot, static_cast<int32_t>(length));
+  if (!slot.ok()) {
     tenants_->Return(account, Resource::kSequences, count);
-    return Exhausted(slot.ok() ? window.status() : slot.status());
+    return Exhausted(slot.status());
   }
   Renew(parent);
-  Sequence* const child = Insert(*slot, *window, tenant, parent->model, lease,
+  Sequence* const child = Insert(*slot, tenant, parent->model, lease,
                                  args.client_id.empty() ? parent->client_id : args.client_id,
                                  args.request_id, OriginOf(args));
   child->not_finite_from = parent->not_finite_from;
@@ -271,15 +261,15 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   return child;
 }
 
-absl::StatusOr<Sequence*> SequenceTable::ForMatch(TenantKey tenant, SequenceId id,
-                                                  uint64_t expected_epoch) {
+absl::StatusOr<Sequence*> SequenceTable::FindForMatch(TenantKey tenant, SequenceId id,
+                                                      uint64_t expected_epoch) const {
   absl::StatusOr<Sequence*> found = FindIdle(tenant, id, expected_epoch);
   if (found.ok() && (*found)->model->spec->windowed()) return NoPrefix();
   return found;
 }
 
 absl::StatusOr<Sequence*> SequenceTable::FindIdle(TenantKey tenant, SequenceId id,
-                                                  uint64_t expected_epoch) {
+                                                  uint64_t expected_epoch) const {
   absl::StatusOr<Sequence*> sequence_or = FindOrRefuse(tenant, id, "sequence_id");
   if (!sequence_or.ok()) return sequence_or;
   const Sequence& sequence = **sequence_or;
@@ -362,11 +352,7 @@ absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId i
   if (sequence->busy()) return InStep(*sequence);
   MLA_RETURN_IF_ERROR(CheckRange("length", length, 0, committed));
   MLA_RETURN_IF_ERROR(CheckKept(*sequence, length));
-  absl::Status status = cache_->Truncate(sequence->slot, static_cast<int32_t>(length));
-  if (status.ok() && sequence->window_slot >= 0) {
-    status = cache_->Truncate(sequence->window_slot, static_cast<int32_t>(length));
-  }
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(cache_->Truncate(sequence->slot, static_cast<int32_t>(length)));
   sequence->ForgetRowsFrom(length);
   sequence->truncated_from_epoch = sequence->epoch++;
   sequence->truncated_length = length;
@@ -388,7 +374,6 @@ void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
   if (!sequence->request_id.empty()) {
     by_request_.erase(std::pair(sequence->tenant, sequence->request_id));
   }
-  if (sequence->window_slot >= 0) cache_->Release(sequence->window_slot, why);
   cache_->Release(slot, why);
   by_slot_[slot].reset();
   tenants_->Return(*model->account, Resource::kSequences, CountOf(*model));
@@ -413,14 +398,14 @@ void SequenceTable::ReleaseMoved(Sequence* sequence, const std::string& peer) {
   Release(sequence);
 }
 
-Sequence* SequenceTable::Find(TenantKey tenant, SequenceId id) {
+Sequence* SequenceTable::Find(TenantKey tenant, SequenceId id) const {
   const auto found = by_id_.find(id);
   if (found == by_id_.end() || found->second->tenant != tenant) return nullptr;
   return found->second;
 }
 
 absl::StatusOr<Sequence*> SequenceTable::FindOrRefuse(TenantKey tenant, SequenceId id,
-                                                      std::string field) {
+                                                      std::string field) const {
   if (Sequence* sequence = Find(tenant, id)) return sequence;
   if (const std::string* peer = MovedTo(tenant, id)) {
     return MovedError(id, std::move(field), *peer);
@@ -435,7 +420,8 @@ absl::StatusOr<Sequence*> SequenceTable::FindOrRefuse(TenantKey tenant, Sequence
        .reason = "sequence_not_found"});
 }
 
-std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant, const std::string& client_id) {
+std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant,
+                                               const std::string& client_id) const {
   std::vector<Sequence*> result;
   for (const std::unique_ptr<Sequence>& sequence : by_slot_) {
     if (sequence == nullptr || sequence->tenant != tenant) continue;
@@ -447,7 +433,7 @@ std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant, const std::stri
   return result;
 }
 
-std::vector<Sequence*> SequenceTable::OfModel(const Model& model) {
+std::vector<Sequence*> SequenceTable::OfModel(const Model& model) const {
   std::vector<Sequence*> result;
   for (const std::unique_ptr<Sequence>& sequence : by_slot_) {
     if (sequence != nullptr && sequence->model == &model) result.push_back(sequence.get());

@@ -67,8 +67,6 @@ struct Sequence {
   TenantKey tenant = kNoTenant;
   Model* model = nullptr;
   kvcache::SeqSlot slot = -1;
-  // For models with a window: its rows; `slot` then has the entries.
-  kvcache::SeqSlot window_slot = -1;
   uint64_t epoch = 1;
   int64_t lease_ns = 0;
   MonotonicNanos opened_ns = 0;
@@ -103,9 +101,11 @@ class SequenceTable {
   absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args,
                                  const PrefixPlan& prefix);
   // Returns the sequence if it has that epoch and is not in a step or import.
-  absl::StatusOr<Sequence*> FindIdle(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
+  absl::StatusOr<Sequence*> FindIdle(TenantKey tenant, SequenceId id,
+                                     uint64_t expected_epoch) const;
   // As FindIdle, and checks that the sequence may declare rows.
-  absl::StatusOr<Sequence*> ForMatch(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
+  absl::StatusOr<Sequence*> FindForMatch(TenantKey tenant, SequenceId id,
+                                         uint64_t expected_epoch) const;
   // Runs Match's checks; changes nothing.
   absl::Status CheckMatch(const Sequence& sequence, const PrefixPlan& prefix);
   // Declares the plan's rows and appends the cached ones. ABORTED if other rows were declared, or
@@ -137,11 +137,11 @@ class SequenceTable {
   void Renew(Sequence* sequence, int64_t lease_ms = 0);
 
   // Returns null if the tenant does not have such a sequence.
-  Sequence* Find(TenantKey tenant, SequenceId id);
-  absl::StatusOr<Sequence*> FindOrRefuse(TenantKey tenant, SequenceId id, std::string field);
+  Sequence* Find(TenantKey tenant, SequenceId id) const;
+  absl::StatusOr<Sequence*> FindOrRefuse(TenantKey tenant, SequenceId id, std::string field) const;
   // The tenant's sequences, ordered by id; if `client_id` is not empty, only that client's.
-  std::vector<Sequence*> OfTenant(TenantKey tenant, const std::string& client_id);
-  std::vector<Sequence*> OfModel(const Model& model);
+  std::vector<Sequence*> OfTenant(TenantKey tenant, const std::string& client_id) const;
+  std::vector<Sequence*> OfModel(const Model& model) const;
   std::span<const std::unique_ptr<Sequence>> slots() const { return by_slot_; }  // null: free
   SequenceInfo Info(const Sequence& sequence) const;
 
@@ -159,10 +159,10 @@ class SequenceTable {
   // The sequence that an earlier call with this request id opened, or null. ALREADY_EXISTS if that
   // call had other arguments.
   absl::StatusOr<Sequence*> Repeated(TenantKey tenant, const std::string& request_id,
-                                     const SequenceOrigin& origin);
+                                     const SequenceOrigin& origin) const;
   // Checks of Open that need only its arguments.
   absl::StatusOr<Sequence*> CheckOpenArgs(TenantKey tenant, const Model& model,
-                                          const OpenArgs& args, const PrefixPlan& prefix);
+                                          const OpenArgs& args, const PrefixPlan& prefix) const;
   // Counts the sequence and its declared rows for the tenant; on an error, counts nothing.
   absl::Status TakeForOpen(const Model& model, int64_t declared);
   void ReturnForOpen(const Model& model, int64_t declared);
@@ -172,9 +172,9 @@ class SequenceTable {
   absl::Status InStep(const Sequence& sequence) const;
   void DeclareAndMatch(Sequence* sequence, const PrefixPlan& prefix);
   absl::Status CheckKept(const Sequence& sequence, int64_t length) const;
-  Sequence* Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_slot, TenantKey tenant,
-                   Model* model, int64_t lease_ns, const std::string& client_id,
-                   const std::string& request_id, SequenceOrigin origin, SequenceId id = 0);
+  Sequence* Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* model, int64_t lease_ns,
+                   const std::string& client_id, const std::string& request_id,
+                   SequenceOrigin origin, SequenceId id = 0);
 
   const Limits limits_;
   int64_t default_lease_ms_ = limits_.sequence_lease_ms;

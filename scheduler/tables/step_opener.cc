@@ -69,7 +69,7 @@ absl::Status StepOpener::CheckBegin(TenantKey tenant, const BeginStepArgs& args,
                      absl::StrCat("the backend is not healthy: ", healthy.message()),
                      {.reason = "backend_unhealthy"});
   }
-  MLA_ASSIGN_OR_RETURN(*model, models_->Find(tenant, args.model_id, "begin_step.model_id"));
+  MLA_ASSIGN_OR_RETURN(*model, models_->Use(tenant, args.model_id, "begin_step.model_id"));
   return CheckStepBounds(static_cast<int64_t>(args.sequences.size()), args.participants,
                          args.lease_ms, limits_);
 }
@@ -81,18 +81,10 @@ absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, cons
                                      const absl::Status& status) {
   if (!absl::IsResourceExhausted(status)) return status;
   int64_t groups = 0, wanted = 0;
-  const auto add = [&](kvcache::SeqSlot slot, int64_t rows, const kvcache::GroupLayout& layout) {
-    const auto pages = [&](int64_t to) { return (to + layout.page_size - 1) / layout.page_size; };
-    const int64_t length = cache_->length(slot);
-    const int64_t more = pages(length + rows) - pages(length);
-    groups += more;
-    wanted += more * layout.group_bytes();
-  };
   for (const StepEntry& entry : entries) {
-    add(entry.sequence->slot, entry.rows, model.contents->layout);
-    const kvcache::SeqSlot window = entry.sequence->window_slot;
-    if (window < 0) continue;
-    add(window, entry.start + entry.rows - cache_->length(window), model.contents->window_layout);
+    const kvcache::PageNeed need = cache_->NeedOf(entry.sequence->slot, entry.rows);
+    groups += need.groups;
+    wanted += need.bytes;
   }
   absl::Status answer = status;
   if (refused) {
@@ -127,10 +119,6 @@ absl::Status StepOpener::ReservePages(const std::vector<StepEntry>& entries, con
   step_rows_.clear();
   for (const StepEntry& entry : entries) {
     step_rows_.push_back({entry.sequence->slot, entry.rows});
-    if (entry.sequence->window_slot < 0) continue;
-    // Rows that an import leaves out are counted in its length.
-    const kvcache::SeqSlot window = entry.sequence->window_slot;
-    step_rows_.push_back({window, entry.start + entry.rows - cache_->length(window)});
   }
   model.contents->pool_account->TakeRefused();  // clears refusals of restores from slower tiers
   const absl::Status status = cache_->Reserve(step_rows_);
@@ -154,7 +142,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
     Sequence* sequence = sequences_->Find(tenant, wanted.id);
     sequence->step = step;  // set in the loop, so that a sequence named twice is refused
     step->entries.push_back({sequence, static_cast<int32_t>(wanted.start_position), wanted.rows,
-                             static_cast<int32_t>(total), sequence->slot, sequence->window_slot});
+                             static_cast<int32_t>(total), sequence->slot});
     total += wanted.rows;
     status = CheckStepRows(total, limits_);
   }
@@ -167,12 +155,9 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
   }
   step->ticket = cache_->work().last();
   step->pages_ready = !cache_->work().Waits(tenant, step->ticket);
-  step->copies = false;
   for (StepEntry& entry : step->entries) {
-    entry.copied = cache_->copied_group(entry.slot);
-    if (entry.window_slot >= 0) entry.window_copied = cache_->copied_group(entry.window_slot);
-    step->copies = step->copies || entry.copied != kvcache::SlabPool::kNoEntry ||
-                   entry.window_copied != kvcache::SlabPool::kNoEntry;
+    entry.copied = cache_->copied_groups(entry.slot);
+    step->copies = step->copies || entry.copied != kvcache::CopiedGroups();
   }
   step->total_rows = static_cast<int32_t>(total);
   step->rotations = args.rotations;
@@ -180,7 +165,6 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
   step->ranks.assign(step->participants, StepRank());
   step->streams.push_back(request.stream);
   step->layers.assign(model->spec->layers, LayerProgress());
-  step->lease_deadline = 0;  // left over from the step that used this object before
   step->lease_ns = (args.lease_ms > 0 ? args.lease_ms : default_lease_ms_) * kNanosPerMilli;
   return step;
 }

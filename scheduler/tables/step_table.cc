@@ -129,14 +129,14 @@ StepTable::StepTable(const Limits& limits, TenantTable* tenants) : tenants_(tena
   open_.reserve(limits.max_open_steps);
 }
 
-Step* StepTable::Lookup(TenantKey tenant, StepId id) {
+Step* StepTable::Lookup(TenantKey tenant, StepId id) const {
   for (Step* step : open_) {
     if (step->id == id && step->tenant == tenant) return step;
   }
   return nullptr;
 }
 
-absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId id) {
+absl::StatusOr<Step*> StepTable::Find(TenantKey tenant, StreamId stream, StepId id) const {
   Step* step = Lookup(tenant, id);
   if (step != nullptr && step->Includes(stream)) return step;
   if (step == nullptr) {
@@ -197,19 +197,8 @@ void StepTable::Remove(Step* step, const std::string& why) {
     aborted_.push_back(AbortedStep{step->tenant, step->id, why, CommittedAt(*step, 0)});
   }
   open_.erase(std::find(open_.begin(), open_.end(), step));
-  step->streams.clear();
-  step->ranks.clear();
-  step->entries.clear();
-  step->layers.clear();
   tenants_->Return(*step->model->account, Resource::kOpenSteps, 1);
-  step->model = nullptr;
-  step->participants = 1;
-  step->total_rows = 0;
-  step->rotations.reset();
-  step->waiting = 0;
-  step->inflight = 0;
-  step->end = nullptr;
-  step->failed = false;
+  step->Clear();
   free_.push_back(step);
 }
 

@@ -39,11 +39,10 @@ struct StepEntry {
   int32_t start = 0;   // committed rows of the sequence when the step began
   int32_t rows = 0;    // rows it adds
   int32_t offset = 0;  // offset of its first row among the step's rows
-  // Copies of the sequence's slots, because launches need them for every entry at every layer.
-  kvcache::SeqSlot slot = -1, window_slot = -1;
-  // Groups into which the last pages of its sequences are copied, layer by layer
-  // (KvCache::copied_group).
-  uint32_t copied = kvcache::SlabPool::kNoEntry, window_copied = kvcache::SlabPool::kNoEntry;
+  // A copy of the sequence's slot, because launches need it for every entry at every layer.
+  kvcache::SeqSlot slot = -1;
+  // Groups into which the last pages of the sequence are copied, layer by layer.
+  kvcache::CopiedGroups copied = {};
 };
 
 inline int64_t StartOf(const StepEntry& entry) { return entry.start; }
@@ -65,17 +64,14 @@ struct StepRank {
   bool missed = false;
 };
 
-struct Step {
+// A step except for its lists.
+struct StepFields {
   StepId id = 0;
   TenantKey tenant = kNoTenant;
   Model* model = nullptr;
-  std::vector<StreamId> streams;  // [0] began it
   int32_t participants = 1;
-  std::vector<StepRank> ranks;  // one for each of `participants`; those in `streams` come first
-  std::vector<StepEntry> entries;
   int32_t total_rows = 0;
   std::shared_ptr<const Tail> rotations;  // of its rows, as in BeginStepArgs
-  std::vector<LayerProgress> layers;
   // The step's rows may be written once the tenant's page work up to this ticket has been carried.
   // `pages_ready` is then true.
   kvcache::WorkTicket ticket = 0;
@@ -88,7 +84,21 @@ struct Step {
   int32_t waiting = 0;           // requests queued
   int32_t inflight = 0;          // requests in a submitted launch
   StreamRequest* end = nullptr;  // an EndStep that waits until both counts are zero
+};
 
+struct Step : StepFields {
+  std::vector<StreamId> streams;  // [0] began it
+  std::vector<StepRank> ranks;    // one for each of `participants`; those in `streams` come first
+  std::vector<StepEntry> entries;
+  std::vector<LayerProgress> layers;
+
+  void Clear() {  // keeps the memory of its lists
+    static_cast<StepFields&>(*this) = {};
+    streams.clear();
+    ranks.clear();
+    entries.clear();
+    layers.clear();
+  }
   bool Includes(StreamId stream) const;
   bool idle() const { return waiting == 0 && inflight == 0; }
 };
@@ -107,9 +117,9 @@ class StepTable {
   StepTable(const Limits& limits, TenantTable* tenants);
 
   // The open step; or NOT_FOUND, or ABORTED with the reason.
-  absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id);
+  absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id) const;
   // The tenant's open step with this id, whatever its participants are; null if there is none.
-  Step* Lookup(TenantKey tenant, StepId id);
+  Step* Lookup(TenantKey tenant, StepId id) const;
   // Takes an empty step from the pool and lists it as open. RESOURCE_EXHAUSTED if the tenant or the
   // server already has as many as its bound allows.
   absl::StatusOr<Step*> Create(Model* model, StepId id);

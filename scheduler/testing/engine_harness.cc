@@ -165,12 +165,9 @@ SequenceInfo EngineHarness::Get(SequenceId id) {
   return list.sequences[0];
 }
 
-void EngineHarness::Submit(TestRequest* request) {
-  core_->answers().owned().fetch_add(1);
-  request->engine.arrival_ns = clock_.Now();
-  if (request->handed_back == HandedBack::kNo) {
-    request->engine.first_arrival_ns = request->engine.arrival_ns;
-  }
+void EngineHarness::Submit(StreamRequest* request) {
+  const absl::Status admitted = core_->answers().Admit(request, clock_.Now());
+  Require(admitted.ok(), std::string(admitted.message()));
   core_->steps().Accept(request);
 }
 

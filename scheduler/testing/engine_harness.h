@@ -112,7 +112,7 @@ class EngineHarness {
   std::unique_ptr<TestRequest> Unsent(StreamId stream, StepId step, int layer, int row_begin,
                                       int rows, const std::vector<Row>& kv, int head, int heads,
                                       uint64_t q_key);
-  void Submit(TestRequest* request);
+  void Submit(StreamRequest* request);
   // The largest absolute difference between the request's output and the dense answer. Row i of the
   // request sees the first visible[i] of `rows`. Also compares the LSE.
   double Error(const TestRequest& request, const std::vector<const Row*>& rows,

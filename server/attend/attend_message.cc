@@ -1,7 +1,6 @@
 #include "server/attend/attend_message.h"
 
 #include <algorithm>
-#include <limits>
 #include <string>
 #include <utility>
 
@@ -150,7 +149,6 @@ void AttendMessage::Recycle() {
   // back.
   if (staged > 0) home_->tenants().Return(*tenant, scheduler::Resource::kStagedBytes, staged);
   staged = 0;
-  tenant = nullptr;
   input.Reset();
   output.Reset();
   slices.clear();
@@ -166,25 +164,7 @@ void AttendMessage::Recycle() {
   answered_ns = 0;
   trace = {};
   next = nullptr;
-  stream = 0;
-  step_id = 0;
-  begin.sequences.clear();
-  begin.positions.reset();
-  begin.rotations.reset();
-  attend = {};
-  end.committed_rows.clear();
-  end.tails.clear();
-  end.lengths_max = std::numeric_limits<int32_t>::max();
-  total_rows = 0;
-  lease_ms = 0;
-  joined = 0;
-  lengths.clear();
-  timings = {};
-  step_aborted = false;
-  leave_launch = false;
-  submitter = nullptr;
-  handed_back = scheduler::HandedBack::kNo;
-  signalled = false;
+  Reset();
 }
 
 AttendMessage* AttendMessagePool::Take() {

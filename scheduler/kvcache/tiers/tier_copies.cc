@@ -57,7 +57,7 @@ void TierCopies::Unwant(int32_t node, uint64_t life) {
   if (Lives(node, life)) --At(node).wanted;
 }
 
-TierCopies::List& TierCopies::ListOf(TierIndex tier, LayoutId layout) {
+TierCopies::List& TierCopies::FindOrAddList(TierIndex tier, LayoutId layout) {
   std::vector<List>& lists = lists_[Index(tier)];
   if (static_cast<size_t>(layout) >= lists.size()) lists.resize(static_cast<size_t>(layout) + 1);
   return lists[static_cast<size_t>(layout)];
@@ -66,7 +66,7 @@ TierCopies::List& TierCopies::ListOf(TierIndex tier, LayoutId layout) {
 void TierCopies::Link(TierIndex tier, int32_t index) {
   Node& node = At(index);
   Copy& copy = node.copies[Index(tier)];
-  List& list = ListOf(tier, node.layout);
+  List& list = FindOrAddList(tier, node.layout);
   copy.stamp = next_stamp_++;
   copy.prev = list.youngest;
   copy.next = kNone;
@@ -78,7 +78,7 @@ void TierCopies::Link(TierIndex tier, int32_t index) {
 void TierCopies::Unlink(TierIndex tier, int32_t index) {
   Node& node = At(index);
   const Copy& copy = node.copies[Index(tier)];
-  List& list = ListOf(tier, node.layout);
+  List& list = FindOrAddList(tier, node.layout);
   (copy.prev == kNone ? list.oldest : At(copy.prev).copies[Index(tier)].next) = copy.next;
   (copy.next == kNone ? list.youngest : At(copy.next).copies[Index(tier)].prev) = copy.prev;
   list.bytes -= node.bytes;

@@ -108,7 +108,7 @@ class TierCopies final : public CopiesOutside {
   TierRooms& Rooms(TierIndex tier) const {
     return tier == TierIndex::kHost ? store_->host() : *store_->file();
   }
-  List& ListOf(TierIndex tier, LayoutId layout);
+  List& FindOrAddList(TierIndex tier, LayoutId layout);
   void Link(TierIndex tier, int32_t node);
   void Unlink(TierIndex tier, int32_t node);
   // Only copies of the layout's owner count, unless `layout` is kNone.

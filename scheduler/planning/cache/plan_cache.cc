@@ -64,7 +64,7 @@ PlanCache::PlanCache(const PlanCacheOptions& options,
   }
 }
 
-absl::StatusOr<const ExecutionPlan*> PlanCache::Get(std::span<const PlanSegment> segments,
+absl::StatusOr<const ExecutionPlan*> PlanCache::Pin(std::span<const PlanSegment> segments,
                                                     const kernels::PlanTraits& traits,
                                                     int32_t launch_slot) {
   if (launch_slot < 0 || launch_slot >= options_.launch_slots) {

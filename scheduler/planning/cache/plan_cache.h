@@ -5,7 +5,7 @@
 // The key of a plan is the whole content of its batch: every segment and every trait is compared,
 // not a digest of them. Per launch:
 //
-//   plan = cache.Get(segments, traits, slot)     pins the plan for the launch slot
+//   plan = cache.Pin(segments, traits, slot)     pins the plan for the launch slot
 //   ... enqueue, Submit(slot) ... Wait(slot)
 //   cache.Unpin(slot)                            before the slot's next launch
 //
@@ -58,7 +58,7 @@ class PlanCache final {
   // The plan of this batch, pinned for `launch_slot`: an existing one, or a new one that replaces
   // the unpinned plan unused for longest. A slot may pin several plans. Errors are as for
   // Planner::Build; also RESOURCE_EXHAUSTED if every plan is pinned.
-  absl::StatusOr<const ExecutionPlan*> Get(std::span<const PlanSegment> segments,
+  absl::StatusOr<const ExecutionPlan*> Pin(std::span<const PlanSegment> segments,
                                            const kernels::PlanTraits& traits, int32_t launch_slot);
   // Removes all pins of the slot, whose launch must have completed.
   void Unpin(int32_t launch_slot);

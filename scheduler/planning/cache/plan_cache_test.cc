@@ -29,10 +29,10 @@ const PlanTraits kTraits{.units = 4};
 
 TEST(PlanCacheTest, SameContentIsPlannedOnce) {
   auto cache = MakeCache(2);
-  const auto first = cache->Get(Batch(100), kTraits, 0);
+  const auto first = cache->Pin(Batch(100), kTraits, 0);
   ASSERT_TRUE(first.ok()) << first.status();
   const uint64_t generation = (*first)->view().generation;
-  const auto second = cache->Get(Batch(100), kTraits, 1);
+  const auto second = cache->Pin(Batch(100), kTraits, 1);
   ASSERT_TRUE(second.ok());
   EXPECT_EQ(*first, *second);
   EXPECT_EQ((*second)->view().generation, generation);
@@ -44,29 +44,29 @@ TEST(PlanCacheTest, SameContentIsPlannedOnce) {
 
 TEST(PlanCacheTest, AnyDifferenceIsAnotherPlan) {
   auto cache = MakeCache(8);
-  ASSERT_TRUE(cache->Get(Batch(100), kTraits, 0).ok());
+  ASSERT_TRUE(cache->Pin(Batch(100), kTraits, 0).ok());
   auto batch = Batch(100);
   batch[1].causal = false;
-  ASSERT_TRUE(cache->Get(batch, kTraits, 0).ok());
+  ASSERT_TRUE(cache->Pin(batch, kTraits, 0).ok());
   batch = Batch(100);
   batch.pop_back();
-  ASSERT_TRUE(cache->Get(batch, kTraits, 0).ok());
+  ASSERT_TRUE(cache->Pin(batch, kTraits, 0).ok());
   PlanTraits traits = kTraits;
   traits.item_overhead_rows += 1;
-  ASSERT_TRUE(cache->Get(Batch(100), traits, 0).ok());
+  ASSERT_TRUE(cache->Pin(Batch(100), traits, 0).ok());
   EXPECT_EQ(cache->stats().hits, 0u);
   EXPECT_EQ(cache->stats().misses, 4u);
 }
 
 TEST(PlanCacheTest, PinnedPlansAreNeverRefilled) {
   auto cache = MakeCache(2);
-  const auto first = cache->Get(Batch(1), kTraits, 0);
-  const auto second = cache->Get(Batch(2), kTraits, 1);
+  const auto first = cache->Pin(Batch(1), kTraits, 0);
+  const auto second = cache->Pin(Batch(2), kTraits, 1);
   ASSERT_TRUE(first.ok() && second.ok());
-  const auto third = cache->Get(Batch(3), kTraits, 0);
+  const auto third = cache->Pin(Batch(3), kTraits, 0);
   EXPECT_EQ(third.status().code(), absl::StatusCode::kResourceExhausted);
   cache->Unpin(1);
-  const auto again = cache->Get(Batch(3), kTraits, 1);
+  const auto again = cache->Pin(Batch(3), kTraits, 1);
   ASSERT_TRUE(again.ok());
   EXPECT_EQ(*again, *second) << "only the unpinned plan may make room";
   EXPECT_EQ((*first)->segments()[0].kv_rows, 1);
@@ -74,33 +74,33 @@ TEST(PlanCacheTest, PinnedPlansAreNeverRefilled) {
 
 TEST(PlanCacheTest, PlanSharedByTwoSlotsNeedsBothUnpinned) {
   auto cache = MakeCache(1);
-  ASSERT_TRUE(cache->Get(Batch(1), kTraits, 0).ok());
-  ASSERT_TRUE(cache->Get(Batch(1), kTraits, 1).ok());
+  ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 0).ok());
+  ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 1).ok());
   cache->Unpin(0);
-  EXPECT_FALSE(cache->Get(Batch(2), kTraits, 0).ok());
+  EXPECT_FALSE(cache->Pin(Batch(2), kTraits, 0).ok());
   cache->Unpin(1);
-  EXPECT_TRUE(cache->Get(Batch(2), kTraits, 0).ok());
+  EXPECT_TRUE(cache->Pin(Batch(2), kTraits, 0).ok());
 }
 
 TEST(PlanCacheTest, TheOldestUnpinnedPlanGoesFirst) {
   auto cache = MakeCache(2);
-  ASSERT_TRUE(cache->Get(Batch(1), kTraits, 0).ok());
-  ASSERT_TRUE(cache->Get(Batch(2), kTraits, 0).ok());
-  ASSERT_TRUE(cache->Get(Batch(1), kTraits, 0).ok());  // 2 is now the older
+  ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 0).ok());
+  ASSERT_TRUE(cache->Pin(Batch(2), kTraits, 0).ok());
+  ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 0).ok());  // 2 is now the older
   cache->Unpin(0);
-  ASSERT_TRUE(cache->Get(Batch(3), kTraits, 0).ok());
-  ASSERT_TRUE(cache->Get(Batch(1), kTraits, 0).ok());
+  ASSERT_TRUE(cache->Pin(Batch(3), kTraits, 0).ok());
+  ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 0).ok());
   EXPECT_EQ(cache->stats().hits, 2u);
   EXPECT_EQ(cache->stats().misses, 3u);
 }
 
 TEST(PlanCacheTest, AFailedPlanIsAbsent) {
   auto cache = MakeCache(1);
-  ASSERT_TRUE(cache->Get(Batch(1), kTraits, 0).ok());
+  ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 0).ok());
   cache->Unpin(0);
-  EXPECT_EQ(cache->Get(Batch(-1), kTraits, 0).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(cache->Get(Batch(-1), kTraits, 0).status().code(), absl::StatusCode::kInvalidArgument);
-  ASSERT_TRUE(cache->Get(Batch(1), kTraits, 0).ok());
+  EXPECT_EQ(cache->Pin(Batch(-1), kTraits, 0).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(cache->Pin(Batch(-1), kTraits, 0).status().code(), absl::StatusCode::kInvalidArgument);
+  ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 0).ok());
   EXPECT_EQ(cache->stats().misses, 2u);
 }
 
@@ -111,8 +111,8 @@ TEST(PlanCacheTest, NothingAllocatesAfterCreate) {
   const int64_t before = kernels::testing::Allocations();
   for (int i = 0; i < 100; ++i) {
     for (const auto& batch : batches) {
-      ASSERT_TRUE(cache->Get(batch, kTraits, 1).ok());
-      ASSERT_TRUE(cache->Get(batch, kTraits, 1).ok());
+      ASSERT_TRUE(cache->Pin(batch, kTraits, 1).ok());
+      ASSERT_TRUE(cache->Pin(batch, kTraits, 1).ok());
       cache->Unpin(1);
     }
   }
@@ -122,10 +122,10 @@ TEST(PlanCacheTest, NothingAllocatesAfterCreate) {
 
 TEST(PlanCacheTest, BoundsAreChecked) {
   auto cache = MakeCache(1);
-  EXPECT_EQ(cache->Get(Batch(1), kTraits, 2).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(cache->Get(Batch(1), kTraits, -1).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(cache->Pin(Batch(1), kTraits, 2).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(cache->Pin(Batch(1), kTraits, -1).status().code(), absl::StatusCode::kInvalidArgument);
   const std::vector<PlanSegment> many(9, PlanSegment{1, 1, 1});
-  EXPECT_EQ(cache->Get(many, kTraits, 0).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(cache->Pin(many, kTraits, 0).status().code(), absl::StatusCode::kResourceExhausted);
   PlanCacheOptions options;
   options.plans = 0;
   EXPECT_FALSE(PlanCache::Create(options, std::vector<std::unique_ptr<MetadataBuffers>>()).ok());
@@ -154,7 +154,7 @@ TEST(PlanCacheTest, PlansWithRoundsAreFoundWithTheirRounds) {
   expanded.kv_granularity = kernels::kExpandedRows;
   expanded.rounds.workspace_bytes = 64 << 20;
   const std::vector<PlanSegment> prompt = {{200, 200, 2, true}};
-  const auto first = (*cache)->Get(prompt, expanded, 0);
+  const auto first = (*cache)->Pin(prompt, expanded, 0);
   ASSERT_TRUE(first.ok()) << first.status();
   ASSERT_NE((*first)->view().rounds, nullptr);
   const kernels::RoundView rounds = *(*first)->view().rounds;
@@ -163,20 +163,20 @@ TEST(PlanCacheTest, PlansWithRoundsAreFoundWithTheirRounds) {
   (*cache)->Unpin(0);
   for (int32_t length = 1; length < 9; ++length) {
     const std::vector<PlanSegment> decode = {{1, length, 2, true}};
-    const auto plan = (*cache)->Get(decode, absorbed, 0);
+    const auto plan = (*cache)->Pin(decode, absorbed, 0);
     ASSERT_TRUE(plan.ok()) << plan.status();
     EXPECT_EQ((*plan)->view().rounds, nullptr);
     (*cache)->Unpin(0);
   }
   const uint64_t misses = (*cache)->stats().misses;
-  const auto again = (*cache)->Get(prompt, expanded, 0);
+  const auto again = (*cache)->Pin(prompt, expanded, 0);
   ASSERT_TRUE(again.ok());
   EXPECT_EQ((*cache)->stats().misses, misses);
   ASSERT_NE((*again)->view().rounds, nullptr);
   EXPECT_EQ((*again)->view().rounds->items.data(), rounds.items.data());
   // The only place of such plans is in use.
   EXPECT_EQ(
-      (*cache)->Get(std::vector<PlanSegment>{{130, 130, 2, true}}, expanded, 0).status().code(),
+      (*cache)->Pin(std::vector<PlanSegment>{{130, 130, 2, true}}, expanded, 0).status().code(),
       absl::StatusCode::kResourceExhausted);
 }
 
