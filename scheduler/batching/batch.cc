@@ -43,7 +43,7 @@ void Batch::Clear() {
   moves.clear();
   page_writes.clear();
   page_reads.clear();
-  computes = false;
+  computes = gated = false;
   rows_by_stage[0] = rows_by_stage[1] = rows_by_stage[2] = 0;
   packed_rows = 0;
   gather_bytes = 0;
@@ -296,6 +296,7 @@ void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests
   request->engine.batch_index = static_cast<int32_t>(batch.requests.size());
   batch.requests.push_back(request);
   request->engine.rows_launched = rows;
+  batch.gated |= request->engine.ahead;
   // Rows of a launch that waits for its client count only after its tensors came in time.
   if (Appends(*request) && !request->engine.ahead) Progress(*request).appended += rows;
 }
@@ -376,6 +377,10 @@ bool BatchPolicy::FitsKey(const RequestQueue& queue, const Batch& batch) const {
   return queue.key.profile == Profile::kAppendOnly || (batch.computes && queue.key == batch.key);
 }
 
+bool BatchPolicy::Joins(const StreamRequest& request, const Batch& batch) {
+  return batch.requests.empty() || !(batch.gated || request.engine.ahead);
+}
+
 const StreamRequest* BatchPolicy::OldestBulk(const Round& round) const {
   const StreamRequest* oldest = nullptr;
   for (const TenantShare* share : round.waiting.shares()) {
@@ -420,7 +425,7 @@ void BatchPolicy::TakeKind(Kind kind, Round& round) {
       continue;
     }
     StreamRequest* next = WaitingRequests::NextInQueue(request);
-    if (MayLaunch(*request, round.now)) {
+    if (Joins(*request, round.batch) && MayLaunch(*request, round.now)) {
       const Stage stage = StageOf(*request);
       if ((stage == Stage::kDecode) == (kind == Kind::kDecode)) {
         // Taking the request takes its siblings out of the queue, too.

@@ -95,10 +95,15 @@ void StepMachine::Accept(StreamRequest* request) {
       break;
     case RequestKind::kAttend:
       request->engine.step = nullptr;  // left over from an earlier use of this object
-      request->engine.ahead = request->attend.ready.word != nullptr;
-      // Waiting requests go first: a request that goes ahead is launched alone, or handed back.
-      if (request->engine.ahead && MayLaunch()) StartLaunch();
-      if (!MayGoAhead(request)) return answers_->HandBack(request, HandedBack::kBusy);
+      request->engine.ahead = false;
+      if (request->attend.ready.word != nullptr) {
+        // Waiting requests go first: a request that goes ahead is launched alone, or handed back.
+        if (MayLaunch()) StartLaunch();
+        request->engine.ahead = !request->attend.ready.Reached();
+        if (request->engine.ahead && !MayGoAhead(*request)) {
+          return answers_->HandBack(request, HandedBack::kBusy);
+        }
+      }
       status = AcceptAttend(request);
       wait = status.ok();
       // Requests with earlier rows may be on their way back to the client, which then resends this
@@ -555,29 +560,44 @@ void StepMachine::AbortFailed(const std::vector<StreamRequest*>& failed,
   for (const auto& [tenant, id] : steps) AbortStep(tenant, id, absl::InternalError(why));
 }
 
-bool StepMachine::MayGoAhead(StreamRequest* request) const {
-  StreamRequest::EngineFields& note = request->engine;
-  note.ahead = note.ahead && !request->attend.ready.Reached();
-  if (!note.ahead) return true;
-  // A launch that waits on the device keeps others waiting.
-  const int32_t others = pending_.size() - (note.queue != nullptr ? 1 : 0);
+// Words may be stored at any time, so each is looked at once before requests are compared.
+void StepMachine::NoteTensors() {
+  for (StreamRequest* request = pending_.front(); request != nullptr;
+       request = WaitingRequests::Next(request)) {
+    StreamRequest::EngineFields& note = request->engine;
+    note.ahead = note.ahead && !request->attend.ready.Reached();
+  }
+}
+
+bool StepMachine::MayGoAhead(const StreamRequest& request) const {
+  const StreamRequest::EngineFields& note = request.engine;
+  const AttendArgs& args = request.attend;
+  if (limits_.ahead_us == 0 || !backend_->Info().waits_for_words ||
+      !backend_->InPlace(args.ready.word, sizeof(*args.ready.word))) {
+    return false;
+  }
   // Log-sum-exps would be copied to the client's memory even if the launch came too late.
-  if (request->attend.want_lse && request->attend.on_device) return false;
+  if (args.want_lse && args.on_device) return false;
   if (note.step != nullptr) {
     // Requests of other participants could read rows of this launch before it is known whether it
     // is late.
     if (note.step->participants > 1) return false;
     // The expanded form takes longer than going ahead would save.
-    const AttendArgs& args = request->attend;
     if (IsExpanded(args.profile) &&
         args.row_count >= note.step->model->ExpandedMinRows(args.q_dtype)) {
       return false;
     }
   }
-  if (ahead_pauses_.Lasts(streams_.at(request->stream).key(), clock_->Now())) return false;
-  const kernels::WordValue& ready = request->attend.ready;
-  return limits_.ahead_us > 0 && backend_->Info().waits_for_words && others == 0 &&
-         backend_->InPlace(ready.word, sizeof(*ready.word)) && !launcher_->AwaitsClient();
+  if (ahead_pauses_.Lasts(streams_.at(request.stream).key(), clock_->Now())) return false;
+  if (launcher_->AwaitsClient(request.stream)) return false;
+  // A launch that waits on the device keeps requests waiting whose tensors are there. Those of
+  // other clients that go ahead, too, get launches of their own.
+  for (const StreamRequest* other = pending_.front(); other != nullptr;
+       other = WaitingRequests::Next(other)) {
+    if (other == &request) continue;
+    if (!other->engine.ahead || other->stream == request.stream) return false;
+  }
+  return true;
 }
 
 void StepMachine::HandBackUndone(StreamRequest* request, HandedBack why) {
@@ -663,12 +683,13 @@ void StepMachine::DropRowsFrom(Step* step, int32_t layer, int32_t first) {
 }
 
 void StepMachine::FailWaiting(MonotonicNanos now) {
+  NoteTensors();
   pending_.StartPass();
   while (StreamRequest* const request = pending_.NextInPass()) {
     const StreamRequest::EngineFields& note = request->engine;
     int32_t first = 0;
     int32_t last = 0;
-    if (note.ahead && !MayGoAhead(request)) {
+    if (note.ahead && !MayGoAhead(*request)) {
       RemovePending(request);
       --note.step->waiting;
       HandBackUndone(request, HandedBack::kBusy);

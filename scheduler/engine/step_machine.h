@@ -122,9 +122,11 @@ class StepMachine final {
   absl::Status LeaderOf(StreamRequest* request, Step** step);
 
   // --- Requests
-  // Returns false if the request's tensors have not come and a launch may not wait for them. Notes
-  // in the request whether they have come.
-  bool MayGoAhead(StreamRequest* request) const;
+  // Notes in each waiting request whether its tensors have come.
+  void NoteTensors();
+  // Returns false if a launch may not wait on the device for the tensors of the request, which have
+  // not come.
+  bool MayGoAhead(const StreamRequest& request) const;
   void ChargeWait(const BatchLaunch& launch);
   // For a request that waits, or that a launch took too early.
   void HandBackUndone(StreamRequest* request, HandedBack why);

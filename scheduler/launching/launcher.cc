@@ -126,11 +126,15 @@ absl::Status Launcher::Submit(BatchLaunch* launch, MonotonicNanos chosen_from) {
   return status;
 }
 
-bool Launcher::AwaitsClient() const {
+bool Launcher::AwaitsClient(StreamId client) const {
   for (int32_t i = 0; i < inflight_; ++i) {
-    const size_t at = static_cast<size_t>(oldest_ + i) % launches_.size();
-    const kernels::WordValue& ready = launches_[at].launch.gate.ready;
-    if (ready.word != nullptr && !ready.Reached()) return true;
+    const BatchLaunch& launch = launches_[static_cast<size_t>(oldest_ + i) % launches_.size()];
+    if (!launch.batch.gated) continue;
+    for (const StreamRequest* request : launch.batch.requests) {
+      if (request->stream == client && request->engine.ahead && !request->attend.ready.Reached()) {
+        return true;
+      }
+    }
   }
   return false;
 }
