@@ -270,6 +270,7 @@ class StreamRequest {
     int32_t other_row = -1;
     bool counted = false;  // among the tenant's queued requests
     bool ahead = false;    // its tensors had not come when a launch was last chosen
+    bool apart = false;    // it goes ahead with slices of its rows that have not come
   };
   EngineFields engine;
 };

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "scheduler/batching/gated_requests.h"
+
 namespace mla::scheduler {
 namespace {
 
@@ -105,6 +107,7 @@ MonotonicNanos BatchPolicy::HeldUntil(const StreamRequest& request) const {
 }
 
 bool BatchPolicy::MayLaunch(const StreamRequest& request, MonotonicNanos now) const {
+  if (request.engine.apart) return false;
   const SliceGroup* const group = request.engine.group;
   if (group == nullptr) return Ready(request);
   return HeadSliceTable::Ready(*group) && slices_.HeldUntil(*group) <= now;
@@ -297,8 +300,7 @@ void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests
   batch.requests.push_back(request);
   request->engine.rows_launched = rows;
   batch.gated |= request->engine.ahead;
-  // Rows of a launch that waits for its client count only after its tensors came in time.
-  if (Appends(*request) && !request->engine.ahead) Progress(*request).appended += rows;
+  if (Appends(*request)) Progress(*request).appended += rows;
 }
 
 bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
@@ -378,7 +380,8 @@ bool BatchPolicy::FitsKey(const RequestQueue& queue, const Batch& batch) const {
 }
 
 bool BatchPolicy::Joins(const StreamRequest& request, const Batch& batch) {
-  return batch.requests.empty() || !(batch.gated || request.engine.ahead);
+  return batch.requests.empty() || !(batch.gated || request.engine.ahead) ||
+         AreSlices(request, *batch.requests.front());
 }
 
 const StreamRequest* BatchPolicy::OldestBulk(const Round& round) const {
@@ -440,22 +443,6 @@ void BatchPolicy::TakeKind(Kind kind, Round& round) {
   }
 }
 
-void BatchPolicy::TakePages(kvcache::PageWorkQueue& work, kvcache::TenantKey tenant,
-                            kvcache::WorkTicket until, Batch& batch) const {
-  const int64_t before = batch.pages.bytes();
-  const int64_t left = limits_.launch_ms * kNanosPerMilli - cost_.Nanos(batch.key, batch.units);
-  kvcache::WorkRoom room{kPageRanges - batch.pages.places(),
-                         cost_.PageBytes(std::max<int64_t>(0, left)), batch.empty()};
-  work.Take(tenant, until, &room, &batch.pages);
-  batch.units.pages += batch.pages.bytes() - before;
-}
-
-void BatchPolicy::TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const {
-  kvcache::WorkRoom room{kPageRanges, cost_.PageBytes(limits_.launch_ms * kNanosPerMilli)};
-  work.TakeAny(&room, &batch.pages);
-  batch.units.pages += batch.pages.bytes();
-}
-
 bool BatchPolicy::TakeDecodes(Round& round) {
   const std::vector<StreamRequest*>& requests = round.batch.requests;
   const auto before = static_cast<std::ptrdiff_t>(requests.size());
@@ -492,6 +479,11 @@ void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work,
     decodes = TakeDecodes(round);
     round.nanos = decodes ? part : nanos;
     if (bulk != nullptr) TakeKind(Kind::kBulk, round);
+  }
+  // Slices that came before the one with the KV rows have been passed over.
+  if (batch.gated && batch.requests.front()->engine.step->participants > 1) {
+    TakeKind(Kind::kDecode, round);
+    TakeKind(Kind::kBulk, round);
   }
   if (decodes) {
     launches_without_decode_ = 0;

@@ -261,15 +261,18 @@ void Launcher::Assemble(BatchLaunch* launch) const {
   kernels::Launch& backend_launch = launch->launch;
   backend_launch.inputs = launch->layout.inputs();
   backend_launch.outputs = launch->layout.outputs();
-  backend_launch.gate = {};
   launch->signals.clear();
+  launch->gates.clear();
   for (StreamRequest* request : launch->batch.requests) {
     const AttendArgs& args = request->attend;
-    // Alone in its batch then.
-    if (request->engine.ahead) backend_launch.gate = {args.ready, ahead_ns_};
+    if (request->engine.ahead) launch->gates.push_back(args.ready);
     const bool ends = request->engine.rows_done + request->engine.rows_launched == args.row_count;
     request->signalled = args.done.word != nullptr && ends && !IsReadAfterLaunch(*request);
     if (request->signalled) launch->signals.push_back(args.done);
+  }
+  backend_launch.gate = {};
+  if (const std::span<const kernels::WordValue> words = launch->gates; !words.empty()) {
+    backend_launch.gate = {words.front(), ahead_ns_, words.subspan(1)};
   }
   backend_launch.signals = launch->signals;
   backend_launch.page_writes = launch->batch.page_writes;

@@ -18,8 +18,8 @@ class GateWork final {
   explicit GateWork(const DeviceState& device) : device_(device) {}
 
   // Adds the gate as the first of the timed kernels. INVALID_ARGUMENT if the device does not reach
-  // a word, if there are more than kMostGateWords, if the limit is not in bounds (kMostGateNs), or if a kernel that does not read the
-  // gate's outcome would write shared memory.
+  // a word, if there are more than kMostGateWords, if the limit is not in bounds (kMostGateNs), or
+  // if a kernel that does not read the gate's outcome would write shared memory.
   absl::Status AddGate(LaunchRecording& recording, const Launch& launch);
   // AddTimedSignals adds the last of the timed kernels, if the kernels store all outputs in place
   // or there is a gate. AddSignalsBehindMoves adds the last kernel of all, if kernels copy the
