@@ -344,6 +344,7 @@ class StreamRequest : public RequestHeader, public RequestResults {
     // of a repeat: its first row that differs from the stored one; -1: none
     int32_t other_row = -1;
     bool ahead = false;  // its tensors had not come when a launch was last chosen
+    bool apart = false;  // it goes ahead with slices of its rows that have not come
 
     // Call it when the request is submitted. All that an earlier use of the object left is gone,
     // except for the first arrival of a request that was handed back.

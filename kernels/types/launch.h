@@ -89,14 +89,18 @@ struct PageTransfer {
   // limits.digest_parts of them.
   PartDigest* digests = nullptr;
 };
-// Makes a launch wait on the device, before all other work, until `ready` says that its inputs in
-// device memory are complete. The wait ends after limit_ns at most; a launch whose wait ended that
-// way is late. A late launch writes no output, appends nothing and sets no signal. Only its outputs
-// that are copied to host memory are written, with meaningless values. A launch with a gate copies
-// no output to shared memory, and has no attention in the expanded form.
+// Makes a launch wait on the device, before all other work, until words of its clients say that its
+// inputs in device memory are complete. The wait ends after limit_ns at most, however many words
+// there are; a launch whose wait ended that way is late. A late launch writes no output, appends
+// nothing and sets no signal. Only its outputs that are copied to host memory are written, with
+// meaningless values. A launch with a gate copies no output to shared memory, and has no attention
+// in the expanded form.
 struct LaunchGate {
+  static constexpr int32_t kMostWords = 8;
   WordValue ready;       // null word: no gate
   int64_t limit_ns = 0;  // two seconds at most
+  // Words that must be reached, too; kMostWords together with `ready` at most.
+  std::span<const WordValue> others = {};
 };
 struct TableRange {  // entries of Launch::page_tables
   int64_t first, count;

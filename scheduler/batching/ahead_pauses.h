@@ -23,9 +23,10 @@ class AheadPauses {
   static constexpr MonotonicNanos kPauseNanos = 10'000'000;
   static constexpr MonotonicNanos kLongestNanos = 128 * kPauseNanos;
 
-  // One was late.
+  // One was late. During a pause that only says that it was launched before the pause began.
   void Begin(TenantKey tenant, MonotonicNanos now) {
     Pause& pause = pauses_[PlaceOf(tenant)];
+    if (now < pause.end) return;
     pause.next = pause.next == 0 ? kPauseNanos : pause.next;
     pause.end = now + pause.next;
     pause.next = std::min(2 * pause.next, kLongestNanos);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "scheduler/batching/gated_requests.h"
+
 namespace mla::scheduler {
 namespace {
 
@@ -43,7 +45,7 @@ void Batch::Clear() {
   moves.clear();
   page_writes.clear();
   page_reads.clear();
-  computes = false;
+  computes = gated = false;
   rows_by_stage[0] = rows_by_stage[1] = rows_by_stage[2] = 0;
   packed_rows = 0;
   gather_bytes = 0;
@@ -105,6 +107,7 @@ MonotonicNanos BatchPolicy::HeldUntil(const StreamRequest& request) const {
 }
 
 bool BatchPolicy::MayLaunch(const StreamRequest& request, MonotonicNanos now) const {
+  if (request.engine.apart) return false;
   const SliceGroup* const group = request.engine.group;
   if (group == nullptr) return Ready(request);
   return HeadSliceTable::Ready(*group) && slices_.HeldUntil(*group) <= now;
@@ -296,8 +299,8 @@ void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests
   request->engine.batch_index = static_cast<int32_t>(batch.requests.size());
   batch.requests.push_back(request);
   request->engine.rows_launched = rows;
-  // Rows of a launch that waits for its client count only after its tensors came in time.
-  if (Appends(*request) && !request->engine.ahead) Progress(*request).appended += rows;
+  batch.gated |= request->engine.ahead;
+  if (Appends(*request)) Progress(*request).appended += rows;
 }
 
 bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
@@ -376,6 +379,11 @@ bool BatchPolicy::FitsKey(const RequestQueue& queue, const Batch& batch) const {
   return queue.key.profile == Profile::kAppendOnly || (batch.computes && queue.key == batch.key);
 }
 
+bool BatchPolicy::Joins(const StreamRequest& request, const Batch& batch) {
+  return batch.requests.empty() || !(batch.gated || request.engine.ahead) ||
+         AreSlices(request, *batch.requests.front());
+}
+
 const StreamRequest* BatchPolicy::OldestBulk(const Round& round) const {
   const StreamRequest* oldest = nullptr;
   for (const TenantShare* share : round.waiting.shares()) {
@@ -420,7 +428,7 @@ void BatchPolicy::TakeKind(Kind kind, Round& round) {
       continue;
     }
     StreamRequest* next = WaitingRequests::NextInQueue(request);
-    if (MayLaunch(*request, round.now)) {
+    if (Joins(*request, round.batch) && MayLaunch(*request, round.now)) {
       const Stage stage = StageOf(*request);
       if ((stage == Stage::kDecode) == (kind == Kind::kDecode)) {
         // Taking the request takes its siblings out of the queue, too.
@@ -433,22 +441,6 @@ void BatchPolicy::TakeKind(Kind kind, Round& round) {
     }
     least->next = next;
   }
-}
-
-void BatchPolicy::TakePages(kvcache::PageWorkQueue& work, kvcache::TenantKey tenant,
-                            kvcache::WorkTicket until, Batch& batch) const {
-  const int64_t before = batch.pages.bytes();
-  const int64_t left = limits_.launch_ms * kNanosPerMilli - cost_.Nanos(batch.key, batch.units);
-  kvcache::WorkRoom room{kPageRanges - batch.pages.places(),
-                         cost_.PageBytes(std::max<int64_t>(0, left)), batch.empty()};
-  work.Take(tenant, until, &room, &batch.pages);
-  batch.units.pages += batch.pages.bytes() - before;
-}
-
-void BatchPolicy::TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const {
-  kvcache::WorkRoom room{kPageRanges, cost_.PageBytes(limits_.launch_ms * kNanosPerMilli)};
-  work.TakeAny(&room, &batch.pages);
-  batch.units.pages += batch.pages.bytes();
 }
 
 bool BatchPolicy::TakeDecodes(Round& round) {
@@ -487,6 +479,11 @@ void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work,
     decodes = TakeDecodes(round);
     round.nanos = decodes ? part : nanos;
     if (bulk != nullptr) TakeKind(Kind::kBulk, round);
+  }
+  // Slices that came before the one with the KV rows have been passed over.
+  if (batch.gated && batch.requests.front()->engine.step->participants > 1) {
+    TakeKind(Kind::kDecode, round);
+    TakeKind(Kind::kBulk, round);
   }
   if (decodes) {
     launches_without_decode_ = 0;

@@ -12,6 +12,9 @@
 // As long as decodes come, launches take half of the predicted time. A decode that arrives during a
 // launch is then computed within Limits::launch_ms.
 //
+// A request whose tensors have not come (StreamRequest::engine.ahead) shares a launch only with
+// slices of the same rows: the launch waits on the device, and others must not wait for its client.
+//
 // Head slices of the same rows go together (head_slice_table.h). A step's page work
 // (kvcache/page_work.h) goes with the step's first launch. If it is more than one launch may carry,
 // the rest goes with earlier launches.
@@ -80,6 +83,7 @@ struct Batch {
   std::vector<int32_t> run_segments;  // indices in segments
   BatchKey key;                       // of the requests that compute; append-only ones fit any key
   bool computes = false;              // false: all requests are append-only
+  bool gated = false;                 // the launch waits on the device for tensors
   int32_t rows_by_stage[3] = {0, 0, 0};
   int32_t packed_rows = 0;
   int64_t gather_bytes = 0;  // fused queries and outputs
@@ -162,8 +166,8 @@ class BatchPolicy {
   void ExpectRate(double nanos_per_kv_byte) { cost_ = LaunchCost(nanos_per_kv_byte); }
 
   // Moves the work of the next launch from `waiting` and `work` into `batch`, which is cleared
-  // first. Advances the `appended` counts of the steps whose KV rows it takes. Leaves the batch
-  // empty when nothing is ready.
+  // first. Advances the `appended` counts of the steps whose KV rows it takes, also if the launch
+  // waits for them. Leaves the batch empty when nothing is ready.
   void Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work, MonotonicNanos now,
               Batch& batch);
   // Adds the tenant's page work up to the ticket `until`, as far as one launch may carry it.
@@ -227,6 +231,8 @@ class BatchPolicy {
   // The oldest ready request that is not a decode and fits the batch's key, or null.
   const StreamRequest* OldestBulk(const Round& round) const;
   bool FitsKey(const RequestQueue& queue, const Batch& batch) const;
+  // Returns false if the launch would make one client wait for another.
+  static bool Joins(const StreamRequest& request, const Batch& batch);
   // Takes ready requests of one kind, least served tenants first, while they fit.
   void TakeKind(Kind kind, Round& round);
   // Takes decodes while they fit. Returns false if all of them were the last rows of longer

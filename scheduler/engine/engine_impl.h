@@ -130,7 +130,7 @@ class Engine::Impl {
       busy |= core_->steps().CompleteLaunch(/*wait=*/true);
     } else {
       busy |= core_->steps().CompleteLaunch(/*wait=*/false);
-      if (!busy && core_->steps().inflight()) {
+      if (!busy && (core_->steps().inflight() || core_->steps().AwaitsSlices())) {
         if (options_.dedicated_thread) std::this_thread::yield();
         busy = true;
       }

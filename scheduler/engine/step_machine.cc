@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "scheduler/batching/gated_requests.h"
 #include "scheduler/launching/launch_sizes.h"
 #include "scheduler/launching/result_check.h"
 
@@ -94,10 +95,16 @@ void StepMachine::Accept(StreamRequest* request) {
       break;
     case RequestKind::kAttend:
       request->engine.step = nullptr;  // left over from an earlier use of this object
-      request->engine.ahead = request->attend.ready.word != nullptr;
-      // Waiting requests go first: a request that goes ahead is launched alone, or handed back.
-      if (request->engine.ahead && MayLaunch()) StartLaunch();
-      if (!MayGoAhead(request)) return answers_->HandBack(request, HandedBack::kBusy);
+      request->engine.ahead = false;
+      if (request->attend.ready.word != nullptr) {
+        // Waiting requests go first: a request that goes ahead is launched alone, or handed back.
+        if (MayLaunch()) StartLaunch();
+        nothing_ready_ = false;
+        request->engine.ahead = !request->attend.ready.Reached();
+        if (request->engine.ahead && !MayGoAhead(*request)) {
+          return answers_->HandBack(request, HandedBack::kBusy);
+        }
+      }
       status = AcceptAttend(request);
       wait = status.ok();
       // Requests with earlier rows may be on their way back to the client, which then resends this
@@ -373,6 +380,7 @@ bool StepMachine::StartLaunch() {
   const MonotonicNanos begin = clock_->Now();
   FailWaiting(begin);
   policy_.Choose(pending_, cache_->work(), begin, launch->batch);
+  if (launch->batch.gated) TakeBackRows(launch->batch);
   mover_->Take(policy_, &launch->batch);
   // Groups that are kept for page work alone come back once it is done.
   if (launch->batch.empty() && !inflight() && cache_->pinned_groups() > 0) {
@@ -396,6 +404,16 @@ bool StepMachine::StartLaunch() {
     FailSubmit(launch, status);
   }
   return true;
+}
+
+// Rows of a launch that waits for its clients are there for its own requests. They are there for
+// others only after its tensors came in time.
+void StepMachine::TakeBackRows(const Batch& batch) {
+  for (const StreamRequest* request : batch.requests) {
+    if (!Appends(*request)) continue;
+    LayerProgress& layer = request->engine.step->layers[request->attend.layer];
+    layer.appended -= request->engine.rows_launched;
+  }
 }
 
 bool StepMachine::CompleteLaunch(bool wait) {
@@ -445,7 +463,7 @@ void StepMachine::FinishLaunch(BatchLaunch* launch) {
     const int32_t rows = std::exchange(request->engine.rows_launched, 0);
     if (Appends(*request)) {
       LayerProgress& layer = step->layers[request->attend.layer];
-      if (request->engine.ahead) layer.appended += rows;
+      if (launch->batch.gated) layer.appended += rows;
       layer.stored += rows;
     }
     request->engine.rows_done += rows;
@@ -542,29 +560,58 @@ void StepMachine::AbortFailed(const std::vector<StreamRequest*>& failed,
   for (const auto& [tenant, id] : steps) AbortStep(tenant, id, absl::InternalError(why));
 }
 
-bool StepMachine::MayGoAhead(StreamRequest* request) const {
-  StreamRequest::EngineFields& note = request->engine;
-  note.ahead = note.ahead && !request->attend.ready.Reached();
-  if (!note.ahead) return true;
-  // A launch that waits on the device keeps others waiting.
-  const int32_t others = pending_.size() - (note.queue != nullptr ? 1 : 0);
-  // Log-sum-exps would be copied to the client's memory even if the launch came too late.
-  if (request->attend.want_lse && request->attend.on_device) return false;
-  if (note.step != nullptr) {
-    // Requests of other participants could read rows of this launch before it is known whether it
-    // is late.
-    if (note.step->participants > 1) return false;
-    // The expanded form takes longer than going ahead would save.
-    const AttendArgs& args = request->attend;
-    if (IsExpanded(args.profile) &&
-        args.row_count >= note.step->model->ExpandedMinRows(args.q_dtype)) {
-      return false;
-    }
+// Words may be stored at any time, so each is looked at once before requests are compared.
+void StepMachine::NoteTensors() {
+  awaits_slices_ = false;
+  for (StreamRequest* request = pending_.front(); request != nullptr;
+       request = WaitingRequests::Next(request)) {
+    StreamRequest::EngineFields& note = request->engine;
+    note.ahead = note.ahead && !request->attend.ready.Reached();
+    note.apart = false;
   }
-  if (ahead_pauses_.Lasts(streams_.at(request->stream).key(), clock_->Now())) return false;
-  const kernels::WordValue& ready = request->attend.ready;
-  return limits_.ahead_us > 0 && backend_->Info().waits_for_words && others == 0 &&
-         backend_->InPlace(ready.word, sizeof(*ready.word)) && !launcher_->AwaitsClient();
+}
+
+bool StepMachine::MayGoAhead(const StreamRequest& request) const {
+  const Step* const step = request.engine.step;  // null until the request waits
+  const AttendArgs& args = request.attend;
+  if (limits_.ahead_us == 0 || !backend_->Info().waits_for_words ||
+      !backend_->InPlace(args.ready.word, sizeof(*args.ready.word))) {
+    return false;
+  }
+  if (step == nullptr ? args.want_lse && args.on_device : !CanBeGated(request)) return false;
+  if (ahead_pauses_.Lasts(streams_.at(request.stream).key(), clock_->Now())) return false;
+  if (launcher_->AwaitsClient(request.stream)) return false;
+  for (const StreamRequest* other = pending_.front(); other != nullptr;
+       other = WaitingRequests::Next(other)) {
+    if (other == &request) continue;
+    if (other->engine.ahead) {
+      // Other clients get launches of their own.
+      if (other->stream == request.stream) return false;
+      continue;
+    }
+    // A launch that waits on the device keeps requests waiting whose tensors are there. Slices of
+    // the same rows may go with it, if the engine can hand them back.
+    if (other->attend.ready.word == nullptr || other->engine.step->participants == 1) return false;
+    if (step != nullptr && !(AreSlices(request, *other) && CanBeGated(*other))) return false;
+  }
+  return true;
+}
+
+// Launches of single slices would wait one after another, and each for its own client.
+bool StepMachine::HasSlices(StreamRequest* request, MonotonicNanos now) {
+  StreamRequest::EngineFields& note = request->engine;
+  if (note.step->participants == 1) return true;
+  int32_t heads = 0, slices = 0;
+  for (const StreamRequest* other = pending_.front(); other != nullptr;
+       other = WaitingRequests::Next(other)) {
+    if (other != request && !AreSlices(*request, *other)) continue;
+    heads += Computes(*other) ? other->attend.num_heads : 0;
+    ++slices;
+  }
+  note.apart = heads < note.step->model->spec->geometry.num_heads;
+  awaits_slices_ |= note.apart;
+  return slices <= kernels::LaunchGate::kMostWords &&
+         (!note.apart || now - note.arrival_ns < limits_.ahead_us * kNanosPerMicro);
 }
 
 void StepMachine::HandBackUndone(StreamRequest* request, HandedBack why) {
@@ -580,7 +627,7 @@ void StepMachine::HandBackUndone(StreamRequest* request, HandedBack why) {
 
 // The wait kept other tenants from the device, so it counts as work done for this tenant.
 void StepMachine::ChargeWait(const BatchLaunch& launch) {
-  const StreamRequest& request = *launch.batch.requests.front();  // alone in its batch
+  const StreamRequest& request = *launch.batch.requests.front();  // all are of its step
   pending_.Charge(request.engine.step->tenant, WeightOf(request),
                   policy_.UnitsOf(launch.batch, launch.waited_ns));
 }
@@ -650,12 +697,13 @@ void StepMachine::DropRowsFrom(Step* step, int32_t layer, int32_t first) {
 }
 
 void StepMachine::FailWaiting(MonotonicNanos now) {
+  NoteTensors();
   pending_.StartPass();
   while (StreamRequest* const request = pending_.NextInPass()) {
     const StreamRequest::EngineFields& note = request->engine;
     int32_t first = 0;
     int32_t last = 0;
-    if (note.ahead && !MayGoAhead(request)) {
+    if (note.ahead && !(MayGoAhead(*request) && HasSlices(request, now))) {
       RemovePending(request);
       --note.step->waiting;
       HandBackUndone(request, HandedBack::kBusy);
@@ -761,6 +809,9 @@ MonotonicNanos StepMachine::NextTick() const {
   for (const StreamRequest* request = pending_.front(); request != nullptr;
        request = WaitingRequests::Next(request)) {
     next = std::min(next, request->engine.deadline_ns);
+    if (request->engine.apart) {
+      next = std::min(next, request->engine.arrival_ns + limits_.ahead_us * kNanosPerMicro);
+    }
     if (const MonotonicNanos held = policy_.HeldUntil(*request); held > now) {
       next = std::min(next, held);
     }

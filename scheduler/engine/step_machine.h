@@ -79,6 +79,9 @@ class StepMachine final {
   // Completes the oldest launch. If `wait` is false, it does so only if the launch is done.
   bool CompleteLaunch(bool wait);
   bool inflight() const { return launcher_->inflight() > 0; }
+  // Returns true if a request waits for slices of other participants, to go ahead with them. Its
+  // tensors may come at any time, and no event says so.
+  bool AwaitsSlices() const { return awaits_slices_; }
   // Bound of the work (packed rows x KV rows) that would be launched now; for the decision to
   // launch inline.
   int64_t ReadyWork() const;
@@ -122,9 +125,15 @@ class StepMachine final {
   absl::Status LeaderOf(StreamRequest* request, Step** step);
 
   // --- Requests
-  // Returns false if the request's tensors have not come and a launch may not wait for them. Notes
-  // in the request whether they have come.
-  bool MayGoAhead(StreamRequest* request) const;
+  // Notes in each waiting request whether its tensors have come.
+  void NoteTensors();
+  // Returns false if a launch may not wait on the device for the tensors of the request, which have
+  // not come.
+  bool MayGoAhead(const StreamRequest& request) const;
+  // For a waiting request that may go ahead: notes in it whether slices of its rows are missing.
+  // Returns false if it has waited for them for too long.
+  bool HasSlices(StreamRequest* request, MonotonicNanos now);
+  static void TakeBackRows(const Batch& batch);
   void ChargeWait(const BatchLaunch& launch);
   // For a request that waits, or that a launch took too early.
   void HandBackUndone(StreamRequest* request, HandedBack why);
@@ -172,6 +181,7 @@ class StepMachine final {
   AheadPauses ahead_pauses_;
   absl::flat_hash_map<StreamId, Stream> streams_;
   StreamId next_stream_ = 1;
+  bool awaits_slices_ = false;
   bool nothing_ready_ = false;  // StartLaunch found nothing ready, and nothing has come since
 };
 

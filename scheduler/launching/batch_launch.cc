@@ -60,6 +60,7 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   lse.reserve(count);
   differs.reserve(count);
   signals.reserve(count);
+  gates.reserve(count);
   MLA_ASSIGN_OR_RETURN(
       unwanted_lse,
       backend.AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float)));

@@ -99,6 +99,8 @@ struct BatchLaunch {
   std::unique_ptr<kernels::HostBuffer> compared;  // [2, launch_rows]
   // Words to set for the requests that end with this launch.
   std::vector<kernels::WordValue> signals;
+  // Words for which the launch waits, one for each request whose tensors have not come.
+  std::vector<kernels::WordValue> gates;
   bool late = false;  // valid once the launch has been waited for
   // Time in its gate, known once it has been waited for.
   int64_t waited_ns = 0;

@@ -126,11 +126,15 @@ absl::Status Launcher::Submit(BatchLaunch* launch, MonotonicNanos chosen_from) {
   return status;
 }
 
-bool Launcher::AwaitsClient() const {
+bool Launcher::AwaitsClient(StreamId client) const {
   for (int32_t i = 0; i < inflight_; ++i) {
-    const size_t at = static_cast<size_t>(oldest_ + i) % launches_.size();
-    const kernels::WordValue& ready = launches_[at].launch.gate.ready;
-    if (ready.word != nullptr && !ready.Reached()) return true;
+    const BatchLaunch& launch = launches_[static_cast<size_t>(oldest_ + i) % launches_.size()];
+    if (!launch.batch.gated) continue;
+    for (const StreamRequest* request : launch.batch.requests) {
+      if (request->stream == client && request->engine.ahead && !request->attend.ready.Reached()) {
+        return true;
+      }
+    }
   }
   return false;
 }
@@ -257,15 +261,18 @@ void Launcher::Assemble(BatchLaunch* launch) const {
   kernels::Launch& backend_launch = launch->launch;
   backend_launch.inputs = launch->layout.inputs();
   backend_launch.outputs = launch->layout.outputs();
-  backend_launch.gate = {};
   launch->signals.clear();
+  launch->gates.clear();
   for (StreamRequest* request : launch->batch.requests) {
     const AttendArgs& args = request->attend;
-    // Alone in its batch then.
-    if (request->engine.ahead) backend_launch.gate = {args.ready, ahead_ns_};
+    if (request->engine.ahead) launch->gates.push_back(args.ready);
     const bool ends = request->engine.rows_done + request->engine.rows_launched == args.row_count;
     request->signalled = args.done.word != nullptr && ends && !IsReadAfterLaunch(*request);
     if (request->signalled) launch->signals.push_back(args.done);
+  }
+  backend_launch.gate = {};
+  if (const std::span<const kernels::WordValue> words = launch->gates; !words.empty()) {
+    backend_launch.gate = {words.front(), ahead_ns_, words.subspan(1)};
   }
   backend_launch.signals = launch->signals;
   backend_launch.page_writes = launch->batch.page_writes;

@@ -42,8 +42,8 @@ class Launcher {
   // runs.
   absl::Status Submit(BatchLaunch* launch, MonotonicNanos chosen_from);
   BatchLaunch* oldest() { return inflight_ == 0 ? nullptr : &launches_[oldest_]; }
-  // Returns true if a launch may be waiting on the device for a client's work.
-  bool AwaitsClient() const;
+  // Returns true if a launch may be waiting on the device for work of this client.
+  bool AwaitsClient(StreamId client) const;
   bool OldestDone();
   // Waits until the oldest launch has completed, then frees its slot. Its batch may still be read
   // until the slot's next Submit. Fills report.kernel_ns.

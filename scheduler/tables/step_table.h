@@ -6,7 +6,7 @@
 //
 //   accepted   rows whose request is queued, launched or done; the next new KV row must be
 //              row `accepted`
-//   appended   rows whose append is in a submitted launch that does not wait for its client;
+//   appended   rows whose append is in a submitted launch that does not wait for its clients;
 //              attention over them may be part of the same launch
 //   stored     rows whose launch has completed; a repeat is compared with these, and a commit
 //              needs these

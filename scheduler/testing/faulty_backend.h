@@ -3,6 +3,7 @@
 #ifndef MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
 #define MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -40,6 +41,10 @@ class FaultyBackend final : public kernels::AttentionBackend {
   bool armed() const { return point_ != FaultPoint::kNone; }  // the call has not come yet
   // `fn` is called for each head whose weights are loaded, with the engine role held.
   void OnLoadWeights(std::function<void(int32_t head)> fn) { on_load_weights_ = std::move(fn); }
+  // `fn` is called with the words of each launch that waits for some.
+  void OnGate(std::function<void(std::span<const kernels::WordValue>)> fn) {
+    on_gate_ = std::move(fn);
+  }
   // Totals of all launches: KV rows appended or compared, and records of attention with their
   // heads.
   int64_t appended_rows() const { return appended_rows_; }
@@ -51,6 +56,8 @@ class FaultyBackend final : public kernels::AttentionBackend {
   // Offers the expanded form only for bf16 queries, of at least kExpandedRows rows.
   static constexpr int32_t kExpandedRows = 4;
   void SetExpandedBf16Only() { expanded_bf16_only_ = true; }
+  // Makes slices of this many packed rows fill the backend's tiles, so that none are fused.
+  void SetTileRows(int32_t rows) { tile_rows_ = rows; }
   // The following three may be called from other threads. They say that the device is lost, or hold
   // launches until ReleaseLaunches.
   void SetUnhealthy() { unhealthy_ = true; }
@@ -84,7 +91,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   // end.
   void EndGates() {
     for (Staging& staging : staging_) {
-      staging.late = staging.gate.ready.word != nullptr && !staging.gate.ready.Reached();
+      staging.late = !staging.Reached();
     }
   }
 
@@ -102,7 +109,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
     return inner_->CanRun(d);
   }
   kernels::PlanTraits Traits(const kernels::AttentionDesc& d) const override {
-    return inner_->Traits(d);
+    kernels::PlanTraits traits = inner_->Traits(d);
+    if (tile_rows_ > 0) traits.tile_rows = tile_rows_;
+    return traits;
   }
   int32_t ExpandedFormMinRows(const kernels::Geometry& g) const override {
     return expanded_bf16_only_ ? kExpandedRows : inner_->ExpandedFormMinRows(g);
@@ -167,10 +176,15 @@ class FaultyBackend final : public kernels::AttentionBackend {
       }
     }
     if (!has_two_slots_) return inner_->Submit(slot, launch);
-    staging_[static_cast<size_t>(slot)].late = false;
-    staging_[static_cast<size_t>(slot)].gate = launch.gate;
-    staging_[static_cast<size_t>(slot)].signals = launch.signals;
-    staging_[static_cast<size_t>(slot)].launch = &launch;
+    Staging& staging = staging_[static_cast<size_t>(slot)];
+    staging.gate_ns = launch.gate.limit_ns;
+    staging.words.clear();
+    if (launch.gate.ready.word != nullptr) staging.words.push_back(launch.gate.ready);
+    staging.words.insert(staging.words.end(), launch.gate.others.begin(), launch.gate.others.end());
+    if (on_gate_ && !staging.words.empty()) on_gate_(staging.words);
+    staging.late = false;
+    staging.signals = launch.signals;
+    staging.launch = &launch;
     if (computes_at_end_) return absl::OkStatus();
     return inner_->Submit(slot, launch);
   }
@@ -179,13 +193,13 @@ class FaultyBackend final : public kernels::AttentionBackend {
     return has_two_slots_ && staging_[static_cast<size_t>(slot)].late;
   }
   int64_t GateNanos(int32_t slot) const override {
-    return WasLate(slot) ? staging_[static_cast<size_t>(slot)].gate.limit_ns : 0;
+    return WasLate(slot) ? staging_[static_cast<size_t>(slot)].gate_ns : 0;
   }
   bool Done(int32_t slot) override {
     if (has_two_slots_ && held_) return false;
     if (!computes_at_end_) return inner_->Done(slot);
     const Staging& staging = staging_[static_cast<size_t>(slot)];
-    return staging.late || staging.gate.ready.word == nullptr || staging.gate.ready.Reached();
+    return staging.late || staging.Reached();
   }
   absl::StatusOr<int64_t> Wait(int32_t slot) override {
     holds_launch_ = held_.load();
@@ -193,8 +207,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
     holds_launch_ = false;
     if (two_slots_.waits_for_words) {
       Staging& staging = staging_[static_cast<size_t>(slot)];
-      const kernels::WordValue& ready = staging.gate.ready;
-      staging.late = staging.late || (ready.word != nullptr && !ready.Reached());
+      staging.late = staging.late || !staging.Reached();
     }
     absl::StatusOr<int64_t> waited = computes_at_end_ ? Compute(slot) : inner_->Wait(slot);
     MLA_RETURN_IF_ERROR(At(FaultPoint::kWait));
@@ -236,14 +249,21 @@ class FaultyBackend final : public kernels::AttentionBackend {
   kernels::BackendLimits limits_;
   struct Staging {
     std::vector<std::byte> in, out;
-    kernels::LaunchGate gate;
+    int64_t gate_ns = 0;
+    std::vector<kernels::WordValue> words;  // of the gate
     std::span<const kernels::WordValue> signals;
     const kernels::Launch* launch = nullptr;
     bool late = false;
+    bool Reached() const {
+      return std::all_of(words.begin(), words.end(),
+                         [](const kernels::WordValue& word) { return word.Reached(); });
+    }
   };
   std::vector<Staging> staging_;  // by slot
   std::function<void(int32_t)> on_load_weights_;
+  std::function<void(std::span<const kernels::WordValue>)> on_gate_;
   bool computes_at_end_ = false;
+  int32_t tile_rows_ = 0;
   bool absorbed_only_ = false;
   bool expanded_bf16_only_ = false;
   int64_t appended_rows_ = 0;

@@ -4,6 +4,7 @@
 #define MLA_SCHEDULER_TESTING_RANK_HARNESS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -31,11 +32,14 @@ class RankHarness {
  public:
   static constexpr uint64_t kQueries = 70000;  // for requests of Send
 
-  // REQUIRES: `ranks` divides kRankHeads, and layers <= 8.
-  explicit RankHarness(int ranks, const Limits& limits = LimitsOfRanks(), int layers = 2)
+  // `prepare` gets the backend before the engine does. REQUIRES: `ranks` divides kRankHeads, and
+  // layers <= 8.
+  explicit RankHarness(int ranks, const Limits& limits = LimitsOfRanks(), int layers = 2,
+                       const std::function<void(FaultyBackend&)>& prepare = {})
       : ranks_(ranks) {
     auto backend = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
     backend_ = backend.get();
+    if (prepare) prepare(*backend);
     ModelSpec model = TinyModel();
     model.geometry.num_heads = kRankHeads;
     model.layers = layers;

@@ -345,6 +345,40 @@ TEST_P(WordsTest, WordsNearbyAreLookedAtAndStored) {
   EXPECT_EQ(*Word(3), 8u);
 }
 
+TEST_P(WordsTest, AGateWaitsForTheWordsOfAllItsClients) {
+  constexpr uint32_t kMost = LaunchGate::kMostWords;
+  uint32_t* const done = Word(kMost);
+  uint32_t* const nearby = Word(kMost + 1);
+  *done = 0;
+  std::vector<WordValue> others;
+  for (uint32_t i = 1; i < kMost; ++i) others.push_back({Word(i), i, nullptr});
+  others[2].nearby = nearby;
+  for (uint32_t missing = 0; missing <= kMost; ++missing) {
+    for (uint32_t i = 0; i < kMost; ++i) *Word(i) = i == missing ? i - 1 : i + 5;
+    *nearby = *Word(3);
+    *Word(3) = 2;  // not looked at, because the other one is nearby
+    const bool late = missing < kMost;
+    RowLaunch launch;
+    launch.set_words({Word(0), 0}, late ? 1000 : kLimitNs, {done, missing});
+    launch.set_other_words(others);
+    ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+    ASSERT_TRUE(backend_->Wait(0).ok());
+    EXPECT_EQ(backend_->WasLate(0), late) << missing;
+    EXPECT_EQ(*done, late ? 0u : missing);
+  }
+  others.push_back({Word(0), 1, nullptr});
+  RowLaunch refused;
+  refused.set_words({Word(0), 0}, kLimitNs, {done, 1});
+  refused.set_other_words(others);
+  EXPECT_EQ(refused.Submit(*backend_, 0, Row(0, 0x3f80), 0).code(),
+            absl::StatusCode::kInvalidArgument);
+  uint32_t loose = 5;
+  others.assign(1, {&loose, 5, nullptr});
+  refused.set_other_words(others);
+  EXPECT_EQ(refused.Submit(*backend_, 0, Row(0, 0x3f80), 0).code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
 // Outputs are copied after the kernels, and no kernel runs after the copies to set the word.
 TEST_P(WordsTest, ALaunchWhoseOutputsAreCopiedLeavesItsSignalsToTheCaller) {
   *Word(0) = 3;

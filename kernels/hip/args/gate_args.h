@@ -14,6 +14,8 @@ inline constexpr uint32_t kGateThreads = 64;
 inline constexpr uint32_t kSignalThreads = 256;
 // Most signals of a launch's kernel. The host stores signals of launches with more requests.
 inline constexpr int32_t kMostSignals = 8;
+// Most words of a gate.
+inline constexpr int32_t kMostGateWords = 8;
 // Longest wait of a gate. It is short because driver calls of other threads wait for the gate.
 inline constexpr int64_t kMostGateNs = 2'000'000'000;
 
@@ -26,14 +28,19 @@ struct GateOutcome {
   uint32_t padding;
 };
 
-// Waits until `word` is `value` or a later one.
+// Waits until each of `count` words is its `value` or a later one.
 struct GateArgs {
-  const uint32_t* word;
-  uint32_t value;
-  uint32_t padding;
+  struct Word {
+    const uint32_t* word;
+    uint32_t value;
+    uint32_t padding;
+  };
   uint64_t limit_ns;
   GateOutcome* outcome;  // in device memory, because writes to host memory would delay the kernel's
                          // end
+  int32_t count;
+  uint32_t padding;
+  Word words[kMostGateWords];
 };
 
 struct SignalArgs {
@@ -55,7 +62,7 @@ struct SignalArgs {
   Word words[kMostSignals];
 };
 
-static_assert(std::is_trivially_copyable_v<GateArgs> && sizeof(GateArgs) == 32);
+static_assert(std::is_trivially_copyable_v<GateArgs> && sizeof(GateArgs) == 152);
 static_assert(std::is_trivially_copyable_v<SignalArgs> && sizeof(SignalArgs) == 240);
 
 }  // namespace mla::kernels::hip

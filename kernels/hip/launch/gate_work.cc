@@ -5,22 +5,25 @@
 
 namespace mla::kernels::hip {
 
+static_assert(kMostGateWords == LaunchGate::kMostWords);
+
 absl::Status GateWork::AddGate(LaunchRecording& recording, const Launch& launch) {
   const LaunchGate& gate = launch.gate;
   if (gate.ready.word == nullptr) return absl::OkStatus();
-  if (!device_.runtime->kernels_reach_host() ||
-      !recording.Reaches(gate.ready.word, sizeof(uint32_t))) {
-    return absl::InvalidArgumentError("gate: its word is not in pinned memory");
+  if (gate.others.size() >= size_t{kMostGateWords}) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("gate: words: got ", gate.others.size() + 1, ", limit ", kMostGateWords));
   }
   if (gate.limit_ns < 0 || gate.limit_ns > kMostGateNs) {
     return absl::InvalidArgumentError(
         absl::StrCat("gate: limit_ns: got ", gate.limit_ns, ", want 0 to ", kMostGateNs));
   }
   GateArgs args = {};
-  const uint32_t* const nearby = gate.ready.nearby;
-  args.word =
-      nearby != nullptr && recording.Reaches(nearby, sizeof(uint32_t)) ? nearby : gate.ready.word;
-  args.value = gate.ready.value;
+  bool near = AddWord(recording, gate.ready, &args);
+  for (const WordValue& other : gate.others) near |= AddWord(recording, other, &args);
+  if (static_cast<size_t>(args.count) != 1 + gate.others.size()) {
+    return absl::InvalidArgumentError("gate: its word is not in pinned memory");
+  }
   args.limit_ns = static_cast<uint64_t>(gate.limit_ns);
   args.outcome = recording.gate_outcome();
   for (const HostOutput& out : launch.outputs) {
@@ -28,8 +31,18 @@ absl::Status GateWork::AddGate(LaunchRecording& recording, const Launch& launch)
     return absl::InvalidArgumentError("gate: an output is copied to shared memory, late or not");
   }
   absl::Status s = recording.AddKernel(device_.kernels.gate, {.threads = kGateThreads}, args);
-  recording.NoteGate(args.word != nearby);
+  recording.NoteGate(/*far=*/!near);
   return s;
+}
+
+// Adds no word that the device does not reach. Returns true if the word lies in device memory.
+bool GateWork::AddWord(LaunchRecording& recording, const WordValue& ready, GateArgs* args) const {
+  if (!device_.runtime->kernels_reach_host() || !recording.Reaches(ready.word, sizeof(uint32_t))) {
+    return false;
+  }
+  const bool near = ready.nearby != nullptr && recording.Reaches(ready.nearby, sizeof(uint32_t));
+  args->words[args->count++] = {near ? ready.nearby : ready.word, ready.value, 0};
+  return near;
 }
 
 absl::Status GateWork::AddTimedSignals(LaunchRecording& recording,

@@ -19,12 +19,15 @@ inline absl::Status CheckGate(AttentionBackend& backend) {
   auto memory = backend.AllocateHost(128);
   if (!memory.ok()) return memory.status();
   auto* const words = reinterpret_cast<uint32_t*>((*memory)->bytes().data());
-  const WordValue ready{words, kAwaited}, done{words + 16, kSet};
+  const WordValue ready{words, kAwaited}, other{words + 8, kAwaited}, done{words + 16, kSet};
   Launch launch;
-  launch.gate = {ready, kLimitNs};
+  launch.gate = {ready, kLimitNs, {&other, 1}};
   launch.signals = {&done, 1};
-  for (const bool late : {true, false}) {
-    *ready.word = late ? kBefore : kAwaited;
+  for (const uint32_t* const missing : {ready.word, other.word, static_cast<uint32_t*>(nullptr)}) {
+    const bool late = missing != nullptr;
+    for (const WordValue& word : {ready, other}) {
+      *word.word = word.word == missing ? kBefore : kAwaited;
+    }
     *done.word = kUnset;
     absl::Status s = backend.Submit(0, launch);
     if (s.ok()) s = backend.Wait(0).status();

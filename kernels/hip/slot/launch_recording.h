@@ -138,7 +138,7 @@ class LaunchRecording final {
   // --- The gate and the signals.
   // Says that the timed kernels begin with a gate (gate_args.h), which was added last, and end with
   // a signal, which stores the gate's outcome in pinned memory. The launch's time excludes the
-  // gate's wait. `far`: the gate waits for work of another device.
+  // gate's wait. `far`: the gate waits for work of other devices alone.
   void NoteGate(bool far) {
     gated_ = follows_gate_ = true;
     gate_is_far_ = far;

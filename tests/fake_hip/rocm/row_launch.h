@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "kernels/hip/hip_backend.h"
 #include "kernels/launch_layout.h"
@@ -43,6 +44,8 @@ class RowLaunch {
     done_ = done;
     launch_.signals = {&done_, 1};
   }
+  // Call it after set_words; they must live until Wait has returned.
+  void set_other_words(std::span<const WordValue> words) { launch_.gate.others = words; }
   bool in_place() const {
     return layout_.inputs()[0].in_place() &&
            (layout_.outputs().empty() || layout_.outputs()[0].in_place());

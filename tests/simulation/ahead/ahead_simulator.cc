@@ -34,6 +34,7 @@ void AheadCounts::Add(const AheadCounts& other) {
   operations += other.operations;
   answers += other.answers;
   ahead += other.ahead;
+  together += other.together;
   late += other.late;
   busy += other.busy;
   commits += other.commits;
@@ -59,6 +60,8 @@ AheadSimulator::AheadSimulator(uint64_t seed) : random_(SplitMix(seed)) {
   auto device = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
   device->SetWaitsForWords();
   device->SetComputesAtEnd();
+  device->SetTileRows(1);  // slices that are fused do not go ahead
+  device->OnGate([this](std::span<const kernels::WordValue> words) { CheckGate(words); });
   device_ = device.get();
   harness_ = std::make_unique<scheduler::testing::EngineHarness>(Options(std::move(device)));
   for (int i = 0; i < kClients; ++i) {
@@ -66,6 +69,11 @@ AheadSimulator::AheadSimulator(uint64_t seed) : random_(SplitMix(seed)) {
     clients_.back()->stream = harness_->core().steps().OpenStream(harness_->tenant());
     Open(clients_.back().get());
   }
+  clients_.push_back(std::make_unique<Client>());
+  Client* const second = clients_.back().get();
+  second->stream = harness_->core().steps().OpenStream(harness_->tenant());
+  second->leader = clients_.front().get();
+  second->leader->peer = second;
 }
 
 void AheadSimulator::Fail(const std::string& what) {
@@ -80,7 +88,7 @@ void AheadSimulator::Open(Client* client) {
 }
 
 bool AheadSimulator::Begin(Client* client) {
-  if (client->step != 0) return false;
+  if (client->step != 0 || client->leader != nullptr) return false;
   if (client->text[0].size() + kMostRows > kLongest) {
     std::vector<scheduler::SequenceId> absent;
     const scheduler::SequenceId ids[] = {client->sequence};
@@ -97,33 +105,51 @@ bool AheadSimulator::Begin(Client* client) {
   client->wants_end = false;
   client->calls.clear();
   client->taken = 0;
-  const auto begun = harness_->Begin(client->stream, client->step,
-                                     {{now.id, now.epoch, now.length, client->total}});
-  if (!begun->status.ok()) Fail(absl::StrCat("BeginStep: ", begun->status.ToString()));
+  for (Client* rank : {client, client->peer}) {
+    if (rank == nullptr) continue;
+    const auto begun = harness_->Begin(rank->stream, client->step,
+                                       {{now.id, now.epoch, now.length, client->total}},
+                                       client->peer != nullptr ? 2 : 1);
+    if (!begun->status.ok()) Fail(absl::StrCat("BeginStep: ", begun->status.ToString()));
+    rank->step = client->step;
+    rank->chained = client->chained;
+  }
   return true;
 }
 
 // Publishes the next rows of the layer that is incomplete.
 bool AheadSimulator::Publish(Client* client) {
-  if (client->step == 0 || client->wants_end) return false;
+  if (client->step == 0 || client->wants_end || client->leader != nullptr) return false;
   int layer = 0, first = 0;
   if (!client->calls.empty()) {
     const Call& last = *client->calls.back();
     layer = last.layer;
-    first = last.first + static_cast<int>(last.rows.size());
+    first = last.first + last.count;
     if (first == client->total) ++layer, first = 0;
   }
   if (layer == harness_->model().layers) return false;
+  const int count = 1 + static_cast<int>(Pick(static_cast<uint64_t>(client->total - first)));
+  PublishCall(client, layer, first, count);
+  if (client->peer != nullptr) PublishCall(client->peer, layer, first, count);
+  return true;
+}
+
+void AheadSimulator::PublishCall(Client* client, int layer, int first, int count) {
   auto call = std::make_unique<Call>();
-  const int rows = 1 + static_cast<int>(Pick(static_cast<uint64_t>(client->total - first)));
   const auto dim = static_cast<int>(harness_->model().geometry.kv_row_dim());
-  for (int i = 0; i < rows; ++i) call->rows.push_back(MakeRow(++key_, dim));
+  for (int i = 0; client->leader == nullptr && i < count; ++i) {
+    call->rows.push_back(MakeRow(++key_, dim));
+  }
   call->layer = layer;
   call->first = first;
+  call->count = count;
   call->q_key = ++key_ << 20;
   call->number = ++client->number;
-  call->request = harness_->Unsent(client->stream, client->step, layer, first, rows, call->rows, 0,
-                                   harness_->model().geometry.num_heads, call->q_key);
+  const bool shared = client->peer != nullptr || client->leader != nullptr;
+  const int all = harness_->model().geometry.num_heads;
+  call->request = harness_->Unsent(client->stream, client->step, layer, first, count, call->rows,
+                                   client->leader != nullptr ? all / 2 : 0, shared ? all / 2 : all,
+                                   call->q_key);
   TestRequest& request = *call->request;
   call->kv = request.kv_rows;
   call->queries = request.queries;
@@ -135,17 +161,20 @@ bool AheadSimulator::Publish(Client* client) {
   }
   std::fill(request.output.begin(), request.output.end(), kNoOutput);
   client->calls.push_back(std::move(call));
-  return true;
 }
 
-// The client's stream makes a call's tensors once it has the outputs of the previous call.
+// The client's stream makes a call's tensors once it has the outputs of the previous call, and
+// those of the other rank.
 bool AheadSimulator::Ready(Client* client) {
   const auto next = std::find_if(client->calls.begin(), client->calls.end(),
                                  [](const auto& call) { return !call->there; });
   if (next == client->calls.end()) return false;
   Call& call = **next;
   const bool first = next == client->calls.begin();
-  if (!first && static_cast<int32_t>(client->done - (call.number - 1)) < 0) return false;
+  for (const Client* rank : {client, client->peer, client->leader}) {
+    if (first || rank == nullptr) continue;
+    if (static_cast<int32_t>(rank->done - (call.number - 1)) < 0) return false;
+  }
   std::copy(call.kv.begin(), call.kv.end(), call.request->kv_rows.begin());
   std::copy(call.queries.begin(), call.queries.end(), call.request->queries.begin());
   call.there = true;
@@ -155,16 +184,17 @@ bool AheadSimulator::Ready(Client* client) {
 
 bool AheadSimulator::End(Client* client) {
   if (client->step == 0 || client->wants_end || client->calls.empty()) return false;
+  if (client->leader != nullptr) return false;
   const Call& last = *client->calls.back();
-  const bool whole = last.layer + 1 == harness_->model().layers &&
-                     last.first + static_cast<int>(last.rows.size()) == client->total;
+  const bool whole =
+      last.layer + 1 == harness_->model().layers && last.first + last.count == client->total;
   if (!whole) return false;
   client->wants_end = true;
   return true;
 }
 
 bool AheadSimulator::Abort(Client* client) {
-  if (client->step == 0 || client->end != nullptr) return false;
+  if (client->step == 0 || client->end != nullptr || client->leader != nullptr) return false;
   client->may_fail = true;
   const auto aborted = harness_->Abort(client->stream, client->step);
   if (aborted->answers != 1) Fail("an AbortStep was not answered");
@@ -173,11 +203,14 @@ bool AheadSimulator::Abort(Client* client) {
 }
 
 bool AheadSimulator::Evict(Client* client) {
+  if (client->leader != nullptr) return false;
   client->may_fail = true;
   std::vector<scheduler::SequenceId> absent;
   harness_->core().sequences().Evict({harness_->tenant(), {client->sequence}, ""}, &absent);
   // Earlier replies belong to the released sequence.
-  while (violation_.empty() && CollectAny(client)) {
+  for (Client* rank : {client, client->peer}) {
+    while (rank != nullptr && violation_.empty() && CollectAny(rank)) {
+    }
   }
   if (client->end != nullptr) Forget(client);
   Open(client);
@@ -185,10 +218,17 @@ bool AheadSimulator::Evict(Client* client) {
 }
 
 bool AheadSimulator::Close(Client* client) {
+  if (client->leader != nullptr) return false;
+  client->may_fail = client->may_fail || client->peer != nullptr;
   harness_->core().steps().CloseStream(client->stream);
-  for (const auto& call : client->calls) {
-    if (call->in_engine && call->request->answers == call->answers) {
-      Fail("a call was not answered when its ring ended");
+  for (Client* rank : {client, client->peer}) {
+    if (rank == nullptr) continue;
+    for (const auto& call : rank->calls) {
+      if (call->in_engine && call->request->answers == call->answers) {
+        Fail("a call was not answered when its ring ended");
+      }
+    }
+    while (violation_.empty() && rank != client && CollectAny(rank)) {
     }
   }
   if (client->end != nullptr && client->end->answers != 1) Fail("an EndStep was not answered");
@@ -213,7 +253,7 @@ bool AheadSimulator::Fault() {
 }
 
 bool AheadSimulator::Operate() {
-  Client* const client = clients_[Pick(kClients)].get();
+  Client* const client = clients_[Pick(clients_.size())].get();
   scheduler::EngineCore& core = harness_->core();
   const uint64_t what = Pick(100);
   if (what < 10) return Begin(client);
@@ -242,6 +282,11 @@ bool AheadSimulator::Operate() {
 bool AheadSimulator::AnyAhead(const Client& client) const {
   return std::any_of(client.calls.begin(), client.calls.end(),
                      [](const auto& call) { return call->ahead; });
+}
+
+bool AheadSimulator::AllAnswered(const Client& client) {
+  return std::all_of(client.calls.begin(), client.calls.end(),
+                     [](const auto& call) { return call->answered; });
 }
 
 void AheadSimulator::HandOver(Client* client, Call* call, bool ahead) {
@@ -306,6 +351,10 @@ bool AheadSimulator::Advance(Client* client) {
     return true;
   }
   if (!client->wants_end || client->end != nullptr || AnyAhead(*client)) return false;
+  // The leader of several ranks ends the step when all have their outputs.
+  if (client->peer != nullptr && !(AllAnswered(*client) && AllAnswered(*client->peer))) {
+    return false;
+  }
   client->end = harness_->End(client->stream, client->step);
   return true;
 }
@@ -314,8 +363,8 @@ void AheadSimulator::Pump(Client* client) {
   while (violation_.empty() && Advance(client)) {
   }
   // A step that is gone has no result: the client abandons it once its calls are answered.
-  const bool all = std::all_of(client->calls.begin(), client->calls.end(),
-                               [](const auto& call) { return call->answered; });
+  const bool all = AllAnswered(*client) && (client->peer == nullptr || AllAnswered(*client->peer));
+  if (client->leader != nullptr) return;
   if (client->step != 0 && client->end == nullptr && client->may_fail && all) {
     if (harness_->Get(client->sequence).open_step == 0) Forget(client);
   }
@@ -327,19 +376,21 @@ void AheadSimulator::CheckAnswer(Client* client, const Call& call) {
   const TestRequest& request = *call.request;
   hash_ = (hash_ ^ static_cast<uint64_t>(request.status.code())) * 0x100000001b3u;
   if (!request.status.ok()) {
-    if (!client->may_fail) Fail(absl::StrCat("a call failed: ", request.status.ToString()));
+    const Client& step = client->leader != nullptr ? *client->leader : *client;
+    if (!step.may_fail) Fail(absl::StrCat("a call failed: ", request.status.ToString()));
     return;
   }
-  const Rows& before = client->text[static_cast<size_t>(call.layer)];
+  const Client& writer = client->leader != nullptr ? *client->leader : *client;
+  const Rows& before = writer.text[static_cast<size_t>(call.layer)];
   std::vector<const scheduler::testing::Row*> rows;
   for (const auto& row : before) rows.push_back(&row);
-  for (const auto& other : client->calls) {
+  for (const auto& other : writer.calls) {
     if (other->layer != call.layer || other->first > call.first) continue;
     for (const auto& row : other->rows) rows.push_back(&row);
   }
   std::vector<int> visible;
-  for (size_t i = 0; i < call.rows.size(); ++i) {
-    visible.push_back(static_cast<int>(before.size()) + call.first + static_cast<int>(i) + 1);
+  for (int i = 0; i < call.count; ++i) {
+    visible.push_back(static_cast<int>(before.size()) + call.first + i + 1);
   }
   if (!(harness_->Error(request, rows, visible, call.q_key) < kTolerance)) {
     Fail(absl::StrCat("an answer of layer ", call.layer, " is wrong"));
@@ -364,6 +415,7 @@ void AheadSimulator::CheckEnd(Client* client) {
 }
 
 void AheadSimulator::Forget(Client* client) {
+  if (client->peer != nullptr) Forget(client->peer);
   client->calls.clear();
   client->held = nullptr;
   client->taken = 0;
@@ -372,6 +424,22 @@ void AheadSimulator::Forget(Client* client) {
   client->step = 0;
   client->ready = client->done = client->number;  // values that a client sets when it begins a
                                                   // chain
+}
+
+void AheadSimulator::CheckGate(std::span<const kernels::WordValue> words) {
+  const auto owner = [this](const kernels::WordValue& word) -> const Client* {
+    for (const auto& client : clients_) {
+      if (word.word == &client->ready) return client.get();
+    }
+    return nullptr;
+  };
+  const Client* const first = owner(words.front());
+  for (const kernels::WordValue& word : words.subspan(1)) {
+    const Client* const other = owner(word);
+    const bool ranks = first->peer == other || first->leader == other;
+    if (!ranks || words.size() != 2) return Fail("a launch waits for two clients");
+    ++counts_.together;
+  }
 }
 
 void AheadSimulator::CheckBooks() {

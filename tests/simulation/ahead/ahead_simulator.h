@@ -8,6 +8,8 @@
 // - Until its tensors are ready, a call's memory holds values that no row has, and no reply shows
 //   them.
 // - An OK reply equals dense attention over the rows of the committed steps.
+// - A launch waits for the words of one client, or of both ranks of a step, whatever others have
+//   gone ahead.
 // - A request that is handed back has no output, and its word is not stored.
 // - A step without failures ends successfully, with all its rows.
 // - Every call is answered once, and in the end the engine holds nothing.
@@ -16,6 +18,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -28,6 +31,7 @@ struct AheadCounts {
   int64_t operations = 0;  // operations that had an effect
   int64_t answers = 0;     // answers that were compared
   int64_t ahead = 0;       // launches
+  int64_t together = 0;    // launches that waited for both ranks
   int64_t late = 0, busy = 0, commits = 0, aborts = 0, faults = 0, ends = 0;
   void Add(const AheadCounts& other);
 };
@@ -35,6 +39,8 @@ struct AheadCounts {
 class AheadSimulator {
  public:
   explicit AheadSimulator(uint64_t seed);
+  // After a violation the engine may still hold requests of the clients.
+  ~AheadSimulator() { harness_.reset(); }
 
   // Returns "" or a violation.
   std::string Run(int operations);
@@ -46,9 +52,9 @@ class AheadSimulator {
   struct Call {
     std::unique_ptr<scheduler::testing::TestRequest> request;
     uint32_t number = 0;  // value of its client's words
-    int layer = 0, first = 0, seen = 0;
+    int layer = 0, first = 0, count = 0;
     uint64_t q_key = 0;
-    Rows rows;
+    Rows rows;  // empty for the second rank, which brings none
     // Contents of its memory once the tensors are ready.
     std::vector<kernels::Bf16> kv, queries;
     bool there = false, offered = false;
@@ -58,6 +64,9 @@ class AheadSimulator {
     bool answered = false;   // finally answered
   };
   struct Client {
+    // If steps have two ranks, which share the heads: the second rank, with a ring of its own.
+    Client* peer = nullptr;
+    Client* leader = nullptr;  // of a second rank
     scheduler::StreamId stream = 0;
     scheduler::SequenceId sequence = 0;
     uint32_t ready = 0, done = 0;              // the words
@@ -83,6 +92,7 @@ class AheadSimulator {
   void Open(Client* client);
   bool Begin(Client* client);
   bool Publish(Client* client);
+  void PublishCall(Client* client, int layer, int first, int count);
   bool Ready(Client* client);
   bool End(Client* client);
   bool Abort(Client* client);
@@ -97,12 +107,14 @@ class AheadSimulator {
   bool CollectAny(Client* client);
   bool Advance(Client* client);
   bool AnyAhead(const Client& client) const;
+  static bool AllAnswered(const Client& client);
   void HandOver(Client* client, Call* call, bool ahead);
   void CheckAnswer(Client* client, const Call& call);
   void CheckEnd(Client* client);
   // Forgets a step that is gone, and its unanswered calls.
   void Forget(Client* client);
   void CheckBooks();
+  void CheckGate(std::span<const kernels::WordValue> words);
   void Finish();
   void Fail(const std::string& what);
 

@@ -16,6 +16,7 @@ TEST(AheadSimulator, RandomOperationsAreAsForetold) {
   EXPECT_GT(counts.operations, 300 * share);
   EXPECT_GT(counts.answers, 25 * share);
   EXPECT_GT(counts.ahead, 10 * share);
+  EXPECT_GT(counts.together, share);
   EXPECT_GT(counts.late, 2 * share);
   EXPECT_GT(counts.busy, 10 * share);
   EXPECT_GT(counts.commits, 5 * share);

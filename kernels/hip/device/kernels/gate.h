@@ -1,8 +1,8 @@
 // The kernels with which a launch waits for another process's GPU work and signals its own end, one
 // block each.
 //
-// The gate waits for a word of host memory, or of device memory shared with the process that sets
-// it. The wait has a time limit. After a gate that ran out of time, kernels write nothing that
+// The gate waits for words of host memory, or of device memory shared with the processes that set
+// them. The wait has a time limit. After a gate that ran out of time, kernels write nothing that
 // others see (late.h), and the signal sets no word.
 #ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_GATE_H_
 #define MLA_KERNELS_HIP_DEVICE_KERNELS_GATE_H_
@@ -20,10 +20,13 @@ MLA_DEVICE void gate(const GateArgs& args) {
   const uint64_t begin = realtime_ns();
   uint64_t waited = 0;
   bool late = false;
-  while (static_cast<int32_t>(load_host_word(args.word) - args.value) < 0) {
-    waited = realtime_ns() - begin;
-    late = waited >= args.limit_ns;
-    if (late) break;
+  for (int i = 0; i < args.count && !late; ++i) {
+    const GateArgs::Word& w = args.words[i];
+    while (static_cast<int32_t>(load_host_word(w.word) - w.value) < 0) {
+      waited = realtime_ns() - begin;
+      late = waited >= args.limit_ns;
+      if (late) break;
+    }
   }
   args.outcome->waited_ns = waited;
   args.outcome->ended = begin + waited;
