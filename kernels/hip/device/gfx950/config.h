@@ -80,7 +80,7 @@ struct FewRowsConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 1, kColWaves = 4, kStages = 4;
 };
 struct ManyRowsConfig {
-  static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1, kStages = 3;
+  static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1, kStages = 2;
 };
 
 }  // namespace mla::kernels::hip
