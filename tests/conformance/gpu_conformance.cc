@@ -457,7 +457,7 @@ absl::StatusOr<int64_t> RunWindows(const Flags& flags, const Gpu& gpu) {
 // Runs the launches that have oracles of their own; returns the number of failures.
 absl::StatusOr<int64_t> RunSparse(const Flags& flags, const Gpu& gpu) {
   if (flags.windowed) return RunWindows(flags, gpu);
-  if (flags.projected) return RunProjected(*gpu.backend);
+  if (flags.projected) return RunProjected(*gpu.backend, ProjectedModelCases());
   if (flags.sparse && gpu.backend->Info().selects) return RunIndexer(flags, gpu);
   return 0;
 }

@@ -104,7 +104,7 @@ std::vector<ProjectedCase> ProjectedCases() {
 }
 
 std::vector<ProjectedCase> ProjectedModelCases() {
-  std::vector<ProjectedCase> cases;
+  std::vector<ProjectedCase> cases = ProjectedCases();
   for (const int32_t rows : {1, 32, 128}) {
     for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
       ProjectedCase c{{128, 512, 64, 128, 128}, {1536, 7168}, {{1, 0}}};
@@ -159,9 +159,8 @@ kernels::BackendLimits ProjectedLimits(std::span<const ProjectedCase> cases) {
   return limits;
 }
 
-absl::StatusOr<int64_t> RunProjected(AttentionBackend& backend) {
-  std::vector<ProjectedCase> cases = ProjectedCases();
-  for (const ProjectedCase& c : ProjectedModelCases()) cases.push_back(c);
+absl::StatusOr<int64_t> RunProjected(AttentionBackend& backend,
+                                     std::span<const ProjectedCase> cases) {
   if (absl::Status s = backend.Configure(ProjectedLimits(cases)); !s.ok()) return s;
   int64_t failures = 0;
   for (const ProjectedCase& c : cases) {

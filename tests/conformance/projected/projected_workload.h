@@ -49,14 +49,14 @@ std::string ToString(const ProjectedCase& c);
 // Odd and common shapes, of at most some 10^8 products each: 1 to 128 heads, 1 to 200 rows of one
 // or several clients, no rotated part, depths that are no multiple of a tile.
 std::vector<ProjectedCase> ProjectedCases();
-// DeepSeek-V3's and DeepSeek-V2-Lite's shapes.
+// The same, and DeepSeek-V3's and DeepSeek-V2-Lite's shapes.
 std::vector<ProjectedCase> ProjectedModelCases();
 // Limits of a backend that runs all cases of a list.
 kernels::BackendLimits ProjectedLimits(std::span<const ProjectedCase> cases);
 
-// Configures the backend and runs all these cases; prints the ones that failed, and returns their
-// number.
-absl::StatusOr<int64_t> RunProjected(kernels::AttentionBackend& backend);
+// Configures the backend and runs the cases; prints the ones that failed, and returns their number.
+absl::StatusOr<int64_t> RunProjected(kernels::AttentionBackend& backend,
+                                     std::span<const ProjectedCase> cases);
 
 // One thread.
 class ProjectedWorkload {
