@@ -328,6 +328,16 @@ absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int
   return device_.weights.torn() ? Fault(std::move(s)) : s;
 }
 
+absl::Status HipBackend::LoadProjected(int32_t slot, const Geometry& geometry,
+                                       const ProjectedShape& shape, ProjectedPart part,
+                                       int32_t head, const Bf16* weights) {
+  if (!health_.ok()) return health_;
+  const CallWatch::Scope scope(calls_, "an upload of weights");
+  absl::Status s = device_.weights.LoadProjected(slot, geometry, shape, part, head, weights,
+                                                 device_.expanded_workspace);
+  return device_.weights.torn() ? Fault(std::move(s)) : s;
+}
+
 absl::Status HipBackend::FreeWeights(int32_t slot) { return device_.weights.Free(slot); }
 
 absl::Status HipBackend::RegisterHost(std::span<std::byte> memory) {

@@ -32,9 +32,15 @@ int64_t ProjectedRowBytes(const StreamRequest& request) {
   const ModelSpec& spec = *request.engine.step->model->spec;
   const auto size = [](kernels::DType dtype) { return int64_t(kernels::ElementSize(dtype)); };
   const int64_t latent = spec.geometry.absorbed_q_dim() + spec.geometry.kv_lora_rank;
-  return args.num_heads *
-         (spec.q_dim(args.profile) * size(args.q_dtype) +
-          spec.o_dim(args.profile) * size(args.o_dtype) + latent * size(kernels::DType::kF32));
+  const int64_t between = args.num_heads * (spec.q_dim(args.profile) * size(args.q_dtype) +
+                                            spec.o_dim(args.profile) * size(args.o_dtype) +
+                                            latent * size(kernels::DType::kF32));
+  // Staging memory has at least two thirds of the workspace's bytes, and few heads may have wide
+  // rows.
+  const int64_t sent = spec.projected.q_lora_rank * size(args.q_dtype) +
+                       spec.geometry.rope_dim * size(kernels::DType::kF32);
+  const int64_t returned = spec.projected.hidden_size * size(args.o_dtype);
+  return std::max(between, std::max(sent, returned) * 3 / 2);
 }
 
 AbsorbedCost::AbsorbedCost(const Model& model, Profile profile, int64_t heads, int64_t most_places)

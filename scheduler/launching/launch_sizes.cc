@@ -37,6 +37,11 @@ PlanLimits PlanLimitsOf(const Limits& limits) {
   return plan;
 }
 
+// Bytes of the widest row that a worker of PROJECTED sends or receives, with its rotation.
+int64_t WidestProjectedRow(const Limits& limits) {
+  return (int64_t{limits.max_hidden_size} + limits.max_row_dim) * int64_t(ElementSize(DType::kF32));
+}
+
 // Workspace of a launch for tensors that belong neither to requests nor to the cache. One row of
 // all heads always fits, whatever its dtypes.
 int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
@@ -49,8 +54,9 @@ int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& ba
   if (!info.projects) return latents;
   // Queries and outputs of one row of PROJECTED, in addition to its latent ones.
   const int64_t sent = limits.max_v_dim + limits.max_row_dim + limits.max_v_dim;
-  return std::max(latents, limits.max_heads * (limits.max_row_dim * widest +
-                                               sent * int64_t(ElementSize(DType::kF32))));
+  const auto wide = int64_t(ElementSize(DType::kF32));
+  return std::max({latents, limits.max_heads * (limits.max_row_dim * widest + sent * wide),
+                   2 * WidestProjectedRow(limits)});
 }
 
 // Calls visit(traits) for one form and number of heads, with every format of rows and every type of
@@ -180,9 +186,11 @@ int64_t LaunchHostBytes(const Limits& limits, const kernels::AttentionBackend& b
 
 int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
   // On other backends the copies into staging memory bring slices together, and that memory has
-  // room for all.
-  return backend.Info().unified_memory ? WorkspaceBytes(limits, backend)
-                                       : std::numeric_limits<int64_t>::max();
+  // room for all. Rows of PROJECTED need workspace on every backend. There slices are counted too,
+  // but never decide: the workspace has as many bytes for a packed row as its slices.
+  const kernels::BackendInfo& info = backend.Info();
+  return info.unified_memory || info.projects ? WorkspaceBytes(limits, backend)
+                                              : std::numeric_limits<int64_t>::max();
 }
 
 kernels::BackendLimits BackendLimitsOf(const Limits& limits,
@@ -218,6 +226,10 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
   }
   out.staging_out_bytes = packed * (out.max_o_dim + 1) * wide +
                           limits.launch_rows * int64_t{2 * sizeof(int32_t)} + alignment;
+  if (backend.Info().projects) {  // one row fits, however few heads a launch may have
+    out.staging_in_bytes += WidestProjectedRow(limits);
+    out.staging_out_bytes += WidestProjectedRow(limits);
+  }
   // Absorbed queries and latent outputs, or queries and outputs of fused slices with their
   // log-sum-exps, plus the alignment of each record.
   out.slot_workspace_bytes =

@@ -24,7 +24,8 @@ inline constexpr int32_t kRoundPlansPerSlot = 2;
 
 // How many launches may be prepared or running at a time.
 int32_t LaunchSlots(const kernels::AttentionBackend& backend);
-// Bytes that one launch has for bringing together queries and outputs of fused slices.
+// Bytes that one launch has for bringing together queries and outputs of fused slices, and for what
+// lies between the products of PROJECTED.
 int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend);
 // Sizes of everything that the backend and the plans need under `limits`.
 kernels::BackendLimits BackendLimitsOf(const Limits& limits,

@@ -8,7 +8,8 @@
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
 //                   [--self-test 0] [--self-test-parts bf16,words] [--graphs auto|on|off]
 //                   [--library LIB] [--units 1,4] [--shape SHAPE]...
-//                   [--first-byte BYTES] [--kv bf16,fp8_tensor,fp8_row] [--attention dense|v32|v4]
+//                   [--first-byte BYTES] [--kv bf16,fp8_tensor,fp8_row] [--attention
+//                   dense|v32|v4|projected]
 //                   [--compute bf16|fp8]
 //                   [--image FILE]: device code to use instead of the built-in code
 //
@@ -30,6 +31,7 @@
 // fp8_row). --compute fp8 multiplies rows of 8 bits in e4m3 and runs no other shapes. --attention
 // v32: the sampled shapes have index lists; the only other launches are as many of the indexer, if
 // the backend has one. --attention v4: runs only --shapes launches with windows, entries and sinks.
+// --attention projected: runs only products of whole rows, with odd and with models' shapes.
 //
 // --wide is the number of cases of wide inputs. Known gap: absorbed queries are bf16 on GPUs, so
 // queries that pass through Absorb may miss the rule of CheckWide; the misses are counted and
@@ -56,6 +58,7 @@
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/cases/directed_case.h"
 #include "tests/conformance/prefill/prefill_cases.h"
+#include "tests/conformance/projected/projected_workload.h"
 #include "tests/conformance/self_test_flags.h"
 #include "tests/conformance/sparse/indexer_workload.h"
 #include "tests/conformance/sparse/window_workload.h"
@@ -78,6 +81,7 @@ struct Flags {
   bool max_flop_given = false;
   bool sparse = false;    // DeepSeek V3.2
   bool windowed = false;  // DeepSeek V4
+  bool projected = false;
   bool fp8 = false;
   std::string form;           // of the attention; empty: both
   std::vector<int32_t> dims;  // nope_dim and v_dim; empty: dims with kernels of their own
@@ -177,8 +181,9 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
   if (name == "--attention") {
     flags.sparse = value == "v32";
     flags.windowed = value == "v4";
-    return flags.sparse || flags.windowed || value == "dense" ||
-           Refuse(name, value, "dense, v32 or v4");
+    flags.projected = value == "projected";
+    return flags.sparse || flags.windowed || flags.projected || value == "dense" ||
+           Refuse(name, value, "dense, v32, v4 or projected");
   }
   if (name == "--compute") {
     flags.fp8 = value == "fp8";
@@ -452,6 +457,7 @@ absl::StatusOr<int64_t> RunWindows(const Flags& flags, const Gpu& gpu) {
 // Runs the launches that have oracles of their own; returns the number of failures.
 absl::StatusOr<int64_t> RunSparse(const Flags& flags, const Gpu& gpu) {
   if (flags.windowed) return RunWindows(flags, gpu);
+  if (flags.projected) return RunProjected(*gpu.backend, ProjectedModelCases());
   if (flags.sparse && gpu.backend->Info().selects) return RunIndexer(flags, gpu);
   return 0;
 }
@@ -466,7 +472,7 @@ int Main(int argc, char** argv) {
     std::printf("FAIL %s\n", sparse.status().ToString().c_str());
     return 1;
   }
-  if (flags.windowed) return *sparse == 0 ? 0 : 1;
+  if (flags.windowed || flags.projected) return *sparse == 0 ? 0 : 1;
   const auto options = Suite(flags, *gpu);
   if (!options.ok()) {
     std::fprintf(stderr, "%s\n", std::string(options.status().message()).c_str());

@@ -3,13 +3,14 @@
 //
 //   host_conformance --arch gfx950|gfx942|sm_90 [--image FILE] [--long 1] [--seed S]
 //                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]
-//                    [--kv FORMAT] [--attention dense|v32] [--compute bf16|fp8]
+//                    [--kv FORMAT] [--attention dense|v32|projected] [--compute bf16|fp8]
 //
 // --image is a library of device code to use instead of the built one. --long has each directed
 // case in each format and draws more cases, as MLA_TEST_LONG does. --kv keeps only cases with rows
-// of this format; --attention keeps only cases without (dense) or with (v32) index lists. --compute
-// fp8 takes only 8-bit rows and multiplies them in e4m3. --cases runs COUNT cases from number FIRST
-// on. --first-failure ends after the first group with a failed case.
+// of this format; --attention keeps only cases without (dense) or with (v32) index lists; with
+// `projected` only products of whole rows run, which come first otherwise. --compute fp8 takes only
+// 8-bit rows and multiplies them in e4m3. --cases runs COUNT cases from number FIRST on.
+// --first-failure ends after the first group with a failed case.
 //
 // Exit status 0: every case passed; 1: some failed; 2: no verdict, for example if the oracle itself
 // has no result, or if no case launched a kernel that directed cases are for.
@@ -36,6 +37,7 @@
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/cases/directed_case.h"
 #include "tests/conformance/prefill/prefill_cases.h"
+#include "tests/conformance/projected/projected_workload.h"
 #include "tests/conformance/suite/scheduler_plan.h"
 #include "tests/conformance/suite/suite.h"
 #include "tests/fake_hip/runtime/fake_control.h"
@@ -58,7 +60,7 @@ struct Flags {
   std::string arch;
   std::string image;      // contents of the file
   std::string kv;         // name of a format; empty: all
-  std::string attention;  // dense or v32; empty: both
+  std::string attention;  // dense, v32 or projected; empty: all
   bool fp8 = false;       // 8-bit rows with products of kFp8E4m3, and no other cases
   bool many = false;
   bool first_failure = false;
@@ -94,7 +96,7 @@ bool Parse(int argc, char** argv, Flags& flags) {
     } else if (name == "--kv") {
       flags.kv = value;
     } else if (name == "--attention") {
-      if (value != "dense" && value != "v32") return false;
+      if (value != "dense" && value != "v32" && value != "projected") return false;
       flags.attention = value;
     } else if (name == "--compute") {
       if (value != "bf16" && value != "fp8") return false;
@@ -417,6 +419,18 @@ int Report(const Flags& flags, const std::vector<CaseSpec>& cases, const Totals&
   return launched && stream_launches >= streamed ? 0 : 2;
 }
 
+// Returns the number of failed products of whole rows; -1 without a verdict.
+int64_t RunRowProducts(const Flags& flags, const kernels::hip::HipBackendOptions& device) {
+  const bool wanted = flags.attention == "projected" || (flags.attention.empty() && !flags.fp8);
+  if (!wanted || !flags.kv.empty() || flags.first > 0) return 0;
+  auto backend = kernels::hip::HipBackend::Create(device);
+  if (!backend.ok()) return -1;
+  const auto failures = RunProjected(**backend, ProjectedCases());
+  if (failures.ok()) return *failures;
+  std::fprintf(stderr, "%s\n", failures.status().ToString().c_str());
+  return -1;
+}
+
 int Main(int argc, char** argv) {
   Flags flags;
   if (!Parse(argc, argv, flags)) {
@@ -440,6 +454,10 @@ int Main(int argc, char** argv) {
   if (!backend.ok()) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
     return 2;
+  }
+  if (const int64_t failed = RunRowProducts(flags, device);
+      failed != 0 || flags.attention == "projected") {
+    return failed == 0 ? 0 : failed > 0 ? 1 : 2;
   }
   const std::vector<CaseSpec> cases = Cases(flags, **backend);
   SuiteOptions suite = Suite(flags, device);

@@ -12,6 +12,7 @@
 #include "kernels/formats/kv_format.h"
 #include "kernels/hip/args/attend_variants.h"
 #include "kernels/hip/args/kernel_args.h"
+#include "kernels/hip/args/row_args.h"
 #include "kernels/types/attention_desc.h"
 #include "kernels/types/round_info.h"
 
@@ -112,6 +113,9 @@ struct ArchTraits {
   // For the kernels for tiles of one row; 0 if there are none.
   int32_t project_row_wide_shared_bytes = 0;
   int32_t project_row_deep_shared_bytes = 0;
+  // Kernels for products of whole rows.
+  RowProductShape few_rows = {128, 2, 0};
+  RowProductShape many_rows = {128, 2, 0};
   // True if there is a kernel that widens the rows of a launch with lists beforehand (WidensLists).
   bool widens_lists = false;
   bool indexer = false;  // there are kernels for an indexer
@@ -165,6 +169,8 @@ inline constexpr ArchTraits kSm90Traits{
     .project_shared_bytes = 49152,
     .project_row_wide_shared_bytes = 33280,
     .project_row_deep_shared_bytes = 10240,
+    .few_rows = {128, 2, 81920},
+    .many_rows = {256, 1, 196608},
     .widens_lists = true,
     .indexer = true,
     .index_logits_threads = 384,

@@ -18,6 +18,7 @@
 #include "kernels/hip/device/kernels/copies.h"
 #include "kernels/hip/device/kernels/gate.h"
 #include "kernels/hip/device/kernels/project.h"
+#include "kernels/hip/device/kernels/row_product.h"
 #include "kernels/hip/device/kv/append_kv.h"
 #include "kernels/hip/device/kv/digest.h"
 #include "kernels/hip/device/primitives/late.h"
@@ -43,6 +44,7 @@
 #include "kernels/hip/device/sm90/prefill/expand_wgmma.h"
 #include "kernels/hip/device/sm90/prefill/expanded_e4m3.h"
 #include "kernels/hip/device/sm90/prefill/expanded_wgmma.h"
+#include "kernels/hip/device/sm90/row_products.h"
 #endif
 
 #if MLA_GFX950
@@ -235,6 +237,46 @@ mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
   Project<ProjectConfig>::run(args);
 }
 
+using FewRows = RowProduct<WaveProducts<FewRowsConfig>>;
+#if MLA_AMD
+using ManyRows = RowProduct<WaveProducts<ManyRowsConfig>>;
+#define MLA_MANY_ROWS_BOUNDS MLA_LAUNCH_BOUNDS_OF_TWO(256)
+#else
+using ManyRows = RowProduct<WarpgroupProducts<ManyRowsConfig::kStages>>;
+#define MLA_MANY_ROWS_BOUNDS MLA_LAUNCH_BOUNDS(256)
+#endif
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
+    mla_pack_rows(const MLA_KERNEL_ARGUMENT RowProductArgs args) {
+  if (came_late(args)) return;
+  PackRows::run(args);
+}
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
+    mla_row_product_few(const MLA_KERNEL_ARGUMENT RowProductArgs args) {
+  if (came_late(args)) return;
+  FewRows::run(args);
+}
+extern "C" __global__ void MLA_MANY_ROWS_BOUNDS
+mla_row_product_many(const MLA_KERNEL_ARGUMENT RowProductArgs args) {
+  if (came_late(args)) return;
+  ManyRows::run(args);
+}
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
+    mla_finish_rows(const MLA_KERNEL_ARGUMENT RowProductArgs args) {
+  if (came_late(args)) return;
+  FinishRows::run(args);
+}
+static_assert(FewRows::kRows == kRowProductFew);
+static_assert(ManyRows::kRows == kRowProductMany);
+static_assert(FewRows::kThreads == 256);
+static_assert(ManyRows::kThreads == 256);
+#if MLA_AMD
+static_assert(FewRows::kColumns == kGfx950Traits.few_rows.columns);
+static_assert(ManyRows::kColumns == kGfx942Traits.many_rows.columns);
+#else
+static_assert(FewRows::kColumns == kSm90Traits.few_rows.columns);
+static_assert(ManyRows::kColumns == kSm90Traits.many_rows.columns);
+#endif
+
 #if MLA_AMD
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(kIndexLogitsThreads)
     mla_index_logits(const MLA_KERNEL_ARGUMENT IndexArgs args) {
@@ -282,6 +324,8 @@ static_assert(ProjectRowWide::kColumns == kProjectWideCols);
 static_assert(ProjectRowWide::kDepth == kProjectWideDepth);
 static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);
 static_assert(Project<ProjectConfig>::kSharedBytes == kSm90Traits.project_shared_bytes);
+static_assert(FewRows::kSharedBytes == kSm90Traits.few_rows.shared_bytes);
+static_assert(ManyRows::kSharedBytes == kSm90Traits.many_rows.shared_bytes);
 #endif
 
 }  // namespace mla::kernels::hip

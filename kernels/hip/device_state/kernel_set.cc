@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "kernels/hip/args/gate_args.h"
+#include "kernels/hip/args/row_args.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -50,6 +51,10 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
     find(kProjectRowWideKernel, arch.project_row_wide_shared_bytes, &kernels->project_row_wide);
     find(kProjectRowDeepKernel, arch.project_row_deep_shared_bytes, &kernels->project_row_deep);
   }
+  find(kPackRowsKernel, 0, &kernels->pack_rows);
+  find(kFewRowsKernel, arch.few_rows.shared_bytes, &kernels->few_rows);
+  find(kManyRowsKernel, arch.many_rows.shared_bytes, &kernels->many_rows);
+  find(kFinishRowsKernel, 0, &kernels->finish_rows);
   if (arch.widens_lists) find(kWidenKernel, 0, &kernels->widen);
   if (arch.indexer) {
     find(kIndexLogitsKernel, IndexLogitsSharedBytes(arch, kMaxIndexHeads, DType::kF32),

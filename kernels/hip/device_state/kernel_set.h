@@ -17,6 +17,7 @@ struct KernelSet {
   Function gate = nullptr, signal = nullptr;
   Function index_logits = nullptr, index_select = nullptr, widen = nullptr;
   Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
+  Function pack_rows = nullptr, few_rows = nullptr, many_rows = nullptr, finish_rows = nullptr;
   std::vector<Function> attend, split, stream, expand, expanded;  // by index, as in ArchTraits
 };
 

@@ -1,12 +1,14 @@
 #include "kernels/hip/device_state/weight_store.h"
 
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "kernels/hip/args/expanded_args.h"
+#include "kernels/hip/args/row_args.h"
 #include "kernels/hip/device_state/weight_panels.h"
 
 namespace mla::kernels::hip {
@@ -20,6 +22,20 @@ int64_t WeightBytes(const Geometry& g, int32_t heads) {
 // Offset of W_UV, which follows W_UK, in a slot for `heads` heads.
 int64_t ValuesOffset(const Geometry& g, int32_t heads) {
   return int64_t{heads} * g.kv_lora_rank * g.nope_dim * int64_t{sizeof(Bf16)};
+}
+
+// Matrices of PROJECTED without the padding of their rows.
+WeightStore::ProjectedMatrix Shape(const Geometry& g, const ProjectedShape& shape,
+                                   ProjectedPart part) {
+  WeightStore::ProjectedMatrix m;
+  const bool queries = part == ProjectedPart::kQueries;
+  m.columns = queries ? g.num_heads * g.expanded_q_dim() : shape.hidden_size;
+  m.depth = queries ? shape.q_lora_rank : g.num_heads * g.v_dim;
+  m.padded_depth = (m.depth + kRowProductDepth - 1) / kRowProductDepth * kRowProductDepth;
+  return m;
+}
+int64_t BytesOf(const WeightStore::ProjectedMatrix& m) {
+  return int64_t{m.columns} * m.padded_depth * int64_t{sizeof(Bf16)};
 }
 
 // Pinned memory in which matrices are packed, and the largest of them.
@@ -44,13 +60,14 @@ absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const Ba
   absl::StatusOr<PinnedBuffer> pinned = PinnedBuffer::Create(runtime, "weight pointers", pointers);
   if (!pinned.ok()) return pinned.status();
   pointers_host_ = *std::move(pinned);
-  if (arch.weight_panels && limits.weights_slots > 0) {
+  if (limits.weights_slots > 0) {
     pinned = PinnedBuffer::Create(runtime, "packed weights", kPackedBytes);
     if (!pinned.ok()) return pinned.status();
     packed_ = *std::move(pinned);
   }
   slots_.resize(static_cast<size_t>(limits.weights_slots));
-  arena_ = WeightArena(limits.weights_bytes, limits.weights_slots);
+  projected_.resize(slots_.size());
+  arena_ = WeightArena(limits.weights_bytes, 2 * limits.weights_slots);
   return absl::OkStatus();
 }
 
@@ -70,10 +87,7 @@ bool WeightStore::Holds(int32_t slot, int32_t head_begin, int32_t heads) const {
 absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                int32_t head_end, const Bf16* w_uk, const Bf16* w_uv,
                                const DeviceBuffer& scratch) {
-  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weights slot: got ", slot, ", limit ", slots_.size()));
-  }
+  MLA_RETURN_IF_ERROR(CheckSlot(slot));
   if (head_begin < 0 || head_end <= head_begin) {
     return absl::InvalidArgumentError(
         absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
@@ -91,7 +105,10 @@ absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t h
     MLA_RETURN_IF_ERROR(Free(slot));
   }
   if (!target.used()) {
-    MLA_RETURN_IF_ERROR(Place(slot, geometry, capacity, scratch));
+    const int64_t bytes = WeightBytes(geometry, capacity);
+    MLA_RETURN_IF_ERROR(CheckRoom(bytes));
+    slots_[slot] = {geometry, std::vector<bool>(static_cast<size_t>(capacity), false)};
+    MLA_RETURN_IF_ERROR(Place(slot, bytes, scratch));
   }
   const DevicePtr uk = memory_.at() + static_cast<uint64_t>(arena_.at(slot));
   const auto places = static_cast<int32_t>(target.loaded.size());
@@ -134,32 +151,131 @@ absl::Status WeightStore::CopyMatrices(DevicePtr to, const Bf16* from, int32_t h
   return absl::OkStatus();
 }
 
-// Makes room for all heads of the model, and publishes the addresses for the kernels.
-absl::Status WeightStore::Place(int32_t slot, const Geometry& geometry, int32_t heads,
-                                const DeviceBuffer& scratch) {
-  const int64_t bytes = WeightBytes(geometry, heads);
-  if (bytes > arena_.bytes() - arena_.used()) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("limits.weights_bytes: got ", bytes, " bytes of weights in addition to ",
-                     arena_.used(), " in use, limit ", arena_.bytes()));
-  }
+absl::Status WeightStore::CheckSlot(int32_t slot) const {
+  if (slot >= 0 && slot < static_cast<int32_t>(slots_.size())) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("weights slot: got ", slot, ", limit ", slots_.size()));
+}
+
+absl::Status WeightStore::CheckRoom(int64_t bytes) const {
+  if (bytes <= arena_.bytes() - arena_.used()) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("limits.weights_bytes: got ", bytes, " bytes of weights in addition to ",
+                   arena_.used(), " in use, limit ", arena_.bytes()));
+}
+
+// Makes room for all heads of the model, and publishes the addresses for the kernels. After an
+// error the extent's owner holds nothing. REQUIRES: CheckRoom.
+absl::Status WeightStore::Place(int32_t extent, int64_t bytes, const DeviceBuffer& scratch) {
   absl::Status s;
-  const bool moved = !arena_.Take(slot, bytes);
+  const bool moved = !arena_.Take(extent, bytes);
   if (moved) {
     s = Compact(scratch);
-    if (s.ok() && !arena_.Take(slot, bytes)) s = absl::InternalError("no room after compaction");
+    if (s.ok() && !arena_.Take(extent, bytes)) s = absl::InternalError("no room after compaction");
   }
-  if (s.ok()) {
-    slots_[slot] = {geometry, std::vector<bool>(static_cast<size_t>(heads), false)};
-    s = Publish();
-  }
+  if (s.ok()) s = Publish();
   if (s.ok()) return s;
-  s.Update(Free(slot));
+  Drop(extent);
   if (!moved) return s;  // no slot has moved, and a later call publishes again
   // Weights of other models have moved, completely or in part, but the kernels' addresses are old.
   // They must not be read any more.
   torn_ = true;
   return absl::InternalError(absl::StrCat("weights that were being moved: ", s.message()));
+}
+
+void WeightStore::Drop(int32_t extent) {
+  const auto index = static_cast<size_t>(extent);
+  arena_.Free(extent);
+  if (index < slots_.size()) {
+    slots_[index] = Slot();
+  } else {
+    projected_[index - slots_.size()] = ProjectedSlot();
+  }
+}
+
+absl::Status WeightStore::PlaceProjected(int32_t slot, const Geometry& geometry,
+                                         const ProjectedShape& shape, const DeviceBuffer& scratch) {
+  const ProjectedMatrix queries = Shape(geometry, shape, ProjectedPart::kQueries);
+  const ProjectedMatrix outputs = Shape(geometry, shape, ProjectedPart::kOutputs);
+  const int64_t bytes = BytesOf(queries) + BytesOf(outputs);
+  MLA_RETURN_IF_ERROR(CheckRoom(bytes));
+  ProjectedSlot& target = projected_[slot];
+  target.geometry = geometry;
+  target.shape = shape;
+  for (std::vector<bool>& heads : target.loaded) {
+    heads.assign(static_cast<size_t>(geometry.num_heads), false);
+  }
+  const int32_t extent = ExtentOfProjected(slot);
+  MLA_RETURN_IF_ERROR(Place(extent, bytes, scratch));
+  if (queries.depth == queries.padded_depth && outputs.depth == outputs.padded_depth) {
+    return absl::OkStatus();
+  }
+  const DevicePtr at = memory_.at() + static_cast<uint64_t>(arena_.at(extent));
+  absl::Status s = runtime_->Fill(at, 0, bytes, stream_);
+  if (!s.ok()) Drop(extent);
+  return s;
+}
+
+absl::Status WeightStore::LoadProjected(int32_t slot, const Geometry& geometry,
+                                        const ProjectedShape& shape, ProjectedPart part,
+                                        int32_t head, const Bf16* weights,
+                                        const DeviceBuffer& scratch) {
+  MLA_RETURN_IF_ERROR(CheckSlot(slot));
+  if (head < 0 || head >= geometry.num_heads || !shape.present()) {
+    return absl::InvalidArgumentError(absl::StrCat("weights head: got ", head, " of ",
+                                                   geometry.num_heads, ", q_lora_rank ",
+                                                   shape.q_lora_rank));
+  }
+  ProjectedSlot& target = projected_[slot];
+  if (target.used() && (target.shape != shape || !(target.geometry == geometry))) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("weights slot ", slot, " holds weights of another shape"));
+  }
+  if (!target.used()) MLA_RETURN_IF_ERROR(PlaceProjected(slot, geometry, shape, scratch));
+  const ProjectedMatrix m = Shape(geometry, shape, part);
+  const bool queries = part == ProjectedPart::kQueries;
+  const int64_t rows = queries ? geometry.expanded_q_dim() : shape.hidden_size;
+  const int64_t row_bytes = (queries ? shape.q_lora_rank : geometry.v_dim) * int64_t{sizeof(Bf16)};
+  const int64_t pitch = m.padded_depth * int64_t{sizeof(Bf16)};
+  int64_t offset = arena_.at(ExtentOfProjected(slot)) + head * (queries ? rows * pitch : row_bytes);
+  if (!queries) offset += BytesOf(Shape(geometry, shape, ProjectedPart::kQueries));
+  MLA_RETURN_IF_ERROR(
+      CopyRows(memory_.at() + static_cast<uint64_t>(offset), pitch, weights, row_bytes, rows));
+  target.loaded[static_cast<size_t>(part)][static_cast<size_t>(head)] = true;
+  return absl::OkStatus();
+}
+
+absl::Status WeightStore::CopyRows(DevicePtr to, int64_t pitch, const Bf16* from, int64_t row_bytes,
+                                   int64_t rows) {
+  const auto* const source = reinterpret_cast<const std::byte*>(from);
+  const int64_t at_once = kPackedBytes / row_bytes;
+  if (at_once < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights: got rows of ", row_bytes, " bytes, limit ", kPackedBytes));
+  }
+  for (int64_t row = 0; row < rows; row += at_once) {
+    const int64_t count = std::min(at_once, rows - row);
+    std::memcpy(packed_.data(), source + row * row_bytes, static_cast<size_t>(count * row_bytes));
+    absl::Status s = runtime_->CopyRowsIn(to + static_cast<uint64_t>(row * pitch), pitch,
+                                          packed_.data(), row_bytes, row_bytes, count, stream_);
+    s.Update(runtime_->Synchronize(stream_));  // before the same memory is filled again
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+WeightStore::ProjectedMatrix WeightStore::Projected(int32_t slot, ProjectedPart part) const {
+  if (!CheckSlot(slot).ok() || !projected_[slot].used()) return {};
+  const ProjectedSlot& held = projected_[slot];
+  const std::vector<bool>& loaded = held.loaded[static_cast<size_t>(part)];
+  if (!std::all_of(loaded.begin(), loaded.end(), [](bool head) { return head; })) return {};
+  ProjectedMatrix m = Shape(held.geometry, held.shape, part);
+  int64_t offset = arena_.at(ExtentOfProjected(slot));
+  if (part == ProjectedPart::kOutputs) {
+    offset += BytesOf(Shape(held.geometry, held.shape, ProjectedPart::kQueries));
+  }
+  m.at = memory_.As<const uint16_t>() + offset / int64_t{sizeof(Bf16)};
+  return m;
 }
 
 // Copies may not overlap, so an extent moves in pieces no longer than its distance. A short
@@ -200,12 +316,9 @@ absl::Status WeightStore::Publish() {
 }
 
 absl::Status WeightStore::Free(int32_t slot) {
-  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weights slot: got ", slot, ", limit ", slots_.size()));
-  }
-  arena_.Free(slot);
-  slots_[slot] = Slot();
+  MLA_RETURN_IF_ERROR(CheckSlot(slot));
+  Drop(slot);
+  Drop(ExtentOfProjected(slot));
   return absl::OkStatus();
 }
 

@@ -1,5 +1,6 @@
-// Weights of the EXPANDED profile in device memory: a slot for each model and layer, with W_UK of
-// all heads, then W_UV.
+// Weights of the EXPANDED and PROJECTED profiles in device memory: a slot for each model and layer.
+// A slot has up to two pieces of memory, one with W_UK of all heads and then W_UV, and one with
+// W_UQ and then W_O. Rows of the latter are padded with zeros to a multiple of kRowProductDepth.
 //
 // Everything happens on the stream of the kernels, so launches submitted before a call see the
 // weights from before it. Slots lie in one arena. If none of its gaps is large enough, slots move.
@@ -30,12 +31,23 @@ class WeightStore final {
   // As AttentionBackend::LoadWeights. `scratch` is device memory that is unused now.
   absl::Status Load(int32_t slot, const Geometry& geometry, int32_t head_begin, int32_t head_end,
                     const Bf16* w_uk, const Bf16* w_uv, const DeviceBuffer& scratch);
+  // As AttentionBackend::LoadProjected.
+  absl::Status LoadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
+                             ProjectedPart part, int32_t head, const Bf16* weights,
+                             const DeviceBuffer& scratch);
   absl::Status Free(int32_t slot);
   // True after a move of slots has failed halfway: no weights may be read any more.
   bool torn() const { return torn_; }
 
   bool InPanels(const Geometry& geometry) const;
   bool Holds(int32_t slot, int32_t head_begin, int32_t heads) const;
+  // One matrix of PROJECTED, of all heads.
+  struct ProjectedMatrix {
+    const uint16_t* at =
+        nullptr;  // [columns, padded_depth] on the device; null: some head is missing
+    int32_t columns = 0, depth = 0, padded_depth = 0;
+  };
+  ProjectedMatrix Projected(int32_t slot, ProjectedPart part) const;
   // Device addresses of the weights of a slot that has some.
   const uint16_t* UkOf(int32_t slot) const { return Published(slot); }
   const uint16_t* UvOf(int32_t slot) const {
@@ -54,8 +66,26 @@ class WeightStore final {
     std::vector<bool> loaded;  // by head
     bool used() const { return !loaded.empty(); }
   };
-  absl::Status Place(int32_t slot, const Geometry& geometry, int32_t heads,
-                     const DeviceBuffer& scratch);
+  struct ProjectedSlot {
+    Geometry geometry;
+    ProjectedShape shape;
+    std::vector<bool> loaded[kProjectedParts];  // by head
+    bool used() const { return shape.present(); }
+  };
+  absl::Status CheckSlot(int32_t slot) const;
+  absl::Status CheckRoom(int64_t bytes) const;
+  // Index in the arena of a slot's weights of PROJECTED; that of the others is the slot's.
+  int32_t ExtentOfProjected(int32_t slot) const {
+    return slot + static_cast<int32_t>(slots_.size());
+  }
+  absl::Status Place(int32_t extent, int64_t bytes, const DeviceBuffer& scratch);
+  void Drop(int32_t extent);
+  absl::Status PlaceProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
+                              const DeviceBuffer& scratch);
+  // Copies `rows` rows of `row_bytes` bytes each, through pinned memory, to rows `pitch` bytes
+  // apart.
+  absl::Status CopyRows(DevicePtr to, int64_t pitch, const Bf16* from, int64_t row_bytes,
+                        int64_t rows);
   // Copies one matrix [rows, columns] a head, contiguously from `to` on.
   absl::Status CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,
                             int32_t columns, bool in_panels);
@@ -67,8 +97,9 @@ class WeightStore final {
   DeviceBuffer memory_, pointers_;
   PinnedBuffer pointers_host_, packed_;
   const ArchTraits* arch_ = nullptr;
-  std::vector<Slot> slots_;  // as in the arena
-  WeightArena arena_;        // extents in memory_
+  std::vector<Slot> slots_;               // as in the arena
+  std::vector<ProjectedSlot> projected_;  // in the arena after the slots
+  WeightArena arena_;                     // extents in memory_
   bool torn_ = false;
 };
 

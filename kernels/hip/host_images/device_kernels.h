@@ -18,6 +18,10 @@ constexpr host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(mla_append_kv),
     MLA_HOST_KERNEL(mla_combine),
     MLA_HOST_KERNEL(mla_project),
+    MLA_HOST_KERNEL(mla_pack_rows),
+    MLA_HOST_KERNEL(mla_row_product_few),
+    MLA_HOST_KERNEL(mla_row_product_many),
+    MLA_HOST_KERNEL(mla_finish_rows),
     MLA_HOST_KERNEL(mla_index_logits),
     MLA_HOST_KERNEL(mla_index_select),
 #if MLA_SM90

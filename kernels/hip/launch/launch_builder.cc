@@ -55,6 +55,7 @@ LaunchBuilder::LaunchBuilder(const DeviceState& device, const BackendLimits& lim
       pages_(device, limits),
       index_(device),
       projections_(device, limits),
+      row_products_(device),
       absorbed_(device, index_.scratch()),
       expanded_(device) {}
 
@@ -63,6 +64,7 @@ absl::StatusOr<std::unique_ptr<LaunchBuilder>> LaunchBuilder::Create(const Devic
                                                                      Stream stream) {
   std::unique_ptr<LaunchBuilder> builder(new LaunchBuilder(device, limits));
   MLA_RETURN_IF_ERROR(builder->index_.Allocate(limits, stream));
+  MLA_RETURN_IF_ERROR(builder->row_products_.Allocate(limits));
   MLA_ASSIGN_OR_RETURN(builder->streams_, StreamWork::Create(device, limits, stream));
   MLA_ASSIGN_OR_RETURN(builder->plans_, PlanStore::Create(device.runtime, PlanCopies(limits),
                                                           PlanBytes(device, limits)));
@@ -78,7 +80,7 @@ int64_t LaunchBuilder::MetadataBytes(const BackendLimits& l, const BackendInfo& 
        static_cast<int64_t>(sizeof(StreamedTensors)) + kRegionAlignment +
        static_cast<int64_t>(sizeof(int32_t) + sizeof(WindowRecord)) + kRegionAlignment);
   return segments + PageWork::MetadataBytes(l) + ProjectWork::MetadataBytes(l) +
-         IndexWork::MetadataBytes(l, info) + kSlack;
+         RowWork::MetadataBytes(l) + IndexWork::MetadataBytes(l, info) + kSlack;
 }
 
 int64_t LaunchBuilder::HostBytes(const DeviceState& device, const BackendLimits& l) {
@@ -87,7 +89,7 @@ int64_t LaunchBuilder::HostBytes(const DeviceState& device, const BackendLimits&
 
 int64_t LaunchBuilder::WorkspaceBytes(const DeviceState& device, const BackendLimits& l) {
   return IndexWork::WorkspaceBytes(l, device.info) + StreamWork::WorkspaceBytes(l) +
-         PlanBytesOnEither(device, l);
+         RowWork::WorkspaceBytes(l) + PlanBytesOnEither(device, l);
 }
 
 absl::Status LaunchBuilder::CheckAttention(const AttentionParams& params) const {
@@ -164,17 +166,20 @@ absl::Status LaunchBuilder::Build(LaunchRecording& recording, int32_t index, con
   if (s.ok()) s = pages_.AddDigests(recording, launch);
   if (s.ok()) s = pages_.AddPages(recording, launch.pages);
   if (s.ok()) s = pages_.AddTables(recording, launch);
-  // Without selects, absorb follows append. Its blocks may then read their weights while the gate
-  // waits: the gate waits for work on another device, which needs no unit of this one.
-  const bool early =
-      recording.gate_is_far() && launch.selects.empty() && projections_.StartsEarly(launch.absorb);
+  // Without selects and queries, absorb follows append. Its blocks may then read their weights
+  // while the gate waits: the gate waits for work on another device, which needs no unit of this
+  // one.
+  const bool early = recording.gate_is_far() && launch.selects.empty() &&
+                     launch.queries.records.empty() && projections_.StartsEarly(launch.absorb);
   const bool by_attention = streamed && streams_->Appends(index);
   if (s.ok() && !by_attention) s = pages_.AddAppends(recording, launch.appends, early);
   if (s.ok()) s = index_.Add(recording, launch.selects);
+  if (s.ok()) s = row_products_.Add(recording, launch.queries, ProjectedPart::kQueries);
   if (s.ok()) s = projections_.AddAbsorb(recording, launch.absorb);
   if (s.ok()) s = AddAttention(recording, index, launch.absorbed, form);
   if (s.ok()) s = projections_.AddProject(recording, launch.project);
   if (s.ok()) s = AddAttention(recording, index, launch.expanded, {});
+  if (s.ok()) s = row_products_.Add(recording, launch.hiddens, ProjectedPart::kOutputs);
   if (s.ok()) s = gate_.AddTimedSignals(recording, launch.signals);
   recording.EndTimed();
   if (s.ok()) {

@@ -20,6 +20,7 @@
 #include "kernels/hip/launch/index_work.h"
 #include "kernels/hip/launch/page_work.h"
 #include "kernels/hip/launch/project_work.h"
+#include "kernels/hip/launch/row_work.h"
 #include "kernels/hip/launch/stream_work.h"
 #include "kernels/hip/runtime/plan_store.h"
 #include "kernels/hip/slot/launch_recording.h"
@@ -74,6 +75,7 @@ class LaunchBuilder final {
   PageWork pages_;
   IndexWork index_;
   ProjectWork projections_;
+  RowWork row_products_;
   AbsorbedWork absorbed_;
   ExpandedWork expanded_;
   std::optional<StreamWork> streams_;

@@ -14,6 +14,7 @@
 #include "kernels/hip/self_test/gate.h"
 #include "kernels/hip/self_test/pages.h"
 #include "kernels/hip/self_test/plan.h"
+#include "kernels/hip/self_test/projected.h"
 #include "kernels/hip/self_test/row.h"
 #include "kernels/hip/self_test/sparse.h"
 #include "kernels/launch_layout.h"
@@ -277,7 +278,8 @@ BackendLimits Limits(const AttentionBackend& backend) {
   l.kv_pool_bytes = kPoolBytes;
   l.page_table_entries = kMostPages;
   l.weights_bytes =
-      int64_t{kHeads} * 512 * (kWideGeometry.nope_dim + kWideGeometry.v_dim) * sizeof(Bf16);
+      int64_t{kHeads} * 512 * (kWideGeometry.nope_dim + kWideGeometry.v_dim) * sizeof(Bf16) +
+      kProjectedBytes;
   l.weights_slots = 1;
   l.launch_slots = 1;
   l.launch_requests = segments;
@@ -393,6 +395,7 @@ absl::Status Check(AttentionBackend& backend, SelfTestRun& run) {
   part("words", [&] { return CheckGate(backend); });
   part("one_row",
        [&] { return CheckRow(backend, weights, Data(kGeometry, kShapes[0], KvFormat::kBf16)); });
+  part("projected", [&] { return CheckProjected(backend); });
   part("wide_heads", [&] { return CheckWideHeads(backend, run); });
   return s;
 }

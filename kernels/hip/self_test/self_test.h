@@ -63,7 +63,8 @@ BackendLimits SelfTestLimits(const AttentionBackend& backend);
 // - a NaN in a row that only the last query row sees.
 //
 // It also projects latent outputs that nearly cancel, of values that bf16 does not hold, so that a
-// kernel that rounds them once too often is found. Windows with entries and sinks, the choice of
+// kernel that rounds them once too often is found. Products of whole rows follow, of few fp32 rows
+// and of many bf16 rows. Windows with entries and sinks, the choice of
 // the indexer, and the expanded form at nope_dim 192 and v_dim 256 follow, if the backend has them.
 //
 // REQUIRES: memory as SelfTestLimits. INTERNAL names the first wrong value.

@@ -75,6 +75,14 @@ struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 1;
 };
 
+// Products of whole rows (device/kernels/row_product.h); two blocks a unit.
+struct FewRowsConfig {
+  static constexpr int kWaveRows = 32, kRowWaves = 1, kColWaves = 4, kStages = 4;
+};
+struct ManyRowsConfig {
+  static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1, kStages = 2;
+};
+
 }  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_DEVICE_GFX950_CONFIG_H_

@@ -85,6 +85,15 @@ struct ProjectConfig {
   static constexpr int kWaveRows = 16, kRowWaves = 4, kColWaves = 2;
 };
 
+// Products of whole rows (device/kernels/row_product.h, device/sm90/row_products.h): of few rows by
+// two blocks a unit, of many by one.
+struct FewRowsConfig {
+  static constexpr int kWaveRows = 32, kRowWaves = 1, kColWaves = 8, kStages = 4;
+};
+struct ManyRowsConfig {
+  static constexpr int kStages = 4;
+};
+
 }  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_DEVICE_SM90_CONFIG_H_

@@ -1,0 +1,77 @@
+// Arguments of the products of whole rows with W_UQ and W_O (Launch::queries, Launch::hiddens),
+// shared by host and device. All addresses are device addresses.
+#ifndef MLA_KERNELS_HIP_ARGS_ROW_ARGS_H_
+#define MLA_KERNELS_HIP_ARGS_ROW_ARGS_H_
+
+#include <cstdint>
+#include <type_traits>
+
+namespace mla::kernels::hip {
+
+// A product takes up to three kernels: mla_pack_rows if rows cannot be read in place, one of
+// mla_row_product_*, and mla_finish_rows.
+inline constexpr char kPackRowsKernel[] = "mla_pack_rows";
+inline constexpr char kFewRowsKernel[] = "mla_row_product_few";
+inline constexpr char kManyRowsKernel[] = "mla_row_product_many";
+inline constexpr char kFinishRowsKernel[] = "mla_finish_rows";
+
+inline constexpr int32_t kRowProductFew = 32;    // most rows of mla_row_product_few
+inline constexpr int32_t kRowProductMany = 128;  // most rows of a product
+inline constexpr int32_t kRowProductDepth = 64;  // depth of a step; rows of weights are padded
+inline constexpr int32_t kRowRun = 4;            // columns that a thread finishes
+// A kernel of row products: columns of a block, and blocks that a unit holds.
+struct RowProductShape {
+  int32_t columns, blocks_per_unit;
+  int32_t shared_bytes;  // dynamic shared memory
+};
+
+struct RowProductRow {
+  const void* in;         // [depth]
+  void* out;              // [columns]
+  const float* rotation;  // cosines of the pairs, then their sines; null: none
+};
+
+// sums[s, r, :] = in[r, steps of s] x weights[:, steps of s]^T for r < count and s < splits; then
+// out[r, :] = rotate(sum of sums[:, r, :]). Splits share the steps, and fp32 rows have twice as
+// many: those of their rounded values and then those of the remainders.
+struct RowProductArgs {
+  const RowProductRow* rows;
+  const uint16_t* weights;  // [columns, padded depth]
+  uint16_t* packed;         // [count, planes, padded depth]; null: rows are read in place
+  float* sums;              // [splits, count, pitch]
+  int32_t count;            // 1 .. kRowProductMany
+  int32_t columns;
+  int32_t pitch;  // `columns`, rounded up to a multiple of kRowRun
+  int32_t depth;
+  int32_t padded_depth;  // a multiple of kRowProductDepth
+  int32_t planes;        // 2 for fp32 rows, else 1
+  int32_t splits;
+  int32_t in_is_f32;
+  int32_t out_is_f32;
+  // Rotated are the last 2 * pairs of every `head` columns. pairs is 0 if none are.
+  int32_t head;
+  int32_t pairs;
+  int32_t halves;  // nonzero for RopeLayout::kHalves
+  const uint32_t* late;
+};
+
+// Splits of a product that takes `steps` steps: as many as give every unit its blocks, unless a
+// block then had too few steps to fill its pipeline. They do not depend on the number of rows, so a
+// row's sums do not either.
+inline constexpr int32_t kMostRowSplits = 8;
+constexpr int32_t RowSplits(const RowProductShape& shape, int32_t columns, int32_t steps,
+                            int32_t units) {
+  constexpr int32_t kLeastSteps = 12;
+  const int32_t tiles = (columns + shape.columns - 1) / shape.columns;
+  int32_t splits = shape.blocks_per_unit * units / tiles;
+  if (splits > steps / kLeastSteps) splits = steps / kLeastSteps;
+  if (splits > kMostRowSplits) splits = kMostRowSplits;
+  return splits < 1 ? 1 : splits;
+}
+
+static_assert(std::is_trivially_copyable_v<RowProductRow>);
+static_assert(std::is_trivially_copyable_v<RowProductArgs>);
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_ARGS_ROW_ARGS_H_

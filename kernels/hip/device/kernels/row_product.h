@@ -1,0 +1,376 @@
+// Products of whole rows with W_UQ and W_O: out[r, :] = in[r, :] x weights^T, weights row-major
+// [columns, depth]. Both operands have their depth along a row, as queries and keys of scores do.
+//
+// A block computes all rows and 128 or 256 columns over its share of the depth, and reads each
+// weight once. While one stage is multiplied, copies of the later stages are in flight:
+//
+//   rows    [kRows x 64]    --+
+//                             +-- sums [kRows x kColumns], in registers
+//   weights [kColumns x 64] --+
+//
+// Sums of the shares are stored as fp32. mla_finish_rows adds them up in order, rotates and rounds
+// once, so that results do not depend on which block ends first.
+#ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_ROW_PRODUCT_H_
+#define MLA_KERNELS_HIP_DEVICE_KERNELS_ROW_PRODUCT_H_
+
+#include "kernels/hip/args/row_args.h"
+#include "kernels/hip/device/primitives/late.h"
+#include "kernels/hip/device/primitives/memory.h"
+
+namespace mla::kernels::hip {
+
+// Copies rows that are fp32, not aligned, or no multiple of a step long to args.packed: rounded,
+// padded with zeros, and for fp32 rows followed by the rounding remainders. A thread packs eight
+// elements. Grid: x = padded depth, y = row.
+struct PackRows {
+  static constexpr int kThreads = 256;
+  static constexpr int kRun = 8;
+
+  MLA_DEVICE static void run(const RowProductArgs& args) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const int row = block_index_y();
+    const int first = (block_index() * kThreads + thread_index()) * kRun;
+    if (first >= args.padded_depth) return;
+    const void* const in = args.rows[row].in;
+    uint32_t rounded[kRun / 2], rests[kRun / 2];
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) {
+      const float a = element(args, in, first + 2 * i), b = element(args, in, first + 2 * i + 1);
+      rounded[i] = pack_bf16(a, b);
+      rests[i] = pack_bf16(rest_of(a, rounded[i] << 16), rest_of(b, rounded[i] & 0xffff0000u));
+    }
+    uint16_t* const to =
+        args.packed + static_cast<int64_t>(row) * args.planes * args.padded_depth + first;
+    store_words(to, rounded);
+    if (args.planes > 1) store_words(to + args.padded_depth, rests);
+  }
+
+ private:
+  MLA_DEVICE static float element(const RowProductArgs& args, const void* in, int at) {
+    if (at >= args.depth) return 0.0f;
+    return args.in_is_f32 != 0 ? as_global<const float>(in)[at]
+                               : bf16_to_float(as_global<const uint16_t>(in)[at]);
+  }
+  // Rounding remainder of x. 0 for infinities, whose remainder would be NaN.
+  MLA_DEVICE static float rest_of(float x, uint32_t rounded) {
+    return (rounded & 0x7f800000u) == 0x7f800000u ? 0.0f : x - bits_to_float(rounded);
+  }
+};
+
+// The products of a block's waves: a grid of kRowWaves x kColWaves waves, each with its own rows
+// and columns.
+template <class C>
+struct WaveProducts {
+  using W = tile::Wave<C::kWaveRows>;
+  using lds_t = tile::lds_t;
+  static constexpr int kRows = C::kRowWaves * C::kWaveRows;
+  static constexpr int kWaves = C::kRowWaves * C::kColWaves;
+  static constexpr int kStages = C::kStages;
+  static constexpr int kColumns = 128;
+  static constexpr int kFragments = kColumns / C::kColWaves / W::kScoreCols;
+  static_assert(kFragments * C::kColWaves * W::kScoreCols == kColumns);
+
+  const int lane, row0, first_fragment;
+  typename W::Scores sums[kFragments];
+
+  MLA_DEVICE WaveProducts(int wave, int lane_number)
+      : lane(lane_number),
+        row0(wave / C::kColWaves * C::kWaveRows),
+        first_fragment((wave - wave / C::kColWaves * C::kColWaves) * kFragments) {
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) sums[f].set(i, 0.0f);
+    }
+  }
+
+  // Called by the waves whose copies have landed, before the barrier that precedes multiply.
+  MLA_DEVICE static void publish() {}
+  // Adds the products of a stage. Shared memory is no longer read when it returns.
+  MLA_DEVICE void multiply(lds_t rows, int count) {
+    if (row0 >= count) return;
+    const typename W::template KeyRows<kColumns> weights(rows + kRows * 128, 0, lane);
+#pragma unroll
+    for (int step = 0; step < kRowProductDepth / W::kDepth; ++step) {
+      typename W::Q q;
+      W::template load_q<kRows>(q, rows, row0, step, lane);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        typename W::K k;
+        weights.load(k, (first_fragment + f) * W::kScoreCols, step);
+        W::scores(sums[f], q, k);
+      }
+    }
+  }
+  // Calls visit(row, column, run) for the runs of consecutive columns that this lane holds.
+  template <class Visit>
+  MLA_DEVICE void for_each_run(const Visit& visit) const {
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      const int row = row0 + W::row(lane, slot);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+        for (int i = 0; i < W::kScoreElems; i += W::kRun) {
+          if (W::score_slot(i) != slot) continue;
+          float run[W::kRun];
+#pragma unroll
+          for (int j = 0; j < W::kRun; ++j) run[j] = sums[f].at(i + j);
+          visit(row, (first_fragment + f) * W::kScoreCols + W::score_col(lane, i), run);
+        }
+      }
+    }
+  }
+};
+
+// Products is WaveProducts, or has the same members. Grid: x = columns, y = split.
+template <class Products>
+class RowProduct {
+ public:
+  static constexpr int kRows = Products::kRows;
+  static constexpr int kColumns = Products::kColumns;
+  static constexpr int kDepth = kRowProductDepth;
+  static constexpr int kWaves = Products::kWaves;
+  static constexpr int kStages = Products::kStages;
+  static constexpr int kThreads = kWaves * tile::kWave;
+  static constexpr int kStageBytes = (kRows + kColumns) * 128;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static_assert(kDepth * 2 == 128);
+
+  MLA_DEVICE static void run(const RowProductArgs& args) {
+    const RowProduct self(args);
+    Copies copies;
+    Products products(self.wave, self.lane);
+    self.multiply(copies, products);
+    self.store(products);
+  }
+
+ private:
+  using lds_t = tile::lds_t;
+  using Copies = tile::Copies;
+  // Rows of 128 bytes that all waves copy at once, and how many such copies each operand takes.
+  static constexpr int kRowsPerCopy = tile::kWave / 8;
+  static constexpr int kRowsAtOnce = kWaves * kRowsPerCopy;
+  static constexpr int kRowCopies = kRows / kRowsAtOnce;
+  static constexpr int kCopies = kStageBytes / 128 / kRowsAtOnce;
+  static_assert(kRowCopies * kRowsAtOnce == kRows && kCopies * kRowsAtOnce * 128 == kStageBytes);
+
+  // Sources of this lane at the next step that is copied.
+  struct Sources {
+    const uint8_t* at[kCopies];
+  };
+
+  MLA_DEVICE explicit RowProduct(const RowProductArgs& a)
+      : args(a),
+        lane(tile::lane_index()),
+        wave(tile::wave_index()),
+        first_column(block_index() * kColumns),
+        split(block_index_y()),
+        stages(tile::shared_base<kSharedBytes>()) {}
+
+  // Row of an operand that this lane copies the i-th time. Its chunk is the same each time, because
+  // the rows are multiples of 32 apart.
+  MLA_DEVICE int copied_row(int i) const {
+    return i * kRowsAtOnce + wave * kRowsPerCopy + (lane >> 3);
+  }
+  MLA_DEVICE int first_step(int of_split) const {
+    return static_cast<int>(static_cast<int64_t>(args.planes) * weight_steps() * of_split /
+                            args.splits);
+  }
+  MLA_DEVICE int weight_steps() const { return args.padded_depth / kDepth; }
+
+  // Rows past the last one repeat it; their sums are not stored. The same holds for columns.
+  MLA_DEVICE Sources find(int begin) const {
+    Sources from;
+    const int chunk = ((lane & 7) ^ tile::swizzle(copied_row(0))) * 16;
+    const int weights_begin = begin < weight_steps() ? begin : begin - weight_steps();
+    const int64_t row_bytes = static_cast<int64_t>(args.planes) * args.padded_depth * 2;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (i < kRowCopies) {
+        const int row = least(copied_row(i), args.count - 1);
+        const auto* const in = args.packed != nullptr
+                                   ? reinterpret_cast<const uint8_t*>(args.packed) + row * row_bytes
+                                   : static_cast<const uint8_t*>(args.rows[row].in);
+        from.at[i] = in + begin * (kDepth * 2) + chunk;
+      } else {
+        const int column = least(first_column + copied_row(i - kRowCopies), args.columns - 1);
+        from.at[i] = reinterpret_cast<const uint8_t*>(args.weights) +
+                     static_cast<int64_t>(column) * args.padded_depth * 2 +
+                     weights_begin * (kDepth * 2) + chunk;
+      }
+    }
+    return from;
+  }
+  MLA_DEVICE static int least(int a, int b) { return a < b ? a : b; }
+
+  // Starts copies [kIndex, kEnd) of a step. Each is called for the steps in order.
+  template <int kIndex, int kEnd>
+  MLA_DEVICE void issue(Copies& copies, Sources& from, int step, int stage) const {
+    if constexpr (kIndex < kEnd) {
+      // Where copies are counted by stage, rows that do not exist are left out.
+      const bool exists = MLA_AMD || kIndex >= kRowCopies || kIndex * kRowsAtOnce < args.count;
+      if (exists)
+        copies.template issue<kIndex, kIndex * kRowsAtOnce * 128>(base(stage), lane,
+                                                                  from.at[kIndex]);
+      from.at[kIndex] += kDepth * 2;
+      // Weights repeat for the remainders of fp32 rows.
+      if (kIndex >= kRowCopies && step == weight_steps() - 1) {
+        from.at[kIndex] -= args.padded_depth * 2;
+      }
+      issue<kIndex + 1, kEnd>(copies, from, step, stage);
+    }
+  }
+  // OfRegisters is Copies, where it passes through registers.
+  template <int kIndex = 0, class OfRegisters>
+  MLA_DEVICE void land(OfRegisters& copies) const {
+    if constexpr (kIndex < kCopies) {
+      copies.template land<kIndex, kIndex * kRowsAtOnce * 128>(base(0), lane);
+      land<kIndex + 1>(copies);
+    }
+  }
+  MLA_DEVICE lds_t base(int stage) const {
+    return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
+  }
+
+  MLA_DEVICE void multiply(Copies& copies, Products& products) const {
+    const int begin = first_step(split), end = first_step(split + 1);
+    Sources from = find(begin);
+    if constexpr (Copies::kThroughRegisters) {
+      wait_for_previous_kernel();
+      if (begin < end) issue<0, kCopies>(copies, from, begin, 0);
+      for (int step = begin; step < end; ++step) {
+        land(copies);
+        block_barrier();
+        if (step + 1 < end) issue<0, kCopies>(copies, from, step + 1, 0);
+        products.multiply(stages, args.count);
+        block_barrier();
+      }
+    } else {
+      start(copies, from, begin, end);
+      for (int step = begin; step < end; ++step) {
+        const int turn = step - begin;
+        if (step + kStages - 2 < end) {
+          copies.template wait<kStages - 2, kCopies>();
+        } else {
+          copies.template wait<0, kCopies>();
+        }
+        Products::publish();
+        block_barrier();
+        const int ahead = step + kStages - 1;
+        if (ahead < end) issue<0, kCopies>(copies, from, ahead, (turn + kStages - 1) % kStages);
+        copies.close_stage();
+        products.multiply(stages + turn % kStages * kStageBytes, args.count);
+      }
+      copies.template wait<0, kCopies>();
+    }
+  }
+
+  // Starts the copies of the first stages. The previous kernel writes the rows and not the weights,
+  // so the weights' copies begin before it has ended where copies are counted by stage.
+  MLA_DEVICE void start(Copies& copies, Sources& from, int begin, int end) const {
+    if constexpr (MLA_AMD) {
+      wait_for_previous_kernel();
+    } else {
+#pragma unroll
+      for (int s = 0; s < kStages - 1; ++s) {
+        if (begin + s < end) issue<kRowCopies, kCopies>(copies, from, begin + s, s);
+      }
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+    }
+#pragma unroll
+    for (int s = 0; s < kStages - 1; ++s) {
+      if (begin + s < end) issue<0, MLA_AMD ? kCopies : kRowCopies>(copies, from, begin + s, s);
+      copies.close_stage();
+    }
+  }
+
+  MLA_DEVICE void store(const Products& products) const {
+    products.for_each_run([this](int row, int in_block, const auto& run) {
+      const int column = first_column + in_block;
+      // The pitch has room for the rest of a run.
+      if (row >= args.count || column >= args.columns) return;
+      float* const to = args.sums + (static_cast<int64_t>(split) * args.count + row) * args.pitch;
+      store_run(to, column, run, true, true);
+    });
+  }
+
+  const RowProductArgs& args;
+  const int lane, wave, first_column, split;
+  const lds_t stages;
+};
+
+// Grid: x = runs of kRowRun columns, y = row.
+struct FinishRows {
+  static constexpr int kThreads = 256;
+
+  MLA_DEVICE static void run(const RowProductArgs& args) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const int row = block_index_y();
+    const int column = (block_index() * kThreads + thread_index()) * kRowRun;
+    if (column >= args.columns) return;
+    const RowProductRow r = args.rows[row];
+    float x[kRowRun] = {};
+    for (int s = 0; s < args.splits; ++s) {
+      uint32_t words[kRowRun];
+      load_words(words, sums_of(args, s, row) + column);
+#pragma unroll
+      for (int i = 0; i < kRowRun; ++i) x[i] += bits_to_float(words[i]);
+    }
+    if (args.pairs > 0 && r.rotation != nullptr) {
+      const int in_head = column % args.head;
+#pragma unroll
+      for (int i = 0; i < kRowRun; ++i) {
+        int e = in_head + i;
+        while (e >= args.head) e -= args.head;
+        if (column + i < args.columns) x[i] = rotated(args, r, row, column + i, e, x[i]);
+      }
+    }
+    store(args, r.out, column, x);
+  }
+
+ private:
+  MLA_DEVICE static const float* sums_of(const RowProductArgs& args, int split, int row) {
+    return args.sums + (static_cast<int64_t>(split) * args.count + row) * args.pitch;
+  }
+  // Element `e` of a head after the rotation; x is its value before it.
+  MLA_DEVICE static float rotated(const RowProductArgs& args, const RowProductRow& r, int row,
+                                  int column, int e, float x) {
+    const int place = e - (args.head - 2 * args.pairs);
+    if (place < 0) return x;
+    const bool halves = args.halves != 0;
+    const bool second = halves ? place >= args.pairs : (place & 1) != 0;
+    const int pair = halves ? (second ? place - args.pairs : place) : place >> 1;
+    const int apart = halves ? args.pairs : 1;
+    const int other = column + (second ? -apart : apart);
+    float y = 0.0f;
+    for (int s = 0; s < args.splits; ++s) y += as_global<const float>(sums_of(args, s, row))[other];
+    const auto* const rotation = as_global<const float>(r.rotation);
+    const float cosine = rotation[pair], sine = rotation[args.pairs + pair];
+    return second ? y * sine + x * cosine : x * cosine - y * sine;
+  }
+  MLA_DEVICE static void store(const RowProductArgs& args, void* out, int column,
+                               const float (&x)[kRowRun]) {
+    const bool f32 = args.out_is_f32 != 0;
+    if (column + kRowRun <= args.columns) {
+      const int bytes = f32 ? 4 : 2;
+      return store_run(out, column, x, f32, aligned_to(out, 0, 0, bytes, bytes * kRowRun));
+    }
+#pragma unroll
+    for (int i = 0; i < kRowRun; ++i) {
+      if (column + i >= args.columns) continue;
+      if (f32) {
+        as_global<float>(out)[column + i] = x[i];
+      } else {
+        as_global<uint16_t>(out)[column + i] = to_bf16(x[i]);
+      }
+    }
+  }
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_KERNELS_ROW_PRODUCT_H_

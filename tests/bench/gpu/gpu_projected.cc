@@ -1,0 +1,401 @@
+// Times a layer of PROJECTED and of EXPANDED at decode on this machine's GPU through the backend:
+// GPU time by events, the L2 overwritten before each launch, median.
+//
+//   gpu_projected [--batch 1,32,128] [--context 16384] [--heads 128] [--q-lora-rank 1536]
+//                 [--hidden-size 7168] [--iterations 30] [--image FILE] [--json FILE]
+//
+// Both have the same rows, weights and plan; every launch absorbs queries, attends and projects
+// outputs of `batch` sequences. PROJECTED makes the queries of low-rank ones before, and hidden
+// states after. A line a batch: microseconds of both (median, least), of the two products alone
+// (queries, hiddens: a launch with nothing else), what PROJECTED takes in addition, that as a
+// multiple of the time in which the device copies as many bytes as W_UQ and W_O have, and the bytes
+// of a token's tensors in both profiles, as the launches' inputs and outputs add up to.
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "kernels/hip/hip_backend.h"
+#include "kernels/launch_layout.h"
+#include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/planner.h"
+#include "tests/bench/gpu/gpu_programs.h"
+
+namespace mla::bench {
+namespace {
+
+using kernels::Bf16;
+using kernels::DType;
+using kernels::ProjectedPart;
+
+constexpr int32_t kPage = 64, kLora = 512, kRope = 64, kNope = 128, kValue = 128;
+constexpr int32_t kRowDim = kLora + kRope, kQueryDim = kNope + kRope;
+constexpr int64_t kRowBytes = kRowDim * int64_t{sizeof(Bf16)};
+constexpr int64_t kFlushBytes = int64_t{256} << 20;
+
+struct Flags {
+  std::vector<int32_t> batch{1, 32, 128};
+  int32_t context = 16384, heads = 128, q_lora_rank = 1536, hidden_size = 7168, iterations = 30;
+  std::string json, image;
+};
+
+// What a launch consists of.
+enum class Parts { kExpanded, kProjected, kQueries, kHiddens };
+
+struct Times {
+  double median = 0, least = 0;  // microseconds
+  int64_t token_bytes = 0;       // of tensors, without the rotations of a step
+};
+
+class Bench {
+ public:
+  Bench(const Flags& flags, std::unique_ptr<kernels::hip::HipBackend> backend)
+      : flags_(flags),
+        geometry_{flags.heads, kLora, kRope, kNope, kValue},
+        shape_{flags.q_lora_rank, flags.hidden_size},
+        backend_(std::move(backend)) {}
+
+  absl::Status Setup();
+  absl::Status Time(int32_t batch);
+  std::span<const std::string> rows() const { return rows_; }  // rows of JSON
+
+ private:
+  int64_t projected_bytes() const {
+    return int64_t{flags_.heads} *
+           (int64_t{kQueryDim} * flags_.q_lora_rank + int64_t{kValue} * flags_.hidden_size) * 2;
+  }
+  int64_t pages() const { return (flags_.context + kPage - 1) / kPage; }  // of a sequence
+  absl::Status LoadWeights();
+  absl::Status FillPool(int64_t bytes);
+  absl::Status SendTables(int32_t batch);
+  absl::Status Launch(int32_t batch, const kernels::PlanView& plan, Parts parts, int64_t* ns,
+                      int64_t* bytes);
+  absl::StatusOr<Times> Repeat(int32_t batch, const kernels::PlanView& plan, Parts parts);
+  absl::StatusOr<double> CopyMicros(int64_t bytes);
+  void AddAttention(int32_t batch, const void* q, void* o, void* between, void* latent,
+                    kernels::Launch& launch);
+
+  const Flags flags_;
+  const kernels::Geometry geometry_;
+  const kernels::ProjectedShape shape_;
+  std::unique_ptr<kernels::hip::HipBackend> backend_;
+  std::vector<std::string> rows_;
+  std::unique_ptr<scheduler::MetadataBuffers> buffers_;
+  scheduler::Planner planner_;
+  std::unique_ptr<kernels::HostBuffer> in_, out_;
+  kernels::hip::DeviceBuffer flush_, copied_;
+  kernels::LaunchLayout layout_;
+  std::vector<uint32_t> table_;
+  std::vector<kernels::SegmentRecord> segments_;
+  std::vector<kernels::ProjectionRecord> absorbs_, projects_;
+  std::vector<kernels::RowProjectionRecord> queries_, hiddens_;
+};
+
+absl::Status Bench::Setup() {
+  const int32_t batch = *std::max_element(flags_.batch.begin(), flags_.batch.end());
+  const int64_t packed = int64_t{batch} * flags_.heads;
+  const int64_t row = int64_t{flags_.heads} * kRowDim + flags_.q_lora_rank + flags_.hidden_size;
+  kernels::BackendLimits limits;
+  limits.kv_pool_bytes = batch * pages() * kPage * kRowBytes;
+  limits.page_table_entries = batch * pages();
+  limits.weights_slots = 1;
+  limits.weights_bytes =
+      projected_bytes() + int64_t{flags_.heads} * kLora * (kNope + kValue) * 2 + (1 << 20);
+  limits.launch_slots = 1;
+  limits.launch_requests = limits.launch_rows = batch;
+  limits.launch_packed_rows = packed;
+  limits.partial_rows = 400000;
+  limits.max_o_dim = kLora;
+  limits.staging_in_bytes = limits.staging_out_bytes = batch * row * 2 + (1 << 20);
+  limits.slot_workspace_bytes = 4 * batch * row * 4 + (1 << 20);
+  limits.work_items = limits.reduce_partials = 100000;
+  limits.reduce_tiles = 50000;
+  limits.max_geometry = geometry_;
+  absl::Status s = backend_->Configure(limits);
+  if (!s.ok()) return s;
+  layout_ = kernels::LaunchLayout(*backend_, 0);
+  auto buffers =
+      scheduler::MetadataBuffers::Create({1024, 100000, 50000, 100000, 400000}, *backend_);
+  if (!buffers.ok()) return buffers.status();
+  buffers_ = *std::move(buffers);
+  for (auto* buffer : {&in_, &out_}) {
+    auto made = backend_->AllocateHost(static_cast<size_t>(limits.staging_in_bytes));
+    if (!made.ok()) return made.status();
+    *buffer = *std::move(made);
+  }
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal;
+  std::vector<Bf16> some(1 << 16);
+  for (Bf16& x : some) x = kernels::ToBf16(normal(random));
+  auto* values = reinterpret_cast<Bf16*>(in_->bytes().data());
+  for (size_t i = 0; i < in_->bytes().size() / 2; ++i) values[i] = some[i % some.size()];
+  for (auto [buffer, bytes] :
+       {std::pair(&flush_, kFlushBytes), std::pair(&copied_, 2 * projected_bytes())}) {
+    auto made = kernels::hip::DeviceBuffer::Create(&backend_->runtime(), "flush", bytes);
+    if (!made.ok()) return made.status();
+    *buffer = *std::move(made);
+  }
+  s = LoadWeights();
+  return s.ok() ? FillPool(limits.kv_pool_bytes) : s;
+}
+
+absl::Status Bench::LoadWeights() {
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  std::vector<Bf16> weights(static_cast<size_t>(std::max<int64_t>(
+      {int64_t{flags_.heads} * kLora * kNope, int64_t{kQueryDim} * flags_.q_lora_rank,
+       int64_t{kValue} * flags_.hidden_size})));
+  for (Bf16& x : weights) x = kernels::ToBf16(0.02f * normal(random));
+  absl::Status s =
+      backend_->LoadWeights(0, geometry_, 0, flags_.heads, weights.data(), weights.data());
+  for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
+    for (int32_t head = 0; head < flags_.heads && s.ok(); ++head) {
+      s = backend_->LoadProjected(0, geometry_, shape_, part, head, weights.data());
+    }
+  }
+  return s;
+}
+
+// Fills the pool by repeating some rows.
+absl::Status Bench::FillPool(int64_t bytes) {
+  kernels::hip::GpuRuntime& runtime = backend_->runtime();
+  const auto block = static_cast<int64_t>(in_->bytes().size());
+  for (int64_t at = 0; at < bytes; at += block) {
+    absl::Status s =
+        runtime.CopyIn(backend_->pool() + static_cast<uint64_t>(at), in_->bytes().data(),
+                       std::min(block, bytes - at), backend_->compute_stream());
+    if (!s.ok()) return s;
+  }
+  return runtime.Synchronize(backend_->compute_stream());
+}
+
+absl::Status Bench::SendTables(int32_t batch) {
+  table_.resize(static_cast<size_t>(batch * pages()));
+  std::iota(table_.begin(), table_.end(), 0u);
+  std::shuffle(table_.begin(), table_.end(), std::mt19937(4));
+  for (uint32_t& page : table_) page *= kPage * kRowBytes / kernels::kPageGranuleBytes;
+  const kernels::TableRange all{0, static_cast<int64_t>(table_.size())};
+  kernels::Launch tables;
+  tables.page_tables = table_;
+  tables.table_changes = {&all, 1};
+  const absl::Status s = backend_->Submit(0, tables);
+  return s.ok() ? backend_->Wait(0).status() : s;
+}
+
+void Bench::AddAttention(int32_t batch, const void* q, void* o, void* between, void* latent,
+                         kernels::Launch& launch) {
+  const int32_t h = flags_.heads;
+  for (int64_t i = 0; i < batch; ++i) {
+    auto* const row_q = static_cast<Bf16*>(between) + i * h * kRowDim;
+    auto* const row_o = static_cast<float*>(latent) + i * h * kLora;
+    absorbs_.push_back({static_cast<const Bf16*>(q) + i * h * kQueryDim, row_q, h * kQueryDim,
+                        kQueryDim, h * kRowDim, kRowDim, 1, h, 0, 0});
+    projects_.push_back({row_o, static_cast<Bf16*>(o) + i * h * kValue, h * kLora, kLora,
+                         h * kValue, kValue, 1, h, 0, 0});
+    kernels::SegmentRecord& r = segments_.emplace_back();
+    r.q = row_q;
+    r.o = row_o;
+    r.q_head_stride = kRowDim;
+    r.q_row_stride = int64_t{h} * kRowDim;
+    r.o_head_stride = kLora;
+    r.o_row_stride = int64_t{h} * kLora;
+    r.page_table = i * pages();
+    r.row_stride = kRowBytes;
+    r.kv_scale = 1.0f;
+    r.page_size = kPage;
+    r.q_rows = 1;
+    r.kv_rows = flags_.context;
+    r.num_heads = h;
+    r.softmax_scale = 0.0721687f;
+    r.causal = 1;
+  }
+  launch.absorb = {geometry_, DType::kBf16, DType::kBf16, absorbs_, {}};
+  launch.project = {geometry_, DType::kF32, DType::kBf16, projects_, {}};
+  launch.absorbed.desc.geometry = geometry_;
+  launch.absorbed.desc.o_dtype = DType::kF32;
+  launch.absorbed.segments = segments_;
+}
+
+absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, Parts parts, int64_t* ns,
+                           int64_t* bytes) {
+  layout_.Clear();
+  segments_.clear();
+  absorbs_.clear();
+  projects_.clear();
+  queries_.clear();
+  hiddens_.clear();
+  absl::Status status;
+  const auto at = [&status](auto place) {
+    status.Update(place.status());
+    return place.ok() ? *place : nullptr;
+  };
+  const bool expanded = parts == Parts::kExpanded;
+  const int64_t h = flags_.heads, q_row = h * kQueryDim, o_row = h * kValue;
+  const int64_t in_row = expanded ? q_row : flags_.q_lora_rank;
+  const int64_t out_row = expanded ? o_row : flags_.hidden_size;
+  const void* const in = at(layout_.Input(in_->bytes().data(), batch * in_row * 2));
+  void* const out = at(layout_.Output(out_->bytes().data(), batch * out_row * 2));
+  *bytes = (in_row + out_row) * 2 + kRowBytes;  // and the new row
+  const void* q = in;
+  void* o = out;
+  kernels::Launch launch;
+  if (!expanded) {
+    void* const made = at(layout_.Workspace(batch * q_row * 2));
+    o = at(layout_.Workspace(batch * o_row * 2));
+    const auto* const rotations = static_cast<const float*>(
+        at(layout_.Input(in_->bytes().data(), batch * kRope * int64_t{sizeof(float)})));
+    for (int64_t i = 0; i < batch; ++i) {
+      queries_.push_back({static_cast<const Bf16*>(in) + i * in_row,
+                          static_cast<Bf16*>(made) + i * q_row, in_row, q_row, 1, 0,
+                          rotations + i * kRope});
+      hiddens_.push_back({static_cast<const Bf16*>(o) + i * o_row,
+                          static_cast<Bf16*>(out) + i * out_row, o_row, out_row, 1, 0, nullptr});
+    }
+    const kernels::RopeLayout rope = kernels::RopeLayout::kInterleaved;
+    if (parts != Parts::kHiddens) {
+      launch.queries = {geometry_, rope, DType::kBf16, DType::kBf16, queries_};
+    }
+    if (parts != Parts::kQueries) {
+      launch.hiddens = {geometry_, rope, DType::kBf16, DType::kBf16, hiddens_};
+    }
+    q = made;
+  }
+  void* const between = at(layout_.Workspace(batch * h * kRowDim * 2));
+  void* const latent = at(layout_.Workspace(batch * h * kLora * 4));
+  if (!status.ok()) return status;
+  if (expanded || parts == Parts::kProjected) {
+    AddAttention(batch, q, o, between, latent, launch);
+    launch.absorbed.plan = plan;
+  }
+  launch.inputs = layout_.inputs();
+  launch.outputs = layout_.outputs();
+  // Overwrites the L2 and keeps the device busy while the host enqueues.
+  status = backend_->runtime().Fill(flush_.at(), 0, kFlushBytes, backend_->compute_stream());
+  if (status.ok()) status = backend_->Submit(0, launch);
+  if (!status.ok()) return status;
+  auto time = backend_->Wait(0);
+  if (time.ok()) *ns = *time;
+  return time.status();
+}
+
+absl::StatusOr<Times> Bench::Repeat(int32_t batch, const kernels::PlanView& plan, Parts parts) {
+  std::vector<int64_t> times;
+  Times result;
+  for (int32_t i = -5; i < flags_.iterations; ++i) {  // the first five warm up
+    int64_t ns = 0;
+    if (absl::Status s = Launch(batch, plan, parts, &ns, &result.token_bytes); !s.ok()) return s;
+    if (i >= 0) times.push_back(ns);
+  }
+  std::sort(times.begin(), times.end());
+  result.median = static_cast<double>(times[times.size() / 2]) / 1e3;
+  result.least = static_cast<double>(times[0]) / 1e3;
+  return result;
+}
+
+// Returns how long the device takes to read as many bytes: half the time of a copy of them, which
+// also writes them.
+absl::StatusOr<double> Bench::CopyMicros(int64_t bytes) {
+  kernels::hip::GpuRuntime& runtime = backend_->runtime();
+  const kernels::hip::Stream stream = backend_->compute_stream();
+  auto begin = runtime.CreateEvent(), end = runtime.CreateEvent();
+  if (!begin.ok() || !end.ok()) return begin.ok() ? end.status() : begin.status();
+  std::vector<double> times;
+  absl::Status s;
+  for (int32_t i = 0; i < flags_.iterations && s.ok(); ++i) {
+    s = runtime.Record(*begin, stream);
+    if (s.ok()) {
+      s = runtime.CopyDevice(copied_.at(), copied_.at() + static_cast<uint64_t>(bytes), bytes,
+                             stream);
+    }
+    if (s.ok()) s = runtime.Record(*end, stream);
+    if (s.ok()) s = runtime.Synchronize(stream);
+    if (!s.ok()) break;
+    auto ns = runtime.ElapsedNs(*begin, *end);
+    s = ns.status();
+    if (ns.ok()) times.push_back(static_cast<double>(*ns) / 2e3);
+  }
+  runtime.Destroy(*begin);
+  runtime.Destroy(*end);
+  if (!s.ok()) return s;
+  return *std::min_element(times.begin(), times.end());
+}
+
+absl::Status Bench::Time(int32_t batch) {
+  absl::Status s = SendTables(batch);
+  if (!s.ok()) return s;
+  kernels::AttentionDesc desc;
+  desc.geometry = geometry_;
+  desc.o_dtype = DType::kF32;
+  const std::vector<scheduler::PlanSegment> requests(static_cast<size_t>(batch),
+                                                     {1, flags_.context, flags_.heads, true});
+  auto plan = planner_.Build(requests, backend_->Traits(desc), *buffers_);
+  if (!plan.ok()) return plan.status();
+  auto floor = CopyMicros(projected_bytes());
+  if (!floor.ok()) return floor.status();
+  Times times[4];
+  for (const Parts parts :
+       {Parts::kExpanded, Parts::kProjected, Parts::kQueries, Parts::kHiddens}) {
+    auto repeated = Repeat(batch, *plan, parts);
+    if (!repeated.ok()) return repeated.status();
+    times[static_cast<size_t>(parts)] = *repeated;
+  }
+  const double more = times[1].median - times[0].median;
+  std::printf(
+      "batch=%d context=%d h=%d: expanded %.1f us (least %.1f), projected %.1f us (least %.1f), "
+      "queries %.1f us, hiddens %.1f us; %.1f us more, %.2f x the %.1f us of reading W_UQ and W_O; "
+      "bytes a token %lld and %lld\n",
+      batch, flags_.context, flags_.heads, times[0].median, times[0].least, times[1].median,
+      times[1].least, times[2].median, times[3].median, more, more / *floor, *floor,
+      static_cast<long long>(times[0].token_bytes), static_cast<long long>(times[1].token_bytes));
+  std::fflush(stdout);
+  rows_.push_back(absl::StrFormat(
+      R"({"bench": "gpu_projected", "batch": %d, "context": %d, "heads": %d, )"
+      R"("expanded_us": %.2f, "projected_us": %.2f, "queries_us": %.2f, "hiddens_us": %.2f, )"
+      R"("more_us": %.2f, "floor_us": %.2f, "token_bytes": %d})",
+      batch, flags_.context, flags_.heads, times[0].median, times[1].median, times[2].median,
+      times[3].median, more, *floor, times[1].token_bytes));
+  return absl::OkStatus();
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  const Flag known[] = {{"--batch", &flags.batch},
+                        {"--context", &flags.context},
+                        {"--heads", &flags.heads},
+                        {"--q-lora-rank", &flags.q_lora_rank},
+                        {"--hidden-size", &flags.hidden_size},
+                        {"--iterations", &flags.iterations},
+                        {"--json", &flags.json},
+                        {"--image", &flags.image}};
+  absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
+  if (s.ok() && (flags.batch.empty() || flags.iterations < 1)) {
+    s = absl::InvalidArgumentError("--batch and --iterations: want at least one");
+  }
+  if (!s.ok()) {
+    std::fprintf(stderr, "%s\n", s.ToString().c_str());
+    return 2;
+  }
+  auto backend = AnyGpu(flags.image);
+  if (!backend.ok()) {
+    std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
+    return 1;
+  }
+  Bench bench(flags, *std::move(backend));
+  s = bench.Setup();
+  for (const int32_t batch : flags.batch) {
+    if (s.ok()) s = bench.Time(batch);
+  }
+  if (s.ok()) s = WriteJsonRows(flags.json, bench.rows());
+  if (!s.ok()) std::fprintf(stderr, "%s\n", s.ToString().c_str());
+  return s.ok() ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace mla::bench
+
+int main(int argc, char** argv) { return mla::bench::Main(argc, argv); }

@@ -1,0 +1,191 @@
+// Runs PROJECTED through the engine on the GPU backend, and compares its hidden states with those
+// of the reference.
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/hip/hip_backend.h"
+#include "scheduler/engine_types.h"
+#include "scheduler/testing/engine_harness.h"
+#include "tests/fake_hip/backend_fixture.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+using scheduler::testing::EngineHarness;
+using scheduler::testing::MakeRow;
+using scheduler::testing::Row;
+using scheduler::testing::TestRequest;
+
+constexpr int kHeads = 2, kLora = 512, kRope = 64, kDim = 128, kRowDim = kLora + kRope;
+constexpr ProjectedShape kShape{96, 80};
+constexpr int kSequences = 2;
+// Rows of each sequence. The launch of both fills the engine's limits.
+constexpr int kFewRows = 3, kManyRows = 120;
+
+scheduler::Limits Limits() {
+  scheduler::Limits limits = scheduler::testing::TinyLimits();
+  limits.default_page_size = 16;
+  limits.max_heads = kHeads;
+  limits.max_row_dim = kRowDim;
+  limits.max_v_dim = kDim;
+  limits.max_layers = limits.max_models = 1;
+  limits.kv_cache_bytes = 4 << 20;
+  limits.max_sequence_rows = 640;
+  limits.max_pages_per_sequence = 40;
+  limits.max_step_rows = 640;
+  limits.launch_rows = kSequences * kManyRows;
+  limits.launch_packed_rows = kSequences * kManyRows * kHeads;
+  limits.prefill_rows = kManyRows;
+  limits.weights_bytes = int64_t{4} << 20;
+  return limits;
+}
+
+std::vector<Bf16> Weights(uint64_t key, size_t count) {
+  std::vector<Bf16> weights;
+  for (const float x : MakeRow(key, static_cast<int>(count))) weights.push_back(ToBf16(0.05f * x));
+  return weights;
+}
+
+class ProjectedEngine {
+ public:
+  // Uses the reference if `backend` is null.
+  ProjectedEngine(std::unique_ptr<AttentionBackend> backend, RopeLayout rope) {
+    scheduler::testing::HarnessOptions options;
+    options.limits = Limits();
+    options.model = scheduler::testing::TinyModel();
+    options.model.geometry = {kHeads, kLora, kRope, kDim, kDim};
+    options.model.layers = 1;
+    options.model.softmax_scale = 0.07;
+    options.model.projected = kShape;
+    options.model.rope = rope;
+    options.backend = std::move(backend);
+    h_ = std::make_unique<EngineHarness>(std::move(options));
+    Upload();
+  }
+
+  // Returns the answers of attends of `rows` new rows each, a sequence each, all in one launch if
+  // the engine's limits allow it.
+  std::vector<std::unique_ptr<TestRequest>> Attend(int rows) {
+    std::vector<std::unique_ptr<TestRequest>> requests;
+    for (int i = 0; i < kSequences; ++i) requests.push_back(Submit(rows, i));
+    for (int quiet = 0; quiet < 3;) {
+      const bool busy =
+          h_->core().steps().StartLaunch() | h_->core().steps().CompleteLaunch(/*wait=*/true);
+      quiet = busy ? 0 : quiet + 1;
+    }
+    return requests;
+  }
+
+ private:
+  void Upload() {
+    scheduler::ModelTable& models = h_->core().models();
+    auto model = models.Find(h_->core().FindTenant(h_->tenant()), h_->model().id, "model_id");
+    ASSERT_TRUE(model.ok()) << model.status();
+    const std::vector<Bf16> up = Weights(77, size_t{kHeads} * 2 * kDim * kLora);
+    ASSERT_TRUE(models.LoadWeights(**model, 1, 0, 0, kHeads, std::as_bytes(std::span(up))).ok());
+    for (int head = 0; head < kHeads; ++head) {
+      const auto load = [&](ProjectedPart part, const std::vector<Bf16>& weights) {
+        const absl::Status s = models.LoadProjected(**model, 1, part, 0, head, weights);
+        ASSERT_TRUE(s.ok()) << s;
+      };
+      load(ProjectedPart::kQueries, Weights(80 + head, size_t{kDim + kRope} * kShape.q_lora_rank));
+      load(ProjectedPart::kOutputs, Weights(90 + head, size_t{kShape.hidden_size} * kDim));
+    }
+    EXPECT_TRUE(models.CommitWeights(**model, 1).empty());
+  }
+
+  // Each sequence has a stream and a step of its own.
+  std::unique_ptr<TestRequest> Submit(int rows, int sequence) {
+    const scheduler::StreamId stream = h_->core().steps().OpenStream(h_->tenant());
+    const scheduler::SequenceInfo info = h_->Open();
+    TestRequest begin;
+    begin.kind = scheduler::RequestKind::kBeginStep;
+    begin.stream = stream;
+    begin.step_id = 1;
+    begin.begin.model_id = h_->model().id;
+    begin.begin.sequences = {{info.id, 1, 0, rows}};
+    auto rotations = std::make_shared<scheduler::Tail>(size_t(rows) * kRope * sizeof(float),
+                                                       scheduler::TenantUse());
+    std::vector<float> values;
+    for (int row = 0; row < rows; ++row) {
+      for (int i = 0; i < kRope; ++i) {
+        const float angle = 0.3f * static_cast<float>(row + sequence) + float(i % (kRope / 2));
+        values.push_back(i < kRope / 2 ? std::cos(angle) : std::sin(angle));
+      }
+    }
+    std::memcpy(rotations->data.get(), values.data(), rotations->size);
+    begin.begin.rotations = std::move(rotations);
+    h_->Submit(&begin);
+    EXPECT_TRUE(begin.status.ok()) << begin.status;
+    std::vector<Row> kv;
+    for (int i = 0; i < rows; ++i) kv.push_back(MakeRow(sequence * 1000 + i, kRowDim));
+    auto request = h_->Unsent(stream, 1, 0, 0, rows, kv, 0, kHeads, 0);
+    request->queries.clear();
+    for (int row = 0; row < rows; ++row) {
+      for (const float x : MakeRow(50000 + sequence * 1000 + row, kShape.q_lora_rank)) {
+        request->queries.push_back(ToBf16(x));
+      }
+    }
+    request->attend.profile = scheduler::Profile::kProjected;
+    request->attend.q = reinterpret_cast<const std::byte*>(request->queries.data());
+    request->output.assign(size_t(rows) * kShape.hidden_size, NAN);
+    request->attend.o = reinterpret_cast<std::byte*>(request->output.data());
+    h_->Submit(request.get());
+    return request;
+  }
+
+  std::unique_ptr<EngineHarness> h_;
+};
+
+class EngineProjectedTest : public BackendOnFakeTest {
+ protected:
+  void Compare(Vendor vendor, RopeLayout rope, int rows) {
+    HipBackendOptions options = Options();
+    options.images.push_back(Image("sm_90", kImage90));
+    options.vendor = vendor;
+    options.watchdog_ms = 600000;
+    if (vendor == Vendor::kNvidia) control_->arch = "sm_90";
+    auto gpu = HipBackend::Create(options);
+    ASSERT_TRUE(gpu.ok()) << gpu.status();
+    ProjectedEngine on_gpu(*std::move(gpu), rope), reference(nullptr, rope);
+    const auto got = on_gpu.Attend(rows), want = reference.Attend(rows);
+    for (int i = 0; i < kSequences; ++i) {
+      ASSERT_TRUE(got[i]->answered() && want[i]->answered());
+      ASSERT_TRUE(want[i]->status.ok()) << want[i]->status;
+      ASSERT_TRUE(got[i]->status.ok()) << got[i]->status;
+      ExpectNear(got[i]->output, want[i]->output);
+    }
+  }
+  // Queries are rounded to bf16 before the absorbed product and after it.
+  static void ExpectNear(const std::vector<float>& got, const std::vector<float>& want) {
+    double both = 0, got_norm = 0, want_norm = 0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      both += double{got[i]} * want[i];
+      got_norm += double{got[i]} * got[i];
+      want_norm += double{want[i]} * want[i];
+    }
+    ASSERT_GT(want_norm, 0);
+    EXPECT_LT(1 - both / std::sqrt(got_norm * want_norm), 1e-4);
+  }
+};
+
+TEST_F(EngineProjectedTest, HiddenStatesAgreeWithTheReference) {
+  for (const Vendor vendor : {Vendor::kAmd, Vendor::kNvidia}) {
+    for (const RopeLayout rope : {RopeLayout::kInterleaved, RopeLayout::kHalves}) {
+      Compare(vendor, rope, kFewRows);
+    }
+  }
+}
+
+// Queries and outputs between the products need workspace in addition to that of absorbed ones. A
+// launch has only as many rows as it has room for.
+TEST_F(EngineProjectedTest, LaunchesFitTheWorkspace) {
+  Compare(Vendor::kAmd, RopeLayout::kHalves, kManyRows);
+}
+
+}  // namespace
+}  // namespace mla::kernels::hip

@@ -1,0 +1,136 @@
+// Tests the products of whole rows on a GPU: its kernels, compiled for the host, against sums in
+// fp64, and its weights of PROJECTED.
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "kernels/hip/args/row_args.h"
+#include "tests/conformance/projected/projected_workload.h"
+#include "tests/fake_hip/backend_fixture.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+using conformance::ProjectedCase;
+using conformance::ProjectedWorkload;
+using ::testing::HasSubstr;
+
+class ProjectedKernelsTest : public BackendOnFakeTest,
+                             public ::testing::WithParamInterface<const ArchTraits*> {
+ protected:
+  std::unique_ptr<HipBackend> Backend(const BackendLimits& limits) {
+    control_->arch = GetParam()->arch.data();
+    HipBackendOptions options = Options();
+    options.vendor = GetParam() == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
+    options.images.push_back(Image("sm_90", kImage90));
+    options.watchdog_ms = 600000;
+    auto backend = HipBackend::Create(options).value();
+    EXPECT_TRUE(backend->Configure(limits).ok());
+    return backend;
+  }
+};
+
+TEST_P(ProjectedKernelsTest, AgreeWithSumsInFp64) {
+  const std::vector<ProjectedCase> cases = conformance::ProjectedCases();
+  const auto backend = Backend(conformance::ProjectedLimits(cases));
+  ASSERT_TRUE(backend->Info().projects);
+  for (const ProjectedCase& c : cases) {
+    ProjectedWorkload workload(c);
+    absl::Status s = workload.LoadWeights(*backend);
+    if (s.ok()) s = workload.Check(*backend);
+    EXPECT_TRUE(s.ok()) << ToString(c) << ": " << s;
+  }
+}
+
+// A row's sums do not depend on how many rows are computed with it, as long as the kernel is the
+// same.
+TEST_P(ProjectedKernelsTest, SplitsDoNotDependOnRows) {
+  constexpr int32_t kUnits = 132;
+  constexpr RowProductShape kFew = kSm90Traits.few_rows, kMany = kSm90Traits.many_rows;
+  EXPECT_EQ(RowSplits(kFew, 24576, 24, kUnits), 1);  // W_UQ of DeepSeek-V3
+  EXPECT_EQ(RowSplits(kMany, 24576, 24, kUnits), 1);
+  EXPECT_EQ(RowSplits(kFew, 7168, 256, kUnits), 4);  // its W_O
+  EXPECT_EQ(RowSplits(kMany, 7168, 256, kUnits), 4);
+  EXPECT_EQ(RowSplits(kFew, 1, 1000, kUnits), kMostRowSplits);
+  EXPECT_EQ(RowSplits(kFew, 128, 13, kUnits), 1);
+  EXPECT_EQ(RowSplits(kFew, 1 << 20, 256, kUnits), 1);
+}
+
+TEST_P(ProjectedKernelsTest, WeightsAreNeededWhole) {
+  ProjectedCase c{{3, 512, 8, 8, 8}, {64, 32}, {{2, 1}}};
+  const auto backend = Backend(conformance::ProjectedLimits({&c, 1}));
+  ProjectedWorkload workload(c);
+  const std::vector<Bf16> head(16 * 64);
+  for (int32_t h = 0; h < 3; ++h) {
+    const absl::Status s = workload.Check(*backend);
+    EXPECT_EQ(s.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(s.message(), HasSubstr("queries.records[0]: weights slot 1"));
+    ASSERT_TRUE(
+        backend->LoadProjected(1, c.geometry, c.shape, ProjectedPart::kQueries, h, head.data())
+            .ok());
+  }
+  ASSERT_TRUE(workload.LoadWeights(*backend).ok());
+  EXPECT_TRUE(workload.Check(*backend).ok());
+  // The other part is still missing.
+  c.part = ProjectedPart::kOutputs;
+  EXPECT_THAT(ProjectedWorkload(c).Check(*backend).message(), HasSubstr("hiddens.records[0]"));
+  ASSERT_TRUE(backend->FreeWeights(1).ok());
+  EXPECT_EQ(workload.Check(*backend).code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_P(ProjectedKernelsTest, RefusesHeadsAndShapesThatDoNotFit) {
+  const ProjectedCase c{{3, 512, 8, 8, 8}, {64, 32}, {{2, 1}}};
+  BackendLimits limits = conformance::ProjectedLimits({&c, 1});
+  limits.weights_bytes = (3 * 16 * 64 + 32 * 64) * 2;  // one slot
+  const auto backend = Backend(limits);
+  const std::vector<Bf16> head(16 * 64);
+  const auto load = [&](int32_t slot, const ProjectedShape& shape, int32_t h) {
+    return backend->LoadProjected(slot, c.geometry, shape, ProjectedPart::kQueries, h, head.data())
+        .code();
+  };
+  EXPECT_EQ(load(-1, c.shape, 0), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(load(conformance::kProjectedSlots, c.shape, 0), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(load(0, c.shape, 3), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(load(0, {}, 0), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(load(0, c.shape, 0), absl::StatusCode::kOk);
+  EXPECT_EQ(load(0, {64, 31}, 0), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(load(1, c.shape, 0), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(load(0, c.shape, 0), absl::StatusCode::kOk);  // again, at no charge
+  EXPECT_TRUE(backend->FreeWeights(0).ok());
+  EXPECT_EQ(load(1, c.shape, 0), absl::StatusCode::kOk);
+}
+
+// Weights of PROJECTED lie in the arena with those of EXPANDED, and move with them.
+TEST_P(ProjectedKernelsTest, WeightsMoveWithThoseOfOtherModels) {
+  const Geometry g{2, 512, 8, 8, 8};
+  const int64_t expanded = 2 * 512 * (8 + 8) * 2;
+  ProjectedCase c{g, {64, 32}, {{2, 1}}};
+  BackendLimits limits = conformance::ProjectedLimits({&c, 1});
+  limits.weights_slots = 4;
+  limits.weights_bytes = 2 * expanded + (2 * 16 * 64 + 32 * 64) * 2;
+  const auto backend = Backend(limits);
+  const std::vector<Bf16> zeros(size_t{4} * 512 * 8);
+  const auto load = [&](int32_t slot, int32_t heads) {
+    const Geometry of_heads{heads, 512, 8, 8, 8};
+    return backend->LoadWeights(slot, of_heads, 0, heads, zeros.data(), zeros.data());
+  };
+  ASSERT_TRUE(load(2, 2).ok());
+  ProjectedWorkload workload(c);
+  ASSERT_TRUE(workload.LoadWeights(*backend).ok());
+  ASSERT_TRUE(load(3, 2).ok());
+  ASSERT_TRUE(backend->FreeWeights(2).ok());
+  ASSERT_TRUE(backend->FreeWeights(3).ok());
+  ASSERT_TRUE(load(2, 4).ok());  // fits only where both were
+  const absl::Status s = workload.Check(*backend);
+  EXPECT_TRUE(s.ok()) << s;
+}
+
+INSTANTIATE_TEST_SUITE_P(Architectures, ProjectedKernelsTest,
+                         ::testing::Values(&kGfx950Traits, &kGfx942Traits, &kSm90Traits),
+                         [](const auto& arch) { return std::string(arch.param->arch); });
+
+}  // namespace
+}  // namespace mla::kernels::hip
