@@ -93,23 +93,34 @@ def reference(model: Any, given: List[List[int]]) -> List[Dict[str, Any]]:
 
 
 def add_drafts(folder: pathlib.Path) -> None:
-    """Gives a saved model of dense layers one more, which drafts the next token: it has the weights
-    of the last one, and passes on what that one has found."""
+    """Gives a saved model of dense layers what drafts its next tokens, in two forms: one more layer
+    (MTP), and the model of one layer in `folder`/eagle (EAGLE). Both have the weights of the last
+    layer, and pass on what that one has found."""
     path = folder / "model.safetensors"
     weights = safetensors.torch.load_file(path)
-    for name in [name for name in weights if name.startswith("model.layers.2.")]:
-        weights[name.replace(".2.", ".3.", 1)] = weights[name].clone()
-    width = weights["model.norm.weight"].shape[0]
-    eye = torch.eye(width)
-    more = {"enorm": torch.ones(width), "hnorm": torch.ones(width),
-            "eh_proj": torch.cat((0.1 * eye, eye), dim=1),
-            "embed_tokens": weights["model.embed_tokens.weight"].clone(),
-            "shared_head.norm": weights["model.norm.weight"].clone(),
-            "shared_head.head": weights["lm_head.weight"].clone()}
-    weights.update({f"model.layers.3.{name}.weight": one for name, one in more.items()})
-    safetensors.torch.save_file(weights, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
+    norm, embeddings, head = (weights[f"{name}.weight"].clone() for name in (
+        "model.norm", "model.embed_tokens", "lm_head"))
+    last = {name.removeprefix("model.layers.2."): one for name, one in weights.items()
+            if name.startswith("model.layers.2.")}
+    eye = torch.eye(len(norm))
+    inputs = {"enorm.weight": torch.ones_like(norm), "hnorm.weight": torch.ones_like(norm)}
+    mixed = torch.cat((0.1 * eye, eye), dim=1)  # of the token's embedding and what was found
+    layer = {**last, **inputs, "eh_proj.weight": mixed, "embed_tokens.weight": embeddings,
+             "shared_head.norm.weight": norm, "shared_head.head.weight": head}
+    _save(path, {**weights, **{f"model.layers.3.{name}": one for name, one in layer.items()}})
     (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (folder / "eagle").mkdir()
+    _save(folder / "eagle" / "model.safetensors", {
+        **{f"layers.0.{name}": one for name, one in last.items()}, **inputs, "fc.weight": mixed,
+        "embed_tokens.weight": embeddings, "norm.weight": norm, "lm_head.weight": head})
+    (folder / "eagle" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
+def _save(path: pathlib.Path, weights: Dict[str, torch.Tensor]) -> None:
+    """Saves weights, of which some may share memory."""
+    safetensors.torch.save_file({name: one.clone() for name, one in weights.items()}, path,
+                                {"format": "pt"})
 
 
 def write(kind: str, folder: pathlib.Path, experts: bool = False, yarn: bool = False,
@@ -133,7 +144,8 @@ def main() -> None:
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--yarn", action="store_true")
-    parser.add_argument("--drafts", action="store_true", help="one more layer, which drafts")
+    parser.add_argument("--drafts", action="store_true",
+                        help="one more layer, and a model of one layer, which draft")
     args = parser.parse_args()
     torch.set_num_threads(1)
     write(args.kind, args.folder, args.experts, args.yarn, args.drafts)

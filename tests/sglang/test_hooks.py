@@ -13,6 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "standin"))
 # pylint: disable=wrong-import-position
 import torch
 from mla_client import errors
+from mla_client.serving import Passes, Request, Requests, State
 from mla_client.sglang import NAME, OPTIONS, backend, hooks, plugin
 from mla_client.sglang.runtime import runtime
 from sglang.srt.managers.schedule_policy import AddReqResult
@@ -100,9 +101,10 @@ class BeginAgainTest(unittest.TestCase):
     """Requests whose rows the server has lost, in SGLang's two loops."""
 
     def setUp(self):
-        self.lost = set()
-        self.requests = types.SimpleNamespace(reason="it is away", patient=True,
-                                              take_lost=self.take_lost)
+        self.passes = Passes(types.SimpleNamespace(client=None), 1)
+        self.passes.last_error = errors.Unavailable("it is away")
+        self.first = mock.Mock(patient=True)
+        self.requests = Requests(types.SimpleNamespace(passes=self.passes), self.first)
         for owner, name, value in ((runtime, "requests", self.requests),
                                    (hooks, "release_req", self.release)):
             patched = mock.patch.object(owner, name, value)
@@ -112,12 +114,18 @@ class BeginAgainTest(unittest.TestCase):
         self.reqs = [types.SimpleNamespace(
             rid=rid, tokens=0, is_retracted=False, to_finish=None, inflight_middle_chunks=0,
             finished=lambda: False, kv=types.SimpleNamespace(holds_kv=True)) for rid in "abc"]
+        for req in self.reqs:
+            self.requests._names[req.rid] = req.rid
+            self.passes._requests[req.rid] = Request(req.rid)
         self.released, self.queue = [], []
 
-    def take_lost(self, rids):
-        """As Requests.take_lost: each of them once."""
-        lost, self.lost = self.lost, set()
-        return [rid for rid in rids if rid in lost]
+    def lose(self, rids):
+        """A pass has found that their rows are gone."""
+        for rid in rids:
+            self.passes._lose(rid)
+
+    def states(self):
+        return [self.passes.state(req.rid) for req in self.reqs]
 
     def release(self, *, req, req_to_token_pool, tree_cache, **others):
         """As SGLang's release_req, which needs the scheduler's pools."""
@@ -151,7 +159,7 @@ class BeginAgainTest(unittest.TestCase):
 
     def test_passes_one_after_another(self):
         scheduler = self.scheduler(False)
-        self.lost = {"a", "b"}
+        self.lose("ab")
         self.assertEqual(hooks.begin_again(self.process, scheduler, scheduler.running_batch, "r"),
                          "r")
         self.check(scheduler)
@@ -162,10 +170,10 @@ class BeginAgainTest(unittest.TestCase):
         """They are put back when the pass that had been launched already is over."""
         scheduler = self.scheduler(True, flying=True)
         first, second = Batch(self.reqs), Batch(self.reqs)
-        self.lost = {"a", "b"}
+        self.lose("ab")
         hooks.begin_again(self.process, scheduler, first, None)
         self.assertEqual((self.queue, len(scheduler.running_batch.reqs)), ([], 1))
-        self.lost = {"a"}  # the launched pass has lost it, too
+        self.lose("a")  # the launched pass has lost it, too
         hooks.begin_again(self.process, scheduler, second, None)
         self.check(scheduler)
         self.assertEqual(self.reqs[2].tokens, 2)
@@ -174,14 +182,14 @@ class BeginAgainTest(unittest.TestCase):
     def test_a_launched_pass_of_others(self):
         """It has none of them, and ends all the same."""
         scheduler = self.scheduler(True, flying=True)
-        self.lost = {"a", "b"}
+        self.lose("ab")
         hooks.begin_again(self.process, scheduler, Batch(self.reqs), None)
         hooks.begin_again(self.process, scheduler, Batch([]), None)
         self.check(scheduler)
 
     def test_no_pass_is_launched(self):
         scheduler = self.scheduler(True)
-        self.lost = {"a", "b"}
+        self.lose("ab")
         hooks.begin_again(self.process, scheduler, Batch(self.reqs), None)
         self.check(scheduler)
 
@@ -189,7 +197,7 @@ class BeginAgainTest(unittest.TestCase):
         """They are not in the running batch yet."""
         scheduler = self.scheduler(False)
         scheduler.running_batch, prompts = Batch(self.reqs[2:]), Batch(self.reqs[:2])
-        self.lost = {"a", "b"}
+        self.lose("ab")
         hooks.begin_again(self.process, scheduler, prompts, None)
         self.check(scheduler)
         self.assertEqual(prompts.reqs, [])
@@ -199,18 +207,22 @@ class BeginAgainTest(unittest.TestCase):
             with self.subTest(overlap=overlap):
                 self.setUp()
                 scheduler, a = self.scheduler(overlap), self.reqs[0]
-                a.inflight_middle_chunks, self.lost = 1, {"a"}
+                a.inflight_middle_chunks = 1
+                self.lose("a")
                 hooks.begin_again(self.process, scheduler, Batch([a]), None)
                 self.assertEqual((a.to_finish, a.is_retracted, self.queue), (None, False, []))
+                self.assertEqual(self.states()[0], State.AGAIN)
                 a.inflight_middle_chunks = 0  # SGLang counts it down
                 hooks.begin_again(self.process, scheduler, Batch([a]), None)
-                self.assertEqual((self.released, self.queue, a.mla_lost), (["a"], ["a"], False))
+                self.assertEqual((self.released, self.queue), (["a"], ["a"]))
+                self.assertEqual(self.states()[0], State.OUT)
                 self.assertNotIn(a, scheduler.running_batch.reqs)
 
     def test_prompts_whose_own_tokens_are_in_the_results_fail(self):
         scheduler = self.scheduler(False)
         self.reqs[0].inflight_middle_chunks = 1
-        scheduler.running_batch, self.lost = Batch([]), {"a", "b"}
+        scheduler.running_batch = Batch([])
+        self.lose("ab")
         result = types.SimpleNamespace(extend_input_len_per_req=[4, 4, 4],
                                        extend_logprob_start_len_per_req=[3, 0, 4])
         hooks.begin_again(self.process, scheduler, Batch(self.reqs), result)
@@ -218,13 +230,13 @@ class BeginAgainTest(unittest.TestCase):
         self.assertEqual((self.released, self.queue), ([], []))
 
     def test_after_too_long_they_fail(self):
-        self.requests.patient = False
+        self.first.patient = False
         scheduler = self.scheduler(False)
-        self.lost = {"b"}
+        self.lose("b")
         hooks.begin_again(self.process, scheduler, scheduler.running_batch, None)
         self.assertEqual(self.queue, [])
         self.assertEqual([req.to_finish is not None for req in self.reqs], [False, True, False])
-        self.assertIn("mla-server: it is away", str(vars(self.reqs[1].to_finish)))
+        self.assertIn("mla-server: UNAVAILABLE: it is away", str(vars(self.reqs[1].to_finish)))
 
 
 class PluginTest(unittest.TestCase):

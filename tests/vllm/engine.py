@@ -57,20 +57,24 @@ class Case:
 
     def close(self):
         """Ends the engine, then the servers."""
+        self.counts["layers"] = self._ask(
+            lambda client: [model.layers for model in client.models()])
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
-        self.counts["models_left"] = self._models()
+        self.counts["models_left"] = self._ask(
+            lambda client: [len(client.models()), client.stats().sequences])
         for server in self.servers:
             server.stop()
 
-    def _models(self):
+    def _ask(self, question):
+        """Each server's answer; None: it is not there."""
         # pylint: disable=import-outside-toplevel
         import mla_client
         found = []
         for server in self.servers:
             try:
                 with mla_client.Client.connect(server.target, timeout_s=2) as client:
-                    found.append([len(client.models()), client.stats().sequences])
+                    found.append(question(client))
             except mla_client.MlaError:
                 found.append(None)
         return found

@@ -161,6 +161,44 @@ class ListsTest(unittest.TestCase):
         self.assertEqual(float(pages[1, 1].sum()), LORA + ROPE)
 
 
+class DraftsTest(unittest.TestCase):
+    """A draft model is built after the other one, with a configuration of its own."""
+
+    def setUp(self):
+        self.server = server_binary.start()
+        self.addCleanup(self.server.stop)
+        self.addCleanup(runtime.close)
+
+    def build(self, given, layer):
+        with mock.patch.object(backend, "get_current_vllm_config", lambda: given):
+            return backend.Impl(
+                HEADS, LORA + ROPE, SCALE, 1, None, None, "auto", None, "decoder", None,
+                kv_lora_rank=LORA, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=V,
+                kv_b_proj=projection(layer))
+
+    def test_its_layers_are_refused_and_the_models_stay(self):
+        for method, layer in (("eagle", LAYERS), ("mtp", LAYERS), ("draft_model", 0)):
+            with self.subTest(method=method):
+                given = config(self.server.target, speculative_config={"method": method})
+                for number in range(LAYERS):
+                    self.build(given, number)
+                worker, drafts = runtime.worker, copy.copy(given)
+                if method == "draft_model":
+                    drafts.model_config = copy.copy(given.model_config)
+                for one in given, drafts:  # releases before 0.29 have one for both
+                    if one is given and method == "draft_model":
+                        continue
+                    with self.assertRaisesRegex(errors.Unimplemented, "a layer of the draft model"):
+                        self.build(one, layer)
+                self.assertIs(runtime.worker, worker)
+                self.assertEqual(len(runtime.layers), LAYERS)
+
+    def test_another_engine_of_the_process_is_none_of_them(self):
+        for _ in range(2):
+            self.build(config(self.server.target, speculative_config={"method": "eagle"}), 0)
+            self.assertEqual(len(runtime.layers), 1)
+
+
 class QuantisedTest(unittest.TestCase):
     """Weights of a checkpoint in eight bits, with a scale for each block of them."""
 

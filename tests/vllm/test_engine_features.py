@@ -13,6 +13,18 @@ ENVIRONMENT = "vllm"
 GATE = False
 KILLED = [[6, "kill", 0], [7, "start", 0]]
 RANK = 4  # of a LoRA adapter
+LAYERS = 3  # of the models
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+
+
+def eagle(folder):
+    """Drafts of the model of one layer that models.py has made for the one in the folder."""
+    return {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 2}
+
+
+def another(folder):
+    """Drafts of a whole model, which is the same one, so that all of them are right."""
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
 
 
 class Features(unittest.TestCase):
@@ -32,19 +44,29 @@ class Features(unittest.TestCase):
             "speculative_config": {"method": "suffix", "num_speculative_tokens": 6}})
         self.assertGreater(counts["drafts_kept"], 0)
 
-    def test_a_draft_models_layers_stay_with_the_engine(self):
+    def check_drafts(self, folder, **drafts):
+        """Runs a case with drafts of a model, whose layers and rows stay with the engine: the
+        server has the layers of the other model alone."""
+        counts = self.run_case([{}, {"events": KILLED}], folder, llm={"speculative_config": {
+            "attention_backend": "CPU_MLA", **drafts}})
+        self.assertEqual(counts["layers"], [[LAYERS]])
+        self.assertGreaterEqual(counts["drafted"], counts["drafts_kept"])
+        self.assertGreater(counts["drafts_kept"], 0)
+
+    def test_drafts_of_a_models_own_layer(self):
+        self.check_drafts(cases.model("deepseek_v3", "--drafts"), **MTP)
+
+    def test_drafts_of_eagle(self):
         folder = cases.model("deepseek_v3", "--drafts")
-        counts = self.run_case([{}, {"events": KILLED}], folder, llm={
-            "speculative_config": {"method": "mtp", "num_speculative_tokens": 1,
-                                   "attention_backend": "CPU_MLA"}})
-        self.assertGreater(counts["drafted"], 0)
+        self.check_drafts(folder, **eagle(folder))
 
     def test_a_draft_models_layers_with_this_backend_are_refused(self):
-        folder = cases.model("deepseek_v3", "--drafts")
-        with self.assertRaisesRegex(AssertionError, "a layer of the draft model, whose rows"):
-            cases.run({"model": folder, "rounds": [], "llm": {
-                "speculative_config": {"method": "mtp", "num_speculative_tokens": 1,
-                                       "attention_backend": "CUSTOM"}}})
+        deep, plain = cases.model("deepseek_v3", "--drafts"), cases.model("deepseek_v2")
+        for folder, drafts in ((deep, MTP), (deep, eagle(deep)), (plain, another(plain))):
+            with self.subTest(method=drafts["method"]), self.assertRaisesRegex(
+                    AssertionError, "a layer of the draft model, whose rows"):
+                cases.run({"model": folder, "rounds": [], "llm": {
+                    "speculative_config": {"attention_backend": "CUSTOM", **drafts}}})
 
     def test_adapters_of_other_weights(self):
         """The reference is the model with the adapter's products added to its weights."""

@@ -174,14 +174,20 @@ class Passes:
                 continue
             self._note_ended(made, kept)
 
-    def lost(self) -> List[str]:
-        """Requests that the engine must begin again from nothing, each once."""
+    def lost(self, among: Optional[Iterable[str]] = None) -> List[str]:
+        """Requests that the engine must begin again from nothing, each once; `among`: of these."""
         self.settle()
-        names = [name for name, one in self._requests.items()
-                 if one.state == State.LOST and not one.told]
+        return [name for name in tuple(self._requests if among is None else among)
+                if name in self._requests and self._requests[name].tell()]
+
+    def recall(self, names: Iterable[str]) -> None:
+        """Requests that the engine begins again because another rank has lost their rows."""
         for name in names:
-            self._requests[name].told = True
-        return names
+            self._drop(self._requests.setdefault(name, Request(name)).recall())
+
+    def leave(self, name: str) -> None:
+        """The engine has a request that it is to begin again in no pass to come."""
+        self._requests[name].move(Event.LEAVE)
 
     def release(self, names: Iterable[str]) -> None:
         """Requests that have ended, or lost their pages."""
@@ -216,8 +222,7 @@ class Passes:
             model = None
         if self._generation != self._link.generation or model is None:
             for request in self._requests.values():
-                if request.state != State.LOST:
-                    request.lose()  # with its connection, or its server
+                request.lose()  # with its connection, or its server
             if model is not None:
                 self._sweep()
                 self._generation = self._link.generation
@@ -239,10 +244,9 @@ class Passes:
         request = self._requests.setdefault(each.request, Request(each.request))
         try:
             if each.computed == 0 or each.sequence is not None:
-                return model is not None and self._opened(request, each, model)
+                return model is not None and request.may_open and self._opened(request, each, model)
             if request.state != State.READY or request.turn != each.turn:
-                if request.state != State.LOST:
-                    self._lose(each.request)
+                self._lose(each.request)
                 return False
             if request.length > each.computed:
                 self._truncate(request, each.computed)
@@ -402,22 +406,20 @@ class Passes:
 
     def _lose(self, name: str) -> None:
         """The rows of a request are of no use any more."""
-        request = self._requests[name]
-        if request.state != State.LOST:
-            self._drop(request.lose())
+        self._drop(self._requests[name].lose())
 
     def _give_up(self, part: Part, void: bool = False) -> None:
         """Decides what to do with rows that are not sent. `void`: outputs of earlier layers are
         invalid, too."""
         self._lose(part.request)
         request = self._requests[part.request]
-        if part.computed == 0 and not void and self.computes_locally:
-            # The outputs are right all the same: the engine is told when they are missed.
-            part.how, request.told, request.local = How.LOCAL, True, True
+        if part.computed == 0 and not void and self.computes_locally and request.may_open:
+            # The outputs are right all the same: the engine is told when rows are missed.
+            part.how = How.LOCAL
+            request.move(Event.COMPUTE)
         else:
             part.how = How.VOID
-            if request.local:
-                request.told = request.local = False
+            request.miss()
 
     def _drop(self, sequence: Optional[Sequence]) -> None:
         """Gives a sequence back; one rank does it for all. Its lease does it if this fails."""

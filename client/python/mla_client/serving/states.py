@@ -4,7 +4,11 @@
      |                      |  ------begin------>    |
      |                      +---------lose-----------+
      +-----lose-----> LOST <+
-                        |---open (from nothing)---> READY
+                      |  ^ |
+                      |  | +--compute--> LOCAL --open (from nothing)--> READY
+                      |  +----miss-------+
+                      +--tell--> AGAIN ---------open (from nothing)--> READY
+                                   +----leave--> OUT
     any ---release---> ENDED
 
 A move that is not in the table is a bug of an adapter or of an engine, and is refused by name."""
@@ -24,7 +28,10 @@ class State(enum.Enum):
     NEW = "new"            # the server has nothing of it
     READY = "ready"        # it has a sequence, whose committed rows count
     STEPPING = "stepping"  # its sequence is in an open step
-    LOST = "lost"          # rows that the engine counts are missing: it must begin from nothing
+    LOST = "lost"          # rows that the engine counts are missing, and it does not know it yet
+    LOCAL = "local"        # its first rows were computed by the worker, and are not missed yet
+    AGAIN = "again"        # it must begin from nothing: the engine knows, but has it in passes
+    OUT = "out"            # it is in no pass to come: the engine puts it back, or fails it
     ENDED = "ended"        # released
 
 
@@ -36,6 +43,10 @@ class Event(enum.Enum):
     COMMIT = "commit"
     ABORT = "abort"
     LOSE = "lose"
+    COMPUTE = "compute"
+    MISS = "miss"
+    TELL = "tell"
+    LEAVE = "leave"
     RELEASE = "release"
 
 
@@ -49,9 +60,18 @@ MOVES: Dict[Tuple[State, Event], State] = {
     (State.STEPPING, Event.ABORT): State.READY,
     (State.STEPPING, Event.LOSE): State.LOST,
     (State.LOST, Event.OPEN): State.READY,
-    (State.LOST, Event.LOSE): State.LOST,
+    (State.LOST, Event.COMPUTE): State.LOCAL,
+    (State.LOST, Event.TELL): State.AGAIN,
+    (State.LOCAL, Event.OPEN): State.READY,
+    (State.LOCAL, Event.COMPUTE): State.LOCAL,
+    (State.LOCAL, Event.MISS): State.LOST,
+    (State.AGAIN, Event.OPEN): State.READY,
+    (State.AGAIN, Event.COMPUTE): State.LOCAL,
+    (State.AGAIN, Event.LEAVE): State.OUT,
     **{(state, Event.RELEASE): State.ENDED for state in State if state != State.ENDED},
 }
+# Nothing of the request is on the server, and its sequence is gone.
+WITHOUT_ROWS = frozenset({State.LOST, State.LOCAL, State.AGAIN, State.OUT})
 
 
 class Request:
@@ -62,8 +82,6 @@ class Request:
         self.state = State.NEW
         self.sequence: Optional[Sequence] = None
         self.turn = 0          # how often it has begun again from nothing
-        self.told = False      # the engine knows that it is lost
-        self.local = False     # its first rows were computed by the worker, and are not missed yet
 
     def __repr__(self) -> str:
         return f"<Request {self.name!r}, {self.state.value}, turn {self.turn}>"
@@ -72,6 +90,11 @@ class Request:
     def length(self) -> int:
         """Committed rows on the server."""
         return self.sequence.length if self.sequence is not None else 0
+
+    @property
+    def may_open(self) -> bool:
+        """True if a pass may begin it from nothing; False once the engine has left it out."""
+        return self.state != State.OUT
 
     def move(self, event: Event) -> None:
         """Internal for a move that the table does not have."""
@@ -85,13 +108,36 @@ class Request:
         """Takes a sequence for the rows to come; returns the one before, to be released."""
         self.move(Event.OPEN)
         before, self.sequence = self.sequence, sequence
-        self.turn, self.told, self.local = turn, False, False
+        self.turn = turn
         return before
 
     def lose(self) -> Optional[Sequence]:
-        """The rows are gone, or cannot be used; returns the sequence, to be released."""
+        """The rows are gone, or cannot be used; returns the sequence, to be released. Has no effect
+        on a request without rows."""
+        if self.state in WITHOUT_ROWS:
+            return None
         self.move(Event.LOSE)
         before, self.sequence = self.sequence, None
+        return before
+
+    def miss(self) -> None:
+        """A pass needs rows that are not there."""
+        if self.state == State.LOCAL:
+            self.move(Event.MISS)
+
+    def tell(self) -> bool:
+        """Returns true if the engine does not know yet that it must begin again; then it does."""
+        if self.state != State.LOST:
+            return False
+        self.move(Event.TELL)
+        return True
+
+    def recall(self) -> Optional[Sequence]:
+        """It begins again because another rank has lost its rows; returns the sequence, to be
+        released."""
+        before = self.lose()
+        self.miss()
+        self.tell()
         return before
 
     def release(self) -> Optional[Sequence]:

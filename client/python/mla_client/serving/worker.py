@@ -15,6 +15,7 @@ from mla_client.serving.link import Link
 from mla_client.serving.options import Options
 from mla_client.serving.passes import Pass, Passes
 from mla_client.serving.plan import PassPlan, Ranks, Scheduled
+from mla_client.serving.states import State
 from mla_client.types import Geometry, ModelSpec
 
 _Value = TypeVar("_Value")
@@ -122,7 +123,6 @@ class Requests:
         self._names: Dict[Any, str] = {}  # of requests here, by the engine's ids
         self._waiting: Set[str] = set()
         self._gone: Set[str] = set()      # of requests that have not been released
-        self._lost: Set[str] = set()
 
     def admit(self, rid: Any, owner: Any, tokens: Seq[int], salt: str, shareable: bool,
               finds: bool = True) -> int:
@@ -159,17 +159,23 @@ class Requests:
         return self._worker.begin(self._planned(
             {self._names[rid]: pair for rid, pair in zip(rids, rows)}))
 
-    def take_lost(self, rids: Iterable[Any]) -> List[Any]:
-        """Those of `rids` whose rows are lost; each is returned only once."""
-        if self._worker.passes is None:
+    def lost(self, rids: Iterable[Any]) -> List[Any]:
+        """Those of `rids` whose rows are lost on a rank: they begin again from nothing, and are
+        returned until the engine leaves them out. All ranks ask for the same ones."""
+        passes = self._worker.passes
+        if passes is None:
             return []
-        names = set(self._worker.passes.lost())
+        names = {rid: self._names[rid] for rid in rids if rid in self._names}
+        told = passes.lost(names.values())
         if self._group is not None:
-            names = set().union(*self._group.all_gather_object(names))
-        self._lost |= names
-        found = [rid for rid in rids if self._names.get(rid) in self._lost]
-        self._lost -= {self._names[rid] for rid in found}
-        return found
+            passes.recall(name for part in self._group.all_gather_object(told) for name in part)
+        return [rid for rid, name in names.items() if passes.state(name) == State.AGAIN]
+
+    def leave(self, rid: Any) -> None:
+        """The engine has a request whose rows are lost in no pass to come: it is put back, or
+        fails."""
+        assert self._worker.passes is not None
+        self._worker.passes.leave(self._names[rid])
 
     @property
     def patient(self) -> bool:

@@ -85,16 +85,14 @@ def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> A
     if requests is None:
         return process(scheduler, batch, result)
     ready, runtime.put_out = runtime.put_out, []
-    lost, again = set(requests.take_lost([req.rid for req in batch.reqs])), []
-    pending = any(getattr(req, "mla_lost", False) for req in batch.reqs)
-    patient = (bool(lost) or pending) and requests.patient
+    lost, again = set(requests.lost([req.rid for req in batch.reqs])), []
+    patient = bool(lost) and requests.patient
     for index, req in enumerate(batch.reqs):
-        if req in ready or not (req.rid in lost or getattr(req, "mla_lost", False)):
+        if req.rid not in lost:
             continue
-        # SGLang has planned a prompt's next pass: it begins again after its last one.
-        req.mla_lost = patient and req.inflight_middle_chunks > 0 and not _asks(result, index)
-        if req.mla_lost:
-            continue
+        if patient and req.inflight_middle_chunks > 0 and not _asks(result, index):
+            continue  # SGLang has planned a prompt's next pass: it begins again after its last one
+        requests.leave(req.rid)
         if patient and _can_repeat(scheduler, result, index, req):
             again.append(req)
             req.is_retracted = True

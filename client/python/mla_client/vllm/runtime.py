@@ -21,6 +21,8 @@ LOG = logging.getLogger("mla_client")
 PAGES_BYTES = 256 << 20
 LARGEST_BLOCK = 256  # rows, where the engine has not chosen yet
 DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+DRAFTS = ("a layer of the draft model, whose rows would be mixed with the model's; give the drafts "
+          'a backend of their own ("attention_backend" of --speculative-config)')
 # Rows with which a quantised layer is compared, and the part of their norm by which they may
 # differ: the inputs are rounded to eight bits, too. Other weights differ by more than the norm.
 PROBES, QUANTISED_ERROR = 4, 0.2
@@ -77,6 +79,10 @@ class Runtime:
         """Before the first layer is built: refuses what cannot be, and looks at the server."""
         if self.worker is not None and self._config is config:
             return
+        drafts = config.speculative_config
+        if self.worker is not None and drafts is not None and (
+                drafts is self._config.speculative_config):
+            raise errors.Unimplemented(DRAFTS)  # the configuration is another one for the drafts
         checks.check(config)
         self.__init__()  # type: ignore[misc]  # of another engine in one process
         self._config, self.top_k = config, checks.top_k_of(config)
@@ -89,10 +95,7 @@ class Runtime:
         """A layer that is built; returns its number."""
         number = number_of(name)
         if number >= self._config.model_config.hf_text_config.num_hidden_layers:
-            raise errors.Unimplemented(
-                f"{name}: a layer of the draft model, whose rows would be mixed with the model's; "
-                'give the drafts a backend of their own ("attention_backend" of '
-                "--speculative-config)")
+            raise errors.Unimplemented(f"{name}: {DRAFTS}")
         self.layers.add(name, number, geometry, scale,
                         Layer(geometry, kv_b_proj, torch.get_default_dtype()))
         return number

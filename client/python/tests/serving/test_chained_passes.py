@@ -66,7 +66,7 @@ class ChainedPassesTest(unittest.TestCase):
                     self.assertEqual([part.how for part in made.parts], [How.VOID, How.VOID])
                     self.assertEqual(sorted(passes.lost()), ["new", "old"])
                     self.assertEqual(passes.last_error.message, error.message)
-                    self.assertEqual(passes.state("new"), State.LOST)
+                    self.assertEqual(passes.state("new"), State.AGAIN)
 
     def test_outputs_that_are_good_commit(self):
         passes = self.passes()
@@ -115,7 +115,7 @@ class ChainedPassesTest(unittest.TestCase):
         passes = self.passes()
         self.old(passes)
         self.ahead(passes, [Scheduled("old", 3, 1)], errors.InvalidArgument("a call"))
-        self.assertEqual((passes.lost(), passes.state("old")), (["old"], State.LOST))
+        self.assertEqual((passes.lost(), passes.state("old")), (["old"], State.AGAIN))
         self.assertEqual(passes.lost(), [])
 
     def test_begins_go_ahead_while_passes_are_good_and_there_is_room(self):

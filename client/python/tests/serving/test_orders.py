@@ -21,6 +21,8 @@ WEIGHTS = np.zeros((2, 2, 4)), np.zeros((2, 4, 2))  # W_UK and W_UV of a layer
 class Engine:
     """An engine's scheduler and worker, as far as the core sees them."""
 
+    back = 4  # passes after which requests that were lost are there again
+
     def __init__(self):
         self.server = FakeServer()
         made = options(self.server)
@@ -114,7 +116,7 @@ class Engine:
 
     def end(self):
         """All requests end; then nothing may be left."""
-        for _ in range(4):  # lost requests come back
+        for _ in range(self.back):
             self.run()
         for name in self.running:
             state = self.passes.state(self.known(name))
@@ -161,7 +163,7 @@ class OneProcess(Engine):
 
     def run(self):
         rows = {}
-        for name in self.running:
+        for name in self.in_next():
             if self.computed[name] == 0:
                 owner = self.owners.setdefault(name, Owner())
                 assert self.requests.admit(name, owner, range(self.tokens[name]), "", False) == 0
@@ -172,11 +174,70 @@ class OneProcess(Engine):
         self.worker.end()
         self.settle(made, rows)
 
+    def in_next(self):
+        """Requests of the next pass."""
+        return self.running
+
     def lost(self):
-        return self.requests.take_lost(list(self.running))
+        found = self.requests.lost(list(self.running))
+        for name in found:
+            self.requests.leave(name)
+            self.put_back(name)
+        return found
+
+    def put_back(self, name):
+        """It stays the engine's request."""
+        self.requests.freed(name, range(self.tokens[name]))
 
     def known(self, name):
         return self.requests._names[name]
+
+
+class Overlapping(OneProcess):
+    """A pass is launched before the results of the one before it are there. It has the requests
+    that this one has lost, which are put back when it is over."""
+
+    back = 8
+
+    def __init__(self):
+        super().__init__()
+        self.flying = None  # the last pass, its rows, and the names by which the core knows them
+        self.out = []       # requests that are in no pass to come
+
+    def in_next(self):
+        return [name for name in self.running if name not in self.out]
+
+    def preempt(self):
+        if self.running and self.running[-1] not in self.out:
+            super().preempt()
+
+    def settle(self, made, rows):
+        names = {name: self.known(name) for name in rows}
+        for name, (_, new) in rows.items():
+            self.computed[name] += new
+            self.tokens[name] += 1
+        before, self.flying = self.flying, (made, names)
+        ready, self.out = self.out, []
+        if before is not None:
+            self.results(ready, *before)
+        for name in ready:
+            if name in self.tokens:
+                self.put_back(name)
+                self.computed[name] = 0
+
+    def results(self, ready, made, names):
+        """The results of a pass: requests of it that have ended have none."""
+        here = [name for name, known in names.items() if self.requests._names.get(name) == known]
+        lost = self.requests.lost(here)
+        assert not set(lost) & set(ready), (lost, ready)
+        for part, name in zip(made.parts, names):
+            if part.how == How.VOID and name in here:
+                assert name in lost + ready, (part, lost, ready)
+        for name in lost:
+            self.requests.leave(name)
+            state = self.passes.state(self.known(name))
+            assert state == State.OUT, (name, state)
+        self.out = lost
 
 
 class Owner:
@@ -208,6 +269,9 @@ class Orders(unittest.TestCase):
 
     def test_all_orders_of_one_process(self):
         self.walk(OneProcess)
+
+    def test_all_orders_of_one_process_whose_passes_overlap(self):
+        self.walk(Overlapping)
 
 
 if __name__ == "__main__":

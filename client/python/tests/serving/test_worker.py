@@ -9,7 +9,8 @@ from unittest import mock
 import numpy as np
 
 from mla_client import errors
-from mla_client.serving import Admission, How, Link, PassPlan, Pause, Ranks, Requests, Worker
+from mla_client.serving import (Admission, How, Link, Passes, PassPlan, Pause, Ranks, Request,
+                                Requests, Worker)
 from serving.fake_server import SPEC, FakeServer, options
 
 WEIGHTS = np.zeros((2, 2, 4)), np.zeros((2, 4, 2))  # W_UK and W_UV of a layer
@@ -128,24 +129,37 @@ class WorkerTest(unittest.TestCase):
         self.assertEqual(self.admit("b", 20), 0)
         self.assertEqual((self.requests.waits("a"), self.requests.waits("b")), (False, True))
 
-    def test_lost_requests_are_told_once(self):
-        self.admit("a")
-        self.run_pass({"a": (0, 3)})
+    def test_lost_requests_are_told_until_the_engine_leaves_them_out(self):
+        for rid in "ab":
+            self.admit(rid)
+        self.run_pass({"a": (0, 3), "b": (0, 3)})
         self.server.boots()
         self.assertEqual([part.how for part in self.run_pass({"a": (3, 1)}).parts], [How.VOID])
-        self.assertEqual(self.requests.take_lost(["b"]), [])
-        self.assertEqual(self.requests.take_lost(["a", "b"]), ["a"])
-        self.assertEqual(self.requests.take_lost(["a"]), [])
+        self.assertEqual(self.requests.lost(["c"]), [])
+        self.assertEqual(self.requests.lost(["a", "c"]), ["a"])
+        self.assertEqual(self.requests.lost(["b", "a"]), ["b", "a"])
+        self.requests.leave("a")
+        self.assertEqual(self.requests.lost(["b", "a"]), ["b"])
+        # A pass of its tokens counts for nothing, and it is not told again.
+        for rows in (3, 1), (0, 3):
+            self.assertEqual([part.how for part in self.run_pass({"a": rows}).parts], [How.VOID])
+        self.assertEqual((self.requests.lost(["a"]), self.server.sequences), ([], {}))
+        with self.assertRaisesRegex(errors.Internal, "leave while it is out"):
+            self.requests.leave("a")
         self.assertTrue(self.requests.patient)
         self.assertIn("restarted", self.requests.reason)
+        # Once the engine has put it back it begins from nothing.
+        self.requests.freed("a", [1, 2, 3])
+        self.requests.admit("a", self.req["a"], range(3), "", False)
+        self.assertEqual([part.how for part in self.run_pass({"a": (0, 3)}).parts], [How.SENT])
 
     def test_ranks_decide_as_the_first_one_does(self):
         shared = [None, None], threading.Barrier(2)
         said = [None, None]
 
         def rank(number):
-            link = types.SimpleNamespace(passes=types.SimpleNamespace(
-                lost=lambda: ["a#0"] if number == 1 else [], last_error=None))
+            passes = Passes(types.SimpleNamespace(client=None), 1)
+            link = types.SimpleNamespace(passes=passes)
             first = None
             if number == 0:
                 first = mock.Mock(patient=True)
@@ -157,14 +171,19 @@ class WorkerTest(unittest.TestCase):
             req = Req()
             rows = requests.admit("a", req, range(3), "", False)
             requests.begin(["a"], [(0, 3)])
-            said[number] = (rows, requests.waits("a"), begun, requests.take_lost(["a"]),
+            passes._requests["a#0"] = Request("a#0")
+            if number == 1:
+                passes._lose("a#0")
+            lost = requests.lost(["a"])
+            requests.leave("a")
+            said[number] = (rows, requests.waits("a"), begun, lost, requests.lost(["a"]),
                             requests.patient)
         threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        self.assertEqual(said, [(0, True, [PassPlan(7)], ["a"], True)] * 2)
+        self.assertEqual(said, [(0, True, [PassPlan(7)], ["a"], [], True)] * 2)
 
     def test_the_end_gives_all_back(self):
         self.admit("a")
