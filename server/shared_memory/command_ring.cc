@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/nap.h"
 #include "proto/wire/futex.h"
 #include "server/grpc/grpc_status.h"
 #include "server/logging/logging.h"
@@ -20,7 +21,6 @@ namespace {
 // A sleeping ring checks its stop word at least this often.
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kSpinsPerClock = 32;
-constexpr std::chrono::microseconds kDeviceNap{50};
 
 template <typename T>
 std::atomic_ref<T> Atomic(T& word) {
@@ -155,10 +155,11 @@ void CommandRing::Run() {
 // Waits between two checks of the event that holds entries up: spins while the client's GPU
 // probably works on it, and sleeps after that.
 void CommandRing::AwaitDevice(int64_t now) const {
-  if (now - held_.since_ns < int64_t{options_.spin_us} * 1000) {
+  const int64_t waited = now - held_.since_ns;
+  if (waited < int64_t{options_.spin_us} * 1000) {
     wire::SpinPause();
   } else {
-    std::this_thread::sleep_for(kDeviceNap);
+    Nap(std::chrono::nanoseconds(waited));
     options_.metrics->wire().device_sleeps.fetch_add(1, std::memory_order_relaxed);
   }
 }

@@ -3,16 +3,15 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
-#include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "base/nap.h"
 #include "base/status_macros.h"
 
 namespace mla::kernels::hip {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(300);
-constexpr auto kNap = std::chrono::microseconds(20);
 
 }  // namespace
 
@@ -266,7 +265,7 @@ absl::Status SubmittedLaunch::AwaitEnd(std::chrono::milliseconds watchdog) {
           absl::StrCat("the GPU has not ended a launch within ", watchdog.count(), " ms"));
     }
     if (waited <= kSpin) continue;
-    std::this_thread::sleep_for(kNap);
+    Nap(waited);
     ++work_.sleeps;
   }
 }
