@@ -105,7 +105,8 @@ class ProjectedEngine {
     TestRequest begin;
     begin.kind = scheduler::RequestKind::kBeginStep;
     begin.stream = stream;
-    begin.step_id = 1;
+    const auto step = static_cast<scheduler::StepId>(sequence + 1);
+    begin.step_id = step;
     begin.begin.model_id = h_->model().id;
     begin.begin.sequences = {{info.id, 1, 0, rows}};
     auto rotations = std::make_shared<scheduler::Tail>(size_t(rows) * kRope * sizeof(float),
@@ -123,7 +124,7 @@ class ProjectedEngine {
     EXPECT_TRUE(begin.status.ok()) << begin.status;
     std::vector<Row> kv;
     for (int i = 0; i < rows; ++i) kv.push_back(MakeRow(sequence * 1000 + i, kRowDim));
-    auto request = h_->Unsent(stream, 1, 0, 0, rows, kv, 0, kHeads, 0);
+    auto request = h_->Unsent(stream, step, 0, 0, rows, kv, 0, kHeads, 0);
     request->queries.clear();
     for (int row = 0; row < rows; ++row) {
       for (const float x : MakeRow(50000 + sequence * 1000 + row, kShape.q_lora_rank)) {
