@@ -20,11 +20,12 @@ using scheduler::testing::MakeRow;
 using scheduler::testing::Row;
 using scheduler::testing::TestRequest;
 
-constexpr int kHeads = 2, kLora = 512, kRope = 64, kDim = 128, kRowDim = kLora + kRope;
+// Heads of these dims have no expanded form.
+constexpr int kHeads = 2, kLora = 512, kRope = 64, kDim = 64, kRowDim = kLora + kRope;
 constexpr ProjectedShape kShape{96, 80};
 constexpr int kSequences = 2;
-// Rows of each sequence. The launch of both fills the engine's limits.
-constexpr int kFewRows = 3, kManyRows = 120;
+// Rows of each sequence. The larger number is that of a full launch.
+constexpr int kFewRows = 3, kManyRows = 240;
 
 scheduler::Limits Limits() {
   scheduler::Limits limits = scheduler::testing::TinyLimits();
@@ -37,10 +38,11 @@ scheduler::Limits Limits() {
   limits.max_sequence_rows = 640;
   limits.max_pages_per_sequence = 40;
   limits.max_step_rows = 640;
-  limits.launch_rows = kSequences * kManyRows;
-  limits.launch_packed_rows = kSequences * kManyRows * kHeads;
+  limits.launch_rows = kManyRows;
+  limits.launch_packed_rows = kManyRows * kHeads;
   limits.prefill_rows = kManyRows;
   limits.weights_bytes = int64_t{4} << 20;
+  limits.max_top_k = 1;  // lists would add to the workspace
   return limits;
 }
 
@@ -67,8 +69,7 @@ class ProjectedEngine {
     Upload();
   }
 
-  // Returns the answers of attends of `rows` new rows each, a sequence each, all in one launch if
-  // the engine's limits allow it.
+  // Returns the answers of attends of `rows` new rows each, a sequence each.
   std::vector<std::unique_ptr<TestRequest>> Attend(int rows) {
     std::vector<std::unique_ptr<TestRequest>> requests;
     for (int i = 0; i < kSequences; ++i) requests.push_back(Submit(rows, i));
@@ -105,7 +106,8 @@ class ProjectedEngine {
     TestRequest begin;
     begin.kind = scheduler::RequestKind::kBeginStep;
     begin.stream = stream;
-    begin.step_id = 1;
+    const auto step = static_cast<scheduler::StepId>(sequence + 1);
+    begin.step_id = step;
     begin.begin.model_id = h_->model().id;
     begin.begin.sequences = {{info.id, 1, 0, rows}};
     auto rotations = std::make_shared<scheduler::Tail>(size_t(rows) * kRope * sizeof(float),
@@ -123,7 +125,7 @@ class ProjectedEngine {
     EXPECT_TRUE(begin.status.ok()) << begin.status;
     std::vector<Row> kv;
     for (int i = 0; i < rows; ++i) kv.push_back(MakeRow(sequence * 1000 + i, kRowDim));
-    auto request = h_->Unsent(stream, 1, 0, 0, rows, kv, 0, kHeads, 0);
+    auto request = h_->Unsent(stream, step, 0, 0, rows, kv, 0, kHeads, 0);
     request->queries.clear();
     for (int row = 0; row < rows; ++row) {
       for (const float x : MakeRow(50000 + sequence * 1000 + row, kShape.q_lora_rank)) {
