@@ -6,6 +6,10 @@ and its own logits are compared. Greedy runs are free, up to the first differenc
 must be a near tie. The rule is the demo's (client/demo/checks.py): a token is the local best, or
 the two best local logits are closer than twice the largest logit difference E; E stays below a
 bound.
+
+The choices of an indexer are repeated, too. Rounding in the cache decides the close ones, and in a
+random model a chosen position may have any weight: one that is swapped makes E 0.2 to 0.9. Few of
+the positions that the second run would choose itself may differ from those of the first.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 import transformers
@@ -25,6 +29,8 @@ from mla_client.transformers.attachment import cache_name
 BOUND = 0.16
 # At most one position in this many may be a near tie, or eight positions.
 NEAR_TIES_ONE_IN, MAX_NEAR_TIES = 16, 8
+# At most one in this many chosen positions may differ.
+SWAPPED_ONE_IN = 50
 NEW_TOKENS = 32
 UNIT = 100  # tokens; a prompt has three of them
 END = 7  # a token that ends a row
@@ -46,6 +52,64 @@ class Recorder(transformers.LogitsProcessor):
         return self.kept[self._at - 1]
 
 
+class Choices:
+    """The positions that the indexers of models choose: the first run's are recorded and repeated
+    by the second one, call by call, or by the positions of queries where its calls are others."""
+
+    def __init__(self, *models: Any) -> None:
+        # By module, of each call: the position of the first query, and [rows, queries, chosen].
+        self._calls: Dict[Any, List[Tuple[int, torch.Tensor]]] = {}
+        self._turns: Dict[Any, int] = {}
+        self._replay = False
+        self.listed = self.swapped = 0  # chosen positions of rows that see more than those
+        self._hooks = [module.register_forward_hook(self._hook, with_kwargs=True)
+                       for model in models if model is not None
+                       for name, module in model.named_modules() if name.endswith(".indexer")]
+
+    def replay(self) -> None:
+        """The second run begins."""
+        self._replay = True
+
+    def close(self) -> None:
+        """Takes the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, module: Any, args: Any, kwargs: Any, chosen: torch.Tensor) -> torch.Tensor:
+        mask = kwargs["attention_mask"] if "attention_mask" in kwargs else args[3]
+        begin = mask.shape[-1] - chosen.shape[1]  # mask [rows, queries, positions]
+        calls, turn = self._calls.setdefault(module, []), self._turns.setdefault(module, 0)
+        if not self._replay:
+            calls.append((begin, chosen))
+            return chosen
+        if turn < len(calls) and calls[turn][0] == begin and calls[turn][1].shape == chosen.shape:
+            self._turns[module] += 1
+            before = calls[turn][1]
+        else:
+            before = _by_position(calls, begin, chosen)
+        sees = (mask if mask.dtype == torch.bool else mask == 0).sum(-1) > chosen.shape[-1]
+        same = (chosen[..., None] == before[..., None, :]).any(-1)
+        self.listed += chosen.shape[-1] * int(sees.sum())
+        self.swapped += int((~same & sees[..., None]).sum())
+        return before
+
+
+def _by_position(calls: List[Tuple[int, torch.Tensor]], begin: int, chosen: torch.Tensor
+                 ) -> torch.Tensor:
+    """`chosen` with the last lists of earlier calls, as far as they had queries of its positions
+    and as many rows."""
+    found, width = chosen.clone(), chosen.shape[-1]
+    for first, before in calls:
+        for at in range(before.shape[1] if len(before) == len(found) else 0):
+            place = first + at - begin
+            if 0 <= place < found.shape[1]:
+                # A shorter list has all positions there were; those added come after the query.
+                have = min(before.shape[-1], width)
+                found[:, place, :have] = before[:, at, :have]
+                found[:, place, have:] = torch.arange(have, width)
+    return found
+
+
 @dataclasses.dataclass
 class Result:
     """Result of one compared feature."""
@@ -57,15 +121,19 @@ class Result:
     wrong: int = 0          # positions whose token is neither the local best nor a near tie
     first_tie: str = ""     # of a free run: where the two differ
     same: bool = True       # the repeat made the same choices
+    listed: int = 0         # positions that indexers chose
+    swapped: int = 0        # of these, positions that the repeat would not have chosen
 
     @property
     def ok(self) -> bool:
         return (self.positions > 0 and self.same and not self.wrong and self.error < BOUND
+                and self.swapped * SWAPPED_ONE_IN <= self.listed
                 and self.near_ties <= max(MAX_NEAR_TIES, self.positions // NEAR_TIES_ONE_IN))
 
     def __str__(self) -> str:
         return (f"{self.name:<26}{'ok' if self.ok else 'FAILED':<8}{self.positions:>5} positions  "
                 f"E {self.error:.4f}  near ties {self.near_ties}{self.first_tie}"
+                + (f"  swapped {self.swapped} of {self.listed}" if self.listed else "")
                 + (f"  WRONG {self.wrong}" if self.wrong else "")
                 + ("" if self.same else "  OTHER CHOICES"))
 
@@ -77,6 +145,16 @@ def remote_of(client: Any, *models: Any) -> Callable:
         with contextlib.ExitStack() as stack:
             yield [stack.enter_context(adapter.attach(model, client)) for model in models][0]
     return remote
+
+
+@contextlib.contextmanager
+def choices_of(model: Any, options: Optional[Dict[str, Any]] = None) -> Iterator[Choices]:
+    """The choices of the model's indexers, and of the assistant's in the options."""
+    choices = Choices(model, (options or {}).get("assistant_model"))
+    try:
+        yield choices
+    finally:
+        choices.close()
 
 
 def judge(result: Result, local: torch.Tensor, remote: torch.Tensor) -> None:
@@ -105,9 +183,11 @@ def free_greedy(model: Any, inputs: Dict, remote: Callable, name: str, **options
     """Compares two free runs."""
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "output_logits": True,
                "return_dict_in_generate": True, **options}
-    local = model.generate(**inputs, **options)
-    with remote():
-        got = model.generate(**inputs, **options)
+    with choices_of(model, options) as choices:
+        local = model.generate(**inputs, **options)
+        choices.replay()
+        with remote():
+            got = model.generate(**inputs, **options)
     result = Result(name)
     begin = inputs["input_ids"].shape[1]
     for row in range(len(inputs["input_ids"])):
@@ -128,11 +208,13 @@ def replayed(model: Any, inputs: Dict, remote: Callable, name: str, **options: A
                "return_dict_in_generate": True, **options}
     recorder = Recorder()
     torch.manual_seed(11)
-    local = model.generate(**inputs, logits_processor=[recorder], **options)
-    with remote():
-        torch.manual_seed(11)
-        got = model.generate(**inputs, logits_processor=[Recorder(recorder.kept)], **options)
-    result = Result(name)
+    with choices_of(model, options) as choices:
+        local = model.generate(**inputs, logits_processor=[recorder], **options)
+        choices.replay()
+        with remote():
+            torch.manual_seed(11)
+            got = model.generate(**inputs, logits_processor=[Recorder(recorder.kept)], **options)
+    result = Result(name, listed=choices.listed, swapped=choices.swapped)
     result.same = (torch.equal(local.sequences, got.sequences)
                    and len(local.logits) == len(got.logits))
     if getattr(local, "beam_indices", None) is not None:
@@ -158,13 +240,15 @@ def continued(model: Any, inputs: Dict, remote: Callable, name: str) -> Result:
                                       **{name_of_cache: cache}, **options)
 
     # The run is teacher-forced, because the first continuation may differ by a near tie.
-    with remote() as attachment:
-        tokens, got = both(attachment.cache(), None)
-    recorder = transformers.DynamicCache(config=model.config)
-    mask = torch.ones_like(tokens)
-    mask[:, :inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-    local = model.generate(input_ids=tokens, attention_mask=mask, **{name_of_cache: recorder},
-                           **options)
+    with choices_of(model) as choices:
+        with remote() as attachment:
+            tokens, got = both(attachment.cache(), None)
+        choices.replay()
+        recorder = transformers.DynamicCache(config=model.config)
+        mask = torch.ones_like(tokens)
+        mask[:, :inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+        local = model.generate(input_ids=tokens, attention_mask=mask, **{name_of_cache: recorder},
+                               **options)
     result = Result(name)
     begin = tokens.shape[1]
     for row in range(len(tokens)):

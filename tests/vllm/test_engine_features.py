@@ -23,7 +23,7 @@ def eagle(folder):
 
 
 def another(folder):
-    """Drafts of a whole model, which is the same one, so that all of them are right."""
+    """Drafts of a whole model, which is the same one, so that most of them are right."""
     return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
 
 
@@ -59,6 +59,10 @@ class Features(unittest.TestCase):
     def test_drafts_of_eagle(self):
         folder = cases.model("deepseek_v3", "--drafts")
         self.check_drafts(folder, **eagle(folder))
+
+    def test_drafts_of_another_model(self):
+        folder = cases.model("deepseek_v2")
+        self.check_drafts(folder, **another(folder))
 
     def test_a_draft_models_layers_with_this_backend_are_refused(self):
         deep, plain = cases.model("deepseek_v3", "--drafts"), cases.model("deepseek_v2")
