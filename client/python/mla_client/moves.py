@@ -17,7 +17,7 @@ from mla_client.connection.leases import LeaseRenewer
 from mla_client.gen import sequence_pb2
 from mla_client.messages import only_of
 from mla_client.service import Model, Sequence, Service
-from mla_client.service.step import gather
+from mla_client.service.gathering import gather
 from mla_client.types import ModelSpec, SequenceState
 
 

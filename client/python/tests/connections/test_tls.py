@@ -136,6 +136,21 @@ class TlsTest(unittest.TestCase):
                 sequence.release()
             self.assertEqual(there.stats().sequences, 0)
 
+    def test_a_sequence_without_rows_joins_those_that_have_moved(self):
+        ports = self.two_servers()
+        with connect("red", port=ports[0], follow_moves=True, timeout_s=5.0) as red, \
+                connect("blue", port=ports[0]) as blue, connect("blue", port=ports[1]) as there:
+            local, remote = Tracked(mla_client.LocalReference()), Tracked(red)
+            for tracked in (local, remote):
+                tracked.open()
+                tracked.open()
+                tracked.step([0], 5)
+            blue.drain(to=f"localhost:{ports[1]}")
+            numpy.testing.assert_allclose(remote.step([0], 1), local.step([0], 1), atol=2e-2)
+            numpy.testing.assert_allclose(remote.step([1, 0], 2), local.step([1, 0], 2), atol=2e-2)
+            self.assertEqual(there.stats().sequences, 2)
+            self.assertEqual(blue.stats().sequences, 0)
+
     def test_sequences_are_found_once_another_process_has_the_drained_servers_port(self):
         ports = self.two_servers()
         with connect("red", port=ports[0], follow_moves=True) as red, \
