@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import unittest
 
 import release
@@ -60,6 +61,18 @@ class SkewTest(unittest.TestCase):
                 line = worker.stdout.readline()
                 self.assertIn("filled", line, worker.stderr.read() if not line else "")
                 self.finish(worker)
+
+    def test_the_configuration_of_the_release_is_accepted(self):
+        example = release.FOLDER / self.old.name / "source/deploy/config/example.yaml"
+        for line in (None, "log: {level: debug}\nlimits: {max_models: 9}\n"):
+            with self.subTest(line=line), tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+                file.write(example.read_text(encoding="utf-8") if line is None else line)
+                file.flush()
+                for side in (self.old, self.new):
+                    done = subprocess.run(
+                        [str(side.server), "--check-config", f"--config={file.name}", *SMALL],
+                        check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+                    self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
     def test_page_files_of_one_are_read_by_the_other(self):
         for source, target in ((self.old, self.new), (self.new, self.old)):

@@ -56,12 +56,16 @@ class Worker:
             # A handle of a server that has ended leads nowhere; that of a sequence does.
             model = self.pairs[-1].there.model if self.pairs else self.model
             self.pairs.append(Pair(model, self.local_model))
+            self.take_step(self.pairs[-1:])
         pair = self.random.choice(self.pairs)
         if pair.local.length > MOST_LENGTH and len(self.pairs) > 3:
             self.pairs.remove(pair)
             pair.there.release()
             pair.local.release()
-        chosen = self.random.sample(self.pairs, self.random.randint(1, 3))
+        self.take_step(self.random.sample(self.pairs, self.random.randint(1, 3)))
+
+    def take_step(self, chosen):
+        """Adds rows to these, and compares the outputs."""
         counts = [self.random.choice((1, 1, 3, 70)) for _ in chosen]
         data = [self.tensors(sum(counts)) for _ in range(LAYERS)]
         got = self.step(self.client, [one.there for one in chosen], counts, data)
