@@ -1,6 +1,7 @@
 """Makes what an operator installs, from what Bazel has built: ./dev package calls it.
 
     package.py image|deb|wheel|all [--output build/package] [--binaries .bazel/bin]
+               [--number VERSION]
 
 Prints the size and the SHA-256 of every file that it makes.
 """
@@ -30,7 +31,10 @@ def main():
     parser.add_argument("kind", choices=[*KINDS, "all"])
     parser.add_argument("--output", type=pathlib.Path, default=common.ROOT / "build/package")
     parser.add_argument("--binaries", type=pathlib.Path, default=common.BINARIES)
+    parser.add_argument("--number", default="",
+                        help="version of the packages, where the binaries are of another release")
     args = parser.parse_args()
+    common.NUMBER = args.number
     common.BINARIES = args.binaries.resolve()
     os.environ["SOURCE_DATE_EPOCH"] = str(common.epoch())
     output = args.output.resolve()
