@@ -182,7 +182,7 @@ class DebianTest(LongTest):
         return root
 
     def offer(self, root, repository):
-        """The packages that the root's apt finds from now on. mmdebstrap empties the root's /tmp."""
+        """The packages that the root's apt finds from now on. The root's /tmp was emptied."""
         inside = pathlib.Path(f"{root}{self.folder}/apt")
         shutil.rmtree(inside, ignore_errors=True)
         shutil.copytree(repository, inside)
