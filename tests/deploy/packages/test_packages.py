@@ -108,7 +108,9 @@ class LongTest(unittest.TestCase):
         self.addCleanup(shutil.rmtree, self.folder, ignore_errors=True)
 
 
-class ImageTest(LongTest):
+class PodmanTest(LongTest):
+    """Has podman with a store of its own."""
+
     tools = ("buildah", "mmdebstrap", "podman", "runc")
 
     def podman(self, *words, check=True):
@@ -117,6 +119,28 @@ class ImageTest(LongTest):
                  "--events-backend=file"]
         return run("podman", *state, *words, check=check)
 
+    def start(self, archive, name):
+        """Loads an image and starts it as `server`, without rights; returns once it serves."""
+        self.podman("load", "-i", archive)
+        self.podman("run", "--detach", "--name=server", "--read-only", "--cap-drop=ALL",
+                    "--security-opt=no-new-privileges", "--network=none",
+                    "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", name, *SMALL)
+        self.addCleanup(self.podman, "rm", "--force", "server", check=False)
+        for _ in range(100):
+            if "SERVING\n" == self.podman("exec", "server", "mlactl", "health", check=False):
+                return
+            time.sleep(0.2)
+        self.fail(self.podman("logs", "server"))
+
+    def stop(self):
+        """Stops it; it must have drained and ended with 0."""
+        self.podman("stop", "--time=40", "server")
+        state = self.podman("inspect", "--format={{.State.ExitCode}}", "server").strip()
+        self.assertEqual(state, "0", self.podman("logs", "server"))
+        self.assertIn('"event":"drained"', self.podman("logs", "server"))
+
+
+class ImageTest(PodmanTest):
     @staticmethod
     def identity(output):
         """The digest of the image in the archive that is there, its manifest and configuration."""
@@ -138,18 +162,10 @@ class ImageTest(LongTest):
         labels = config["config"]["Labels"]
         self.assertEqual(labels["org.opencontainers.image.version"], common.version())
         self.assertIn("org.opencontainers.image.revision", labels)
-        self.podman("load", "-i", archive)
         name = f"localhost/mla-server:{common.version()}"
+        self.start(archive, name)
         size = int(self.podman("image", "inspect", "--format", "{{.Size}}", name))
         self.assertLess(size, MOST_IMAGE_BYTES)
-        self.podman("run", "--detach", "--name=server", "--read-only", "--cap-drop=ALL",
-                    "--security-opt=no-new-privileges", "--network=none",
-                    "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", name, *SMALL)
-        self.addCleanup(self.podman, "rm", "--force", "server", check=False)
-        for _ in range(100):
-            if "SERVING\n" == self.podman("exec", "server", "mlactl", "health", check=False):
-                break
-            time.sleep(0.2)
         self.assertIn("agree", self.podman("exec", "server", "mlactl", "attend"))
         mounted = pathlib.Path(self.podman("mount", "server").strip())
         status = (mounted / "var/lib/dpkg/status").read_text(encoding="utf-8")
@@ -158,10 +174,21 @@ class ImageTest(LongTest):
         self.assertEqual(kept, {item["name"] for item in bill["packages"]} - {common.NAME})
         self.assertIn("libc6", kept)
         self.assertFalse((mounted / "bin/sh").exists() or (mounted / "usr/bin/sh").exists())
-        self.podman("stop", "--time=40", "server")
-        state = self.podman("inspect", "--format={{.State.ExitCode}}", "server").strip()
-        self.assertEqual(state, "0", self.podman("logs", "server"))
-        self.assertIn('"event":"drained"', self.podman("logs", "server"))
+        self.stop()
+
+
+class HipImageTest(PodmanTest):
+    def test_server_finds_the_gpu_runtime_of_its_image(self):
+        """There is no GPU here: the runtime is opened, with its libraries, and finds no device."""
+        package("hip-image", self.folder / "one")
+        (archive,) = (self.folder / "one").glob("*.oci.tar")
+        self.start(archive, f"localhost/mla-server-hip:{common.version()}")
+        info = self.podman("exec", "server", "mlactl", "info")
+        (hip,) = re.findall(r"^backend hip +(.*)$", info, re.M)
+        self.assertNotIn("cannot open shared object", hip)
+        self.assertIn("device", hip)
+        self.assertIn("agree", self.podman("exec", "server", "mlactl", "attend"))
+        self.stop()
 
 
 class DebianTest(LongTest):
