@@ -28,6 +28,7 @@
 #include "server/logging/logging.h"
 #include "server/memory/shared_region.h"
 #include "server/metrics/metrics.h"
+#include "server/metrics/open_metrics.h"
 #include "server/operations/ops_http.h"
 #include "server/operations/probes.h"
 #include "server/operations/status_page.h"
@@ -150,6 +151,9 @@ absl::Status Server::Parts::MakeTracer() {
   tracer = std::make_unique<Tracer>(TracerOptions{config.sample_every, config.traces_per_s,
                                                   config.tenant_traces_per_s, config.queue_spans},
                                     std::move(exporters));
+  tracer->set_observer([this](const TracedMessage& message) {
+    metrics.ShowTrace(message.kind, message.total_ns, message.queue_ns, TraceIdText(message.trace));
+  });
   return absl::OkStatus();
 }
 
@@ -316,22 +320,24 @@ absl::Status Server::Parts::StartOps() {
   source.stats = [this] { return watchdog->Stats(); };
   status = std::make_unique<StatusSource>(std::move(source));
   std::map<std::string, HttpHandler> paths;
-  paths["/metrics"] = [this](const std::string&) {
+  paths["/metrics"] = [this](const HttpRequest& request) {
     status->Note();
     metrics.SetServing(state.Get().serving());
     if (tls != nullptr) metrics.SetTls(TlsFiguresOf(tls->status()));
     const TracerStats traces = tracer->stats();
     metrics.SetTraces({traces.exported, traces.dropped, traces.refused});
-    return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
-                     metrics.Expose(watchdog->Stats())};
+    const bool open = WantsOpenMetrics(request.accept);
+    return HttpReply{200, open ? kOpenMetricsType : "text/plain; version=0.0.4; charset=utf-8",
+                     metrics.Expose(watchdog->Stats(), open)};
   };
-  paths["/livez"] = [this](const std::string&) { return probes->Alive(); };
-  paths["/readyz"] = [this](const std::string& query) {
+  paths["/livez"] = [this](const HttpRequest&) { return probes->Alive(); };
+  paths["/readyz"] = [this](const HttpRequest& request) {
     status->Note();
-    return probes->Ready(query);
+    return probes->Ready(request.query);
   };
-  paths["/statusz"] = [this](const std::string& query) {
-    if (query == "json") return HttpReply{200, "application/json", StatusJson(status->Page())};
+  paths["/statusz"] = [this](const HttpRequest& request) {
+    if (request.query == "json")
+      return HttpReply{200, "application/json", StatusJson(status->Page())};
     return HttpReply{200, "text/html; charset=utf-8", StatusHtml(status->Page())};
   };
   MLA_ASSIGN_OR_RETURN(ops, OpsHttp::Start(config.address, config.connections, std::move(paths)));

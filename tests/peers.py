@@ -8,6 +8,8 @@ import unittest
 import mla_client
 import server_binary
 
+OPERATORS = "--server-operators=blue,localhost"
+
 
 class Authority:
     """A folder of keys and certificates, which `close` removes."""
@@ -43,12 +45,12 @@ class Authority:
         return {"ca": str(self.folder / f"{ca}.crt"), "cert": str(self.folder / f"{name}.crt"),
                 "key": str(self.folder / f"{name}.key")}
 
-    def serve(self, *flags):
-        """Starts a server. Returns it and its port."""
+    def serve(self, *flags, port=0):
+        """Starts a server on that port (0: any). Returns it and its port."""
         files = self.files("server")
         server = server_binary.start(
             f"--tls-cert={files['cert']}", f"--tls-key={files['key']}",
-            f"--client-ca={files['ca']}", "--log-level=info", *flags, listen="127.0.0.1:0")
+            f"--client-ca={files['ca']}", "--log-level=info", *flags, listen=f"127.0.0.1:{port}")
         return server, int(server.log().split("tcp_port=")[1].split()[0])
 
     def connect(self, name, port, ca="ca", **options):
@@ -68,7 +70,7 @@ class Peers:
         self.authority = authority
         self.servers, self.ports = [], []
         for _ in range(2):
-            server, port = authority.serve("--server-operators=blue,localhost")
+            server, port = authority.serve(OPERATORS)
             self.servers.append(server)
             self.ports.append(port)
         self.peer = f"localhost:{self.ports[1]}"
@@ -77,6 +79,11 @@ class Peers:
         """Stops the servers that run."""
         for server in self.servers:
             server.stop()
+
+    def replace(self, place):
+        """Ends one of the servers and starts another process on its port."""
+        self.servers[place].stop()
+        self.servers[place], _ = self.authority.serve(OPERATORS, port=self.ports[place])
 
     def connect(self, name, place=0, **options):
         """A client of one of the servers."""

@@ -15,6 +15,7 @@ BINARIES = ROOT / ".bazel/bin"
 NAME = "mla-server"
 HOME = "MLA attention server"
 LICENCE = "Apache-2.0"
+NUMBER = ""  # the version of the packages, if they are not of this tree
 USER = 65532  # of the server in images; without rights, and no user of Debian's
 
 
@@ -33,6 +34,9 @@ def run(*command, **options):
 
 
 def version():
+    """Returns the version that the packages have."""
+    if NUMBER:
+        return NUMBER
     text = (ROOT / "base/version/version.h").read_text(encoding="utf-8")
     return re.search(r'kVersion\[\] = "([0-9.]+)"', text).group(1)
 

@@ -143,6 +143,7 @@ def build_library(output):
         "build_deb", common.ROOT / "client/c/package/build_deb.py")
     builder = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(builder)
+    builder.version = common.version  # all packages have one
     package = builder.build(common.BINARIES / "client/c/libmla_client.so", output)
     common.report(package)
     return package

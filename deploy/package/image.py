@@ -45,15 +45,17 @@ def suite():
     return re.search(r'^VERSION_CODENAME="?(\w+)', text, re.M).group(1)
 
 
-def unpack(packages, root, folder):
-    """Unpacks the packages and what they depend on below `root`; returns their control files."""
+def unpack(packages, root, folder, release=None, archives=None, options=()):
+    """Unpacks the packages and what they depend on below `root`; returns their control files. By
+    default they are of this machine's release and package sources. `options` are mmdebstrap's."""
     kept = folder / "packages"
     kept.mkdir()
     hook = folder / "keep_packages"
     hook.write_text(KEEP_PACKAGES, encoding="utf-8")
     hook.chmod(0o755)
     common.run("mmdebstrap", "--variant=extract", "--mode=root", "--format=directory",
-               f"--include={packages}", f"--extract-hook={hook}", suite(), root, *sources(),
+               *options, f"--include={packages}", f"--extract-hook={hook}",
+               release or suite(), root, *(archives or sources()),
                env={**os.environ, "PACKAGE_FOLDER": str(kept)})
     return {path.name: common.run("dpkg-deb", "--field", path) for path in
             sorted(kept.glob("*.deb"))}
@@ -113,8 +115,9 @@ def labels():
         "org.opencontainers.image.vendor": "mla-server developers"}
 
 
-def commit(root, archive, folder):
-    """Makes an image of the tree and writes it to `archive`; returns the image's digest."""
+def commit(root, archive, folder, name=common.NAME, **more):
+    """Makes an image of the tree and writes it to `archive`; returns the image's digest. `more` are
+    further variables of its environment."""
     place = ("--root", folder / "storage", "--runroot", folder / "state",
              "--storage-driver", "vfs")
     container = common.run("buildah", *place, "from", "scratch")
@@ -124,14 +127,14 @@ def commit(root, archive, folder):
     options = [f"--user={common.USER}:{common.USER}", "--stop-signal=SIGTERM", "--volume=/run/mla",
                f"--port={GRPC_PORT}", "--cmd=",
                f'--entrypoint=["mla-server", "--config={CONFIGURATION}"]']
-    options += [f"--env={name}={value}" for name, value in SETTINGS.items()]
+    options += [f"--env={name}={value}" for name, value in {**SETTINGS, **more}.items()]
     options += [f"--label={name}={value}" for name, value in labels().items()]
     common.run("buildah", *place, "config", *options, container)
     digest_file = folder / "digest"
     image = common.run("buildah", *place, "commit", f"--timestamp={common.epoch()}",
                        "--format=oci", "--quiet", container)
     common.run("buildah", *place, "push", f"--digestfile={digest_file}", image,
-               f"oci-archive:{archive}:{common.NAME}:{common.version()}")
+               f"oci-archive:{archive}:{name}:{common.version()}")
     return digest_file.read_text(encoding="utf-8").strip()
 
 

@@ -128,6 +128,26 @@ void Histograms::ObservePageGroup(int64_t held_ns) {
   all_->page_lifetime.Observe(Seconds(held_ns));
 }
 
+void Histograms::ShowTrace(RequestKind kind, int64_t total_ns, int64_t queue_ns,
+                           const std::string& trace_id, double unix_seconds) {
+  const MutexLock lock(mutex_);
+  all_->duration(kind).Show({Seconds(total_ns), trace_id, unix_seconds});
+  if (queue_ns >= 0) all_->queue.Show({Seconds(queue_ns), trace_id, unix_seconds});
+}
+
+std::vector<BucketExemplar> Histograms::Exemplars() const {
+  const MutexLock lock(mutex_);
+  std::vector<BucketExemplar> all;
+  all_->ForEach([&all](const Histogram& histogram) {
+    const std::vector<Exemplar>& exemplars = histogram.exemplars();
+    for (size_t i = 0; i < exemplars.size(); ++i) {
+      if (exemplars[i].trace_id.empty()) continue;
+      all.push_back({histogram.name(), histogram.label().second, i, exemplars[i]});
+    }
+  });
+  return all;
+}
+
 Distribution Histograms::AttendTimes() const {
   const MutexLock lock(mutex_);
   return all_->duration(RequestKind::kAttend).Get();

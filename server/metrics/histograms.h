@@ -32,6 +32,21 @@ struct Distribution {
   std::vector<uint64_t> counts;
 };
 
+// A request that a trace shows, next to the bucket that counts it.
+struct Exemplar {
+  double value = 0;
+  std::string trace_id;  // 32 hex digits
+  double unix_seconds = 0;
+};
+
+// An exemplar and the histogram and bucket that have it. `label`: the value of the histogram's
+// label, or empty.
+struct BucketExemplar {
+  std::string family, label;
+  size_t bucket = 0;
+  Exemplar exemplar;
+};
+
 // Counts observations by bucket: each bucket has observations above the bound before it and up to
 // its own bound; the last has the rest. Threading: its owner's lock.
 class Histogram {
@@ -43,22 +58,35 @@ class Histogram {
       : name_(name), label_(std::move(label)), bounds_(bounds), counts_(bounds.size() + 1) {}
 
   void Observe(double value) {
-    size_t bucket = 0;
-    while (bucket < bounds_.size() && value > bounds_[bucket]) ++bucket;
-    ++counts_[bucket];
+    ++counts_[BucketOf(value)];
     sum_ += value;
+  }
+  // The exemplar replaces the one of its bucket. Allocates.
+  void Show(Exemplar exemplar) {
+    exemplars_.resize(counts_.size());
+    Exemplar& slot = exemplars_[BucketOf(exemplar.value)];
+    slot = std::move(exemplar);
   }
   const char* name() const { return name_; }
   const Label& label() const { return label_; }
   double sum() const { return sum_; }
   Distribution Get() const;
+  // One for each bucket, with an empty trace id if it has none; or empty.
+  const std::vector<Exemplar>& exemplars() const { return exemplars_; }
 
  private:
+  size_t BucketOf(double value) const {
+    size_t bucket = 0;
+    while (bucket < bounds_.size() && value > bounds_[bucket]) ++bucket;
+    return bucket;
+  }
+
   const char* const name_;
   const Label label_;
   const std::vector<double> bounds_;
   std::vector<uint64_t> counts_;
   double sum_ = 0;
+  std::vector<Exemplar> exemplars_;
 };
 
 class Histograms {
@@ -71,11 +99,17 @@ class Histograms {
   void ObserveSequence(int64_t rows, int64_t open_ns);
   void ObservePageGroup(int64_t held_ns);
 
+  // Shows a traced request in the histograms that it was counted in: durations of its kind, and
+  // with `queue_ns` >= 0 the waits for a launch.
+  void ShowTrace(scheduler::RequestKind kind, int64_t total_ns, int64_t queue_ns,
+                 const std::string& trace_id, double unix_seconds);
+
   // Seconds of Attend requests inside the server, and from arrival to launch.
   Distribution AttendTimes() const;
   Distribution QueueTimes() const;
   // Appends one family for each name, without help texts.
   void Collect(std::vector<prometheus::MetricFamily>* families) const;
+  std::vector<BucketExemplar> Exemplars() const;
 
  private:
   struct All;

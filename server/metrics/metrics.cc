@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <string_view>
 
@@ -16,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
 #include "base/version/version.h"
+#include "server/metrics/open_metrics.h"
 #include "server/metrics/tenant_metrics.h"
 #include "server/process/process_usage.h"
 
@@ -338,7 +340,14 @@ Distribution Metrics::AttendTimes() const { return impl_->histograms.AttendTimes
 
 Distribution Metrics::QueueTimes() const { return impl_->histograms.QueueTimes(); }
 
-std::string Metrics::Expose(const scheduler::EngineStats& stats) {
+void Metrics::ShowTrace(scheduler::RequestKind kind, int64_t total_ns, int64_t queue_ns,
+                        const std::string& trace_id) {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  impl_->histograms.ShowTrace(kind, total_ns, queue_ns, trace_id,
+                              std::chrono::duration<double>(now).count());
+}
+
+std::string Metrics::Expose(const scheduler::EngineStats& stats, bool open_metrics) {
   Impl& m = *impl_;
   const MutexLock lock(m.mutex);
   const auto count = [](auto value) { return static_cast<double>(value); };
@@ -369,6 +378,7 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   m.histograms.Collect(&families);
   std::for_each(families.begin() + own, families.end(),
                 [](prometheus::MetricFamily& family) { family.help = HelpOf(family.name); });
+  if (open_metrics) return OpenMetricsText(families, m.histograms.Exemplars());
   return prometheus::TextSerializer().Serialize(families);
 }
 

@@ -105,8 +105,13 @@ class Metrics final : public scheduler::EngineObserver {
   Distribution AttendTimes() const;
   Distribution QueueTimes() const;
 
-  // Returns Prometheus text with the values of `stats`.
-  std::string Expose(const scheduler::EngineStats& stats);
+  // Shows a traced request next to the buckets that count it (Histograms::ShowTrace).
+  void ShowTrace(scheduler::RequestKind kind, int64_t total_ns, int64_t queue_ns,
+                 const std::string& trace_id);
+
+  // Returns the values of `stats` and all others as text: Prometheus's, or OpenMetrics with
+  // exemplars.
+  std::string Expose(const scheduler::EngineStats& stats, bool open_metrics = false);
 
   // Every metric, by name: dashboards and alerts may rely on them. docs/metrics.md lists the same.
   static std::vector<MetricRow> Declared();

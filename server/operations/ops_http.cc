@@ -88,9 +88,12 @@ struct OpsHttpCallbacks {
       return Reply(connection, {400, "text/plain", "requests have no body\n"});
     }
     if (*upload_size != 0) return MHD_NO;
-    std::string query;
-    MHD_get_connection_values(connection, MHD_GET_ARGUMENT_KIND, AppendArgument, &query);
-    return Reply(connection, static_cast<OpsHttp*>(self)->Answer(method, url, query));
+    HttpRequest request;
+    MHD_get_connection_values(connection, MHD_GET_ARGUMENT_KIND, AppendArgument, &request.query);
+    const char* const accept =
+        MHD_lookup_connection_value(connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_ACCEPT);
+    if (accept != nullptr) request.accept = accept;
+    return Reply(connection, static_cast<OpsHttp*>(self)->Answer(method, url, request));
   }
 
   static void Notify(void* self, MHD_Connection* connection, void**,
@@ -148,10 +151,10 @@ void OpsHttp::Sweep() {
 }
 
 HttpReply OpsHttp::Answer(const std::string& method, const std::string& path,
-                          const std::string& query) const {
+                          const HttpRequest& request) const {
   if (method != "GET" && method != "HEAD") return {405, "text/plain", "GET only\n"};
   const auto found = paths_.find(path);
-  if (found != paths_.end()) return found->second(query);
+  if (found != paths_.end()) return found->second(request);
   HttpReply reply = {404, "text/plain; charset=utf-8", "not found; there are:\n"};
   for (const auto& [known, handler] : paths_) absl::StrAppend(&reply.body, known, "\n");
   return reply;

@@ -35,8 +35,12 @@ struct HttpReply {
   std::string body;
 };
 
-// `query` is the part after '?'.
-using HttpHandler = std::function<HttpReply(const std::string& query)>;
+struct HttpRequest {
+  std::string query;   // the part after '?'
+  std::string accept;  // the header; empty: none
+};
+
+using HttpHandler = std::function<HttpReply(const HttpRequest& request)>;
 
 class OpsHttp final {
  public:
@@ -53,7 +57,7 @@ class OpsHttp final {
 
   // The answer to a GET of `path`; used by the port and by tests.
   HttpReply Answer(const std::string& method, const std::string& path,
-                   const std::string& query) const;
+                   const HttpRequest& request) const;
 
  private:
   friend struct OpsHttpCallbacks;

@@ -25,16 +25,16 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 TEST(OpsHttpTest, AnswersFixedPathsOnly) {
-  auto port =
-      OpsHttp::Start("127.0.0.1:0", 2, {{"/a", [](const std::string& query) {
-                                           return HttpReply{200, "text/plain", "a?" + query};
-                                         }}});
+  auto port = OpsHttp::Start("127.0.0.1:0", 2,
+                             {{"/a", [](const HttpRequest& request) {
+                                 return HttpReply{200, "text/plain", "a?" + request.query};
+                               }}});
   ASSERT_TRUE(port.ok()) << port.status();
   EXPECT_GT((*port)->port(), 0);
-  EXPECT_EQ((*port)->Answer("GET", "/a", "x=1").body, "a?x=1");
-  EXPECT_EQ((*port)->Answer("GET", "/a/", "").status, 404);
-  EXPECT_EQ((*port)->Answer("GET", "/../a", "").status, 404);
-  EXPECT_EQ((*port)->Answer("DELETE", "/a", "").status, 405);
+  EXPECT_EQ((*port)->Answer("GET", "/a", {"x=1", ""}).body, "a?x=1");
+  EXPECT_EQ((*port)->Answer("GET", "/a/", {}).status, 404);
+  EXPECT_EQ((*port)->Answer("GET", "/../a", {}).status, 404);
+  EXPECT_EQ((*port)->Answer("DELETE", "/a", {}).status, 405);
   const std::string taken = "127.0.0.1:" + std::to_string((*port)->port());
   EXPECT_TRUE(absl::IsUnavailable(OpsHttp::Start(taken, 2, {}).status()));
   EXPECT_TRUE(absl::IsInvalidArgument(OpsHttp::Start("host", 2, {}).status()));
@@ -79,7 +79,7 @@ class HttpPeer {
 constexpr char kProbe[] = "GET /livez HTTP/1.1\r\nHost: x\r\n\r\n";
 
 std::unique_ptr<OpsHttp> PortWithProbe() {
-  auto port = OpsHttp::Start("127.0.0.1:0", 2, {{"/livez", [](const std::string&) {
+  auto port = OpsHttp::Start("127.0.0.1:0", 2, {{"/livez", [](const HttpRequest&) {
                                                    return HttpReply{200, "text/plain", "alive"};
                                                  }}});
   EXPECT_TRUE(port.ok()) << port.status();

@@ -132,6 +132,11 @@ void StepTraces::Written(const StreamRequest& message, const MessageTrace& trace
     End(message, answer, now_ns, &spans);
   }
   tracer_->Record(std::move(spans));
+  if (trace.submitted_ns == 0) return;  // the engine has not seen it
+  const bool launched = message.kind == RequestKind::kAttend && answer.ok();
+  tracer_->Observe({trace.step.trace, message.kind,
+                    std::max<int64_t>(0, trace.answered_ns - trace.submitted_ns),
+                    launched ? message.timings.queue_ns : -1});
 }
 
 }  // namespace mla::server

@@ -18,16 +18,19 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "base/mutex.h"
+#include "scheduler/request.h"
 #include "server/tracing/trace_context.h"
 
 namespace mla::server {
@@ -72,6 +75,14 @@ struct TracerStats {
   uint64_t refused = 0;   // steps and calls beyond the bounds a second
 };
 
+// A message of a recorded step whose reply has been written, with the engine's times of it.
+struct TracedMessage {
+  TraceId trace;
+  scheduler::RequestKind kind = scheduler::RequestKind::kAttend;
+  int64_t total_ns = 0;
+  int64_t queue_ns = -1;  // -1: no launch took it
+};
+
 class Tracer {
  public:
   // Records nothing.
@@ -91,6 +102,13 @@ class Tracer {
     const SpanId id = next_span_.fetch_add(1, std::memory_order_relaxed);
     return id != 0 ? id : NewSpanId();
   }
+  // Gets each message of recorded steps, from any thread. Set it before steps are recorded.
+  void set_observer(std::function<void(const TracedMessage&)> observer) {
+    observer_ = std::move(observer);
+  }
+  void Observe(const TracedMessage& message) const {
+    if (observer_) observer_(message);
+  }
   // Takes finished spans of one trace.
   void Record(std::vector<TraceSpan> spans);
   TracerStats stats() const;
@@ -103,6 +121,7 @@ class Tracer {
   const TracerOptions options_;
   const std::vector<std::unique_ptr<SpanExporter>> exporters_;
   const int64_t unix_offset_ns_ = 0;  // Unix time - steady clock
+  std::function<void(const TracedMessage&)> observer_;
   std::atomic<uint64_t> seen_{0};     // steps and calls without a traceparent
   std::atomic<SpanId> next_span_{0};  // from a random one on
   std::atomic<uint64_t> exported_{0}, dropped_{0}, refused_{0};

@@ -39,9 +39,9 @@ class Build:
     def mlactl(self):
         return self.source / ".bazel/bin/client/mlactl/mlactl"
 
-    def make(self, cache):
-        """Builds server and mlactl, and the stubs of its Python client. `cache`: of compiled
-        outputs, shared with the tree."""
+    def make(self, cache, *targets):
+        """Builds server and mlactl, `targets`, and the stubs of its Python client. `cache`: of
+        compiled outputs, shared with the tree."""
         if not (self.source / "dev").exists():
             shutil.rmtree(self.source, ignore_errors=True)
             self.source.mkdir(parents=True)
@@ -50,7 +50,7 @@ class Build:
                     tarfile.open(fileobj=archive.stdout, mode="r|") as tar:
                 tar.extractall(self.source)
         subprocess.run(["bazel", "build", f"--disk_cache={cache}", "--config=opt",
-                        "//server:mla-server", "//client/mlactl:mlactl"],
+                        "//server:mla-server", "//client/mlactl:mlactl", *targets],
                        cwd=self.source, check=True, stdin=subprocess.DEVNULL)
         subprocess.run(["/usr/bin/python3", "client/python/generate_stubs.py", "--quiet"],
                        cwd=self.source, check=True)

@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import unittest
 
 import release
@@ -17,44 +18,25 @@ sys.path.append(str(release.ROOT / "client/python/tests"))
 # pylint: disable=wrong-import-position
 import peers  # noqa: E402
 from mla_client.testing import ServerProcess  # noqa: E402
+from sides import LONG, sides  # noqa: E402
 
-LONG = os.environ.get("MLA_TEST_LONG", "") != ""
-CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / \
-    "mla-server/compiled"
 SMALL = ["--kv-cache-bytes=64MiB", "--limits-weights-bytes=64MiB"]
 PROGRAM = pathlib.Path(__file__).with_name("skew_client.py")
 
 
-class Side:
-    """The programs of one version: a server, mlactl, a Python client."""
-
-    def __init__(self, name, server, mlactl, python):
-        self.name, self.server, self.mlactl, self.python = name, server, mlactl, python
-
-    def worker(self, target, files=()):
-        """A started skew_client.py over this side's client."""
-        return subprocess.Popen(
-            ["/usr/bin/python3", str(PROGRAM), "fill", target, *files], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(self.python)})
-
-    def command(self, target, *words):
-        done = subprocess.run([str(self.mlactl), f"--target={target}", *words], text=True,
-                              check=False, capture_output=True, stdin=subprocess.DEVNULL)
-        return done.returncode, done.stdout + done.stderr
+def start_worker(side, target, files=()):
+    """A started skew_client.py over that side's client."""
+    return subprocess.Popen(
+        ["/usr/bin/python3", str(PROGRAM), "fill", target, *files], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(side.python)})
 
 
 class SkewTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        if not LONG:
-            return
-        build = release.Build(release.releases()[0])
-        build.make(CACHE)
-        tree = pathlib.Path(os.environ.get("BINARIES_UNDER_TEST", release.ROOT / ".bazel/bin"))
-        cls.old = Side(build.version, build.server, build.mlactl, build.source / "client/python")
-        cls.new = Side("tree", tree / "server/mla-server", tree / "client/mlactl/mlactl",
-                       release.ROOT / "client/python")
+        if LONG:
+            cls.old, cls.new = sides()
 
     def setUp(self):
         if not LONG:
@@ -75,22 +57,34 @@ class SkewTest(unittest.TestCase):
                     self.assertEqual(code, 0, said)
                 for words in (("info",), ("status",), ("health",), ("models",), ("quotas",)):
                     self.assertEqual(client.command(running.target, *words)[0], 0, words)
-                worker = client.worker(running.target)
+                worker = start_worker(client, running.target)
                 line = worker.stdout.readline()
                 self.assertIn("filled", line, worker.stderr.read() if not line else "")
                 self.finish(worker)
+
+    def test_the_configuration_of_the_release_is_accepted(self):
+        example = release.FOLDER / self.old.name / "source/deploy/config/example.yaml"
+        for line in (None, "log: {level: debug}\nlimits: {max_models: 9}\n"):
+            with self.subTest(line=line), tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+                file.write(example.read_text(encoding="utf-8") if line is None else line)
+                file.flush()
+                for side in (self.old, self.new):
+                    done = subprocess.run(
+                        [str(side.server), "--check-config", f"--config={file.name}", *SMALL],
+                        check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+                    self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
     def test_page_files_of_one_are_read_by_the_other(self):
         for source, target in ((self.old, self.new), (self.new, self.old)):
             with self.subTest(f"{source.name} to {target.name}"), \
                     ServerProcess(str(source.server), SMALL) as one, \
                     ServerProcess(str(target.server), SMALL) as two:
-                worker = source.worker(one.target)
+                worker = start_worker(source, one.target)
                 identity = worker.stdout.readline().split()[1]
                 pages = pathlib.Path(one.socket).parent / "rows.mlapages"
                 code, said = source.command(one.target, "export", identity, str(pages))
                 self.assertEqual(code, 0, said)
-                other = target.worker(two.target)  # registers the model there
+                other = start_worker(target, two.target)  # registers the model there
                 self.assertIn("filled", other.stdout.readline())
                 code, said = target.command(two.target, "import", "skew", str(pages))
                 self.assertEqual(code, 0, said)
@@ -112,8 +106,8 @@ class SkewTest(unittest.TestCase):
                     ServerProcess(str(target.server), flags, listen="127.0.0.1:0") as two:
                 ports = [item.log().split("tcp_port=")[1].split()[0] for item in (one, two)]
                 red, blue = authority.files("red"), authority.files("blue")
-                worker = self.new.worker(f"127.0.0.1:{ports[0]}",
-                                         (red["ca"], red["cert"], red["key"]))
+                worker = start_worker(source, f"127.0.0.1:{ports[0]}",
+                                      (red["ca"], red["cert"], red["key"]))
                 line = worker.stdout.readline()
                 self.assertIn("filled", line, worker.stderr.read() if not line else "")
                 code, said = self.new.command(

@@ -251,16 +251,19 @@ void Program::AddCommonOptions() {
   app_->add_flag(absl::StrCat("--json{", kStandardOutput, "}"), json_,
                  "without FILE the same as --output=json; else write JSON to FILE")
       ->option_text("[=FILE]");
-  common_options.Text({"tenant", "NAME", "tenant to act for, without TLS"}, &common_.client.tenant);
+  common_options.Text({"tenant", "NAME", "tenant to act for, without TLS ($MLA_CLIENT_TENANT)"},
+                      &common_.client.tenant);
   common_options.Number({"timeout-ms", "N", "of each call (default 5000)"}, 1, 86400000,
                         &common_.client.call_timeout_ms);
   common_options.Text(
-      {"tls-ca", "FILE", "authorities that sign the server's certificate; with it mutual TLS"},
+      {"tls-ca", "FILE", "authorities of the server's certificate: mutual TLS ($MLA_CLIENT_CA)"},
       &common_.client.tls_ca);
-  common_options.Text({"tls-cert", "FILE", "this client's certificate"}, &common_.client.tls_cert);
-  common_options.Text({"tls-key", "FILE", "its key"}, &common_.client.tls_key);
-  common_options.Text({"tls-server-name", "NAME", "name to expect in the server's certificate"},
-                      &common_.client.tls_server_name);
+  common_options.Text({"tls-cert", "FILE", "this client's certificate ($MLA_CLIENT_CERT)"},
+                      &common_.client.tls_cert);
+  common_options.Text({"tls-key", "FILE", "its key ($MLA_CLIENT_KEY)"}, &common_.client.tls_key);
+  common_options.Text(
+      {"tls-server-name", "NAME", "name in the server's certificate ($MLA_CLIENT_SERVER_NAME)"},
+      &common_.client.tls_server_name);
   app_->get_help_ptr()->group(kCommonGroup);
   app_->option_defaults()->group("Options");
 }

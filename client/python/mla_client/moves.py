@@ -17,7 +17,7 @@ from mla_client.connection.leases import LeaseRenewer
 from mla_client.gen import sequence_pb2
 from mla_client.messages import only_of
 from mla_client.service import Model, Sequence, Service
-from mla_client.service.step import gather
+from mla_client.service.gathering import gather
 from mla_client.types import ModelSpec, SequenceState
 
 
@@ -128,11 +128,12 @@ class Following(Service):
 
     def _moved(self, sequence_ids: List[int]) -> List[Tuple[int, str]]:
         """The moved ones among them, and the servers that have them. A server that has ended after
-        a drain does not answer: its sequences may be where others have moved."""
+        a drain does not answer, or another process does: its sequences may be where others have
+        moved."""
         try:
             reply = self._call(self._sequences.Get,
                                sequence_pb2.GetRequest(sequence_ids=sequence_ids))
-        except errors.Unavailable:
+        except (errors.Unavailable, errors.ServerRestarted):
             if not self._last_peer:
                 raise
             return [(sequence_id, self._last_peer) for sequence_id in sequence_ids]
@@ -162,8 +163,11 @@ class Following(Service):
             if late or self._closed.wait(pause):
                 raise error
         elif ((detail.reason == "moved" and detail.peer)
-              or (isinstance(error, errors.Unavailable) and self._last_peer)):
-            gather(sequences, deadline)
+              or (isinstance(error, (errors.Unavailable, errors.NotFound)) and self._last_peer)):
+            try:
+                gather(sequences, deadline)
+            except errors.NotFound as absent:
+                raise error from absent  # they have not moved: the server has lost them
             if all(one.model.service is self for one in sequences):
                 raise error
         else:

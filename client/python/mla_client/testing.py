@@ -64,6 +64,11 @@ class ServerProcess:
         self._process.wait()
         self._process = None
 
+    def wait(self, timeout_s: float) -> int:
+        """Waits until it has ended by itself, as after a drain; returns its exit status."""
+        assert self._process is not None, "not started"
+        return self._process.wait(timeout_s)
+
     def stop(self) -> int:
         """Asks it to drain and end; returns its exit status. Killed if it takes too long."""
         status = 0

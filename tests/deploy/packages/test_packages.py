@@ -17,13 +17,15 @@ import time
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "deploy/package"))
+sys.path[:0] = [str(ROOT / "deploy/package"), str(ROOT / "tests/releases")]
 
 # pylint: disable=wrong-import-position
 import common  # noqa: E402
 import debian  # noqa: E402
 import image  # noqa: E402
+import release  # noqa: E402
 import sbom  # noqa: E402
+import sides  # noqa: E402
 import wheel as wheel_rules  # noqa: E402
 
 LONG = os.environ.get("MLA_TEST_LONG", "") != ""
@@ -41,12 +43,12 @@ def run(*command, check=True, **options):
     return done.stdout
 
 
-def package(kind, output):
+def package(kind, output, binaries=BINARIES, *more):
     """Runs package.py, which fills the folder `output`. Returns what it prints."""
     # One time for all calls: a commit may come between two of them.
     environment = {**os.environ, "SOURCE_DATE_EPOCH": "1795900000"}
     return run("/usr/bin/python3", ROOT / "deploy/package/package.py", kind, "--output", output,
-               "--binaries", BINARIES, env=environment)
+               "--binaries", binaries, *more, env=environment)
 
 
 class PackageTextsTest(unittest.TestCase):
@@ -106,7 +108,9 @@ class LongTest(unittest.TestCase):
         self.addCleanup(shutil.rmtree, self.folder, ignore_errors=True)
 
 
-class ImageTest(LongTest):
+class PodmanTest(LongTest):
+    """Has podman with a store of its own."""
+
     tools = ("buildah", "mmdebstrap", "podman", "runc")
 
     def podman(self, *words, check=True):
@@ -115,6 +119,28 @@ class ImageTest(LongTest):
                  "--events-backend=file"]
         return run("podman", *state, *words, check=check)
 
+    def start(self, archive, name):
+        """Loads an image and starts it as `server`, without rights; returns once it serves."""
+        self.podman("load", "-i", archive)
+        self.podman("run", "--detach", "--name=server", "--read-only", "--cap-drop=ALL",
+                    "--security-opt=no-new-privileges", "--network=none",
+                    "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", name, *SMALL)
+        self.addCleanup(self.podman, "rm", "--force", "server", check=False)
+        for _ in range(100):
+            if "SERVING\n" == self.podman("exec", "server", "mlactl", "health", check=False):
+                return
+            time.sleep(0.2)
+        self.fail(self.podman("logs", "server"))
+
+    def stop(self):
+        """Stops it; it must have drained and ended with 0."""
+        self.podman("stop", "--time=40", "server")
+        state = self.podman("inspect", "--format={{.State.ExitCode}}", "server").strip()
+        self.assertEqual(state, "0", self.podman("logs", "server"))
+        self.assertIn('"event":"drained"', self.podman("logs", "server"))
+
+
+class ImageTest(PodmanTest):
     @staticmethod
     def identity(output):
         """The digest of the image in the archive that is there, its manifest and configuration."""
@@ -136,18 +162,10 @@ class ImageTest(LongTest):
         labels = config["config"]["Labels"]
         self.assertEqual(labels["org.opencontainers.image.version"], common.version())
         self.assertIn("org.opencontainers.image.revision", labels)
-        self.podman("load", "-i", archive)
         name = f"localhost/mla-server:{common.version()}"
+        self.start(archive, name)
         size = int(self.podman("image", "inspect", "--format", "{{.Size}}", name))
         self.assertLess(size, MOST_IMAGE_BYTES)
-        self.podman("run", "--detach", "--name=server", "--read-only", "--cap-drop=ALL",
-                    "--security-opt=no-new-privileges", "--network=none",
-                    "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", name, *SMALL)
-        self.addCleanup(self.podman, "rm", "--force", "server", check=False)
-        for _ in range(100):
-            if "SERVING\n" == self.podman("exec", "server", "mlactl", "health", check=False):
-                break
-            time.sleep(0.2)
         self.assertIn("agree", self.podman("exec", "server", "mlactl", "attend"))
         mounted = pathlib.Path(self.podman("mount", "server").strip())
         status = (mounted / "var/lib/dpkg/status").read_text(encoding="utf-8")
@@ -156,25 +174,31 @@ class ImageTest(LongTest):
         self.assertEqual(kept, {item["name"] for item in bill["packages"]} - {common.NAME})
         self.assertIn("libc6", kept)
         self.assertFalse((mounted / "bin/sh").exists() or (mounted / "usr/bin/sh").exists())
-        self.podman("stop", "--time=40", "server")
-        state = self.podman("inspect", "--format={{.State.ExitCode}}", "server").strip()
-        self.assertEqual(state, "0", self.podman("logs", "server"))
-        self.assertIn('"event":"drained"', self.podman("logs", "server"))
+        self.stop()
+
+
+class HipImageTest(PodmanTest):
+    def test_server_finds_the_gpu_runtime_of_its_image(self):
+        """There is no GPU here: the runtime is opened, with its libraries, and finds no device."""
+        package("hip-image", self.folder / "one")
+        (archive,) = (self.folder / "one").glob("*.oci.tar")
+        self.start(archive, f"localhost/mla-server-hip:{common.version()}")
+        info = self.podman("exec", "server", "mlactl", "info")
+        (hip,) = re.findall(r"^backend hip +(.*)$", info, re.M)
+        self.assertNotIn("cannot open shared object", hip)
+        self.assertIn("device", hip)
+        self.assertIn("agree", self.podman("exec", "server", "mlactl", "attend"))
+        self.stop()
 
 
 class DebianTest(LongTest):
     tools = ("mmdebstrap", "reprepro", "gpg", "help2man")
 
-    def test_packages_are_installed_upgraded_and_removed_in_a_clean_root(self):
-        output = self.folder / "packages"
-        package("deb", output)
-        first = {path.name: common.digest(path) for path in output.glob("*.deb")}
-        again = self.folder / "again"
-        package("deb", again)
-        self.assertEqual({path.name: common.digest(path) for path in again.glob("*.deb")}, first)
+    def install(self, repository):
+        """A clean root that has the packages of the repository; returns its folder."""
         root = self.folder / "root"
-        shutil.copytree(output / "apt", self.folder / "apt")
         source = self.folder / "mla.list"
+        shutil.copytree(repository, self.folder / "apt")
         source.write_text(f"deb [signed-by={self.folder}/apt/mla-server.gpg] "
                           f"file:{self.folder}/apt stable main\n", encoding="utf-8")
         # The clean root: Debian's required packages, and apt with this repository as well.
@@ -182,6 +206,22 @@ class DebianTest(LongTest):
             "--include=mla-server,mlactl,libmla-client",
             f"--setup-hook=mkdir -p '$1{self.folder}' && cp -r {self.folder}/apt '$1{self.folder}/'"
             .replace("'", '"'), image.suite(), root, *image.sources(), source)
+        return root
+
+    def offer(self, root, repository):
+        """The packages that the root's apt finds from now on. The root's /tmp was emptied."""
+        inside = pathlib.Path(f"{root}{self.folder}/apt")
+        shutil.rmtree(inside, ignore_errors=True)
+        shutil.copytree(repository, inside)
+
+    def test_packages_are_installed_and_are_the_same_twice(self):
+        output = self.folder / "packages"
+        package("deb", output)
+        first = {path.name: common.digest(path) for path in output.glob("*.deb")}
+        again = self.folder / "again"
+        package("deb", again)
+        self.assertEqual({path.name: common.digest(path) for path in again.glob("*.deb")}, first)
+        root = self.install(output / "apt")
         inside = ["chroot", root]
         self.assertIn(f"mla-server {common.version()}", run(*inside, "mla-server", "--version"))
         run(*inside, "mla-server", "--check-config", "--config=/etc/mla-server/server.yaml", *SMALL)
@@ -192,29 +232,49 @@ class DebianTest(LongTest):
         for page in ("man1/mlactl.1.gz", "man1/mlactl-set-quota.1.gz", "man8/mla-server.8.gz",
                      "system/mla-server.service"):
             self.assertIn(page, listed)
+
+    def test_packages_of_the_last_release_are_upgraded_removed_and_purged(self):
+        """Release 0.1.0 had no packages: its binaries are packaged by the rules of today."""
+        build = release.Build(release.releases()[0])
+        build.make(sides.CACHE, "//client/c:libmla_client.so")
+        package("deb", self.folder / "old", build.source / ".bazel/bin", "--number", build.version)
+        package("deb", self.folder / "new")
+        root = self.install(self.folder / "old/apt")
+        inside = ["chroot", root]
+        names = ("mla-server", "mlactl", "libmla-client")
+
+        def versions():
+            return run(*inside, "dpkg-query", "-W", "-f", "${Version} ", *names).split()
+
+        self.assertEqual(versions(), [build.version] * 3)
+        self.assertIn(f"mla-server {build.version}", run(*inside, "mla-server", "--version"))
         # A file that the operator has changed survives an upgrade and a removal, not a purge.
         settings = root / "etc/mla-server/server.yaml"
-        settings.write_text("log: {level: debug}\n", encoding="utf-8")
-        newer = self.newer(output)
-        shutil.copy(newer, root / "newer.deb")
-        run(*inside, "dpkg", "--install", "/newer.deb")
-        self.assertEqual(settings.read_text(encoding="utf-8"), "log: {level: debug}\n")
-        run(*inside, "dpkg", "--remove", "mla-server", "mlactl", "libmla-client")
-        self.assertTrue(settings.exists())
-        self.assertFalse((root / "usr/bin/mla-server").exists())
-        run(*inside, "dpkg", "--purge", "mla-server")
-        self.assertFalse(settings.exists())
-
-    def newer(self, output):
-        """The server's package again, as of a later version."""
-        (package_file,) = output.glob("mla-server_*.deb")
-        tree = self.folder / "newer"
-        run("dpkg-deb", "--raw-extract", package_file, tree)
-        control = tree / "DEBIAN/control"
-        control.write_text(re.sub(r"^Version: .*$", "Version: 99.0.0", control.read_text(),
-                                  flags=re.M))
-        run("dpkg-deb", "--root-owner-group", "--build", tree, self.folder / "newer.deb")
-        return self.folder / "newer.deb"
+        text = (build.source / "deploy/config/example.yaml").read_text(encoding="utf-8")
+        text += "\n# changed by the operator\n"
+        settings.write_text(text, encoding="utf-8")
+        # So does what the server has written.
+        kept = root / "var/lib/mla-server/checkpoints/one"
+        kept.parent.mkdir(parents=True)
+        kept.write_text("rows", encoding="utf-8")
+        self.offer(root, self.folder / "new/apt")
+        run(*inside, "apt-get", "update")
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        run(*inside, "apt-get", "-y", "-o", "Dpkg::Options::=--force-confold", "upgrade",
+            env=environment)
+        self.assertEqual(versions(), [common.version()] * 3)
+        self.assertIn(f"mla-server {common.version()}", run(*inside, "mla-server", "--version"))
+        run(*inside, "mla-server", "--check-config", "--config=/etc/mla-server/server.yaml", *SMALL)
+        self.assertEqual(settings.read_text(encoding="utf-8"), text)
+        self.assertTrue(kept.exists())
+        run(*inside, "dpkg", "--remove", *names)
+        self.assertTrue(settings.exists() and kept.exists())
+        for binary in ("mla-server", "mlactl"):
+            self.assertFalse((root / "usr/bin" / binary).exists())
+        run(*inside, "dpkg", "--purge", *names)
+        for path in ("etc/mla-server", "var/lib/mla-server", "usr/share/doc/mla-server"):
+            self.assertFalse((root / path).exists(), path)
+        self.assertEqual([path for path in root.rglob("*libmla_client*")], [])
 
 
 class WheelTest(LongTest):

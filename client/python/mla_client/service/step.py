@@ -13,14 +13,12 @@ import numpy.typing as npt
 from mla_client import arrays, errors, wire
 from mla_client.base import deadlines
 from mla_client.service import projected
+from mla_client.service.gathering import gather
 from mla_client.shm import device as device_memory
 from mla_client.types import AttendArgs, AttendResult, Buffers, DType, Geometry, ModelSpec, Profile
 
 if TYPE_CHECKING:
     from mla_client.service import AttendFuture, Sequence, Service
-
-# Between two looks at sequences of a step of which some have moved and others not yet.
-GATHER_PAUSE_S = 0.1
 
 
 class Step:
@@ -469,19 +467,3 @@ def _check_queries(geometry: Geometry, profile: Profile, q: Optional[npt.NDArray
 def _values(name: str, array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
     """Tensors in device memory stay unchanged."""
     return array if isinstance(array, device_memory.DeviceArray) else arrays.floats(name, array)
-
-
-def gather(sequences: Seq[Sequence], deadline: float) -> None:
-    """Waits until all are on one server, and makes them its. FailedPrecondition where some stay
-    elsewhere."""
-    while True:
-        for sequence in sequences:
-            sequence.model.service._look(sequence)
-        services = {id(sequence.model.service) for sequence in sequences}
-        if len(services) == 1:
-            return
-        if time.monotonic() + GATHER_PAUSE_S > deadline:
-            raise errors.FailedPrecondition(
-                f"step: its {len(sequences)} sequences are on {len(services)} servers, as a drain "
-                "has moved some and not others")
-        time.sleep(GATHER_PAUSE_S)

@@ -65,9 +65,9 @@ class TlsTest(unittest.TestCase):
 
     def two_servers(self):
         """Their ports; each is an operator of the other."""
-        pair = peers.Peers(AUTHORITY)
-        self.addCleanup(pair.close)
-        return pair.ports
+        self.pair = peers.Peers(AUTHORITY)
+        self.addCleanup(self.pair.close)
+        return self.pair.ports
 
     def test_a_drain_hands_sequences_over(self):
         ports = self.two_servers()
@@ -135,6 +135,41 @@ class TlsTest(unittest.TestCase):
             for sequence in remote.sequences:
                 sequence.release()
             self.assertEqual(there.stats().sequences, 0)
+
+    def test_a_sequence_without_rows_joins_those_that_have_moved(self):
+        ports = self.two_servers()
+        with connect("red", port=ports[0], follow_moves=True, timeout_s=5.0) as red, \
+                connect("blue", port=ports[0]) as blue, connect("blue", port=ports[1]) as there:
+            local, remote = Tracked(mla_client.LocalReference()), Tracked(red)
+            for tracked in (local, remote):
+                tracked.open()
+                tracked.open()
+                tracked.step([0], 5)
+            blue.drain(to=f"localhost:{ports[1]}")
+            numpy.testing.assert_allclose(remote.step([0], 1), local.step([0], 1), atol=2e-2)
+            numpy.testing.assert_allclose(remote.step([1, 0], 2), local.step([1, 0], 2), atol=2e-2)
+            self.assertEqual(there.stats().sequences, 2)
+            self.assertEqual(blue.stats().sequences, 0)
+
+    def test_sequences_are_found_once_another_process_has_the_drained_servers_port(self):
+        ports = self.two_servers()
+        with connect("red", port=ports[0], follow_moves=True) as red, \
+                connect("blue", port=ports[0]) as blue:
+            local, remote = Tracked(mla_client.LocalReference()), Tracked(red)
+            for tracked in (local, remote):
+                tracked.open()
+                tracked.open()
+                tracked.step([0, 1], 5)
+            blue.drain(to=f"localhost:{ports[1]}")
+            for tracked in (local, remote):
+                tracked.step([0], 1)  # this one's client has been told
+            self.pair.replace(0)
+            numpy.testing.assert_allclose(remote.step([1], 1), local.step([1], 1), atol=2e-2)
+            # A sequence that has not moved is lost with its server.
+            remote.sequences[1].release()
+            self.pair.replace(1)
+            with self.assertRaises(mla_client.NotFound):
+                remote.step([0], 1)
 
     def test_what_can_not_be_followed_names_the_peer(self):
         ports = self.two_servers()
