@@ -7,13 +7,6 @@
 #include "client/cpp/cluster/faults.h"
 
 namespace mla::client {
-namespace {
-
-// How often a step is begun again because sequences of it have moved.
-constexpr int kMostMoves = 3;
-
-}  // namespace
-
 absl::StatusOr<std::shared_ptr<OwnerSession>> ClusterSession::SessionOn(
     const std::shared_ptr<Connection>& connection) {
   {
@@ -75,8 +68,8 @@ bool ClusterSession::FollowMoved(const std::vector<ClusterRows>& rows,
   if (ReasonOf(part.error) != "moved") return false;
   for (const size_t place : part.places) {
     ClusterSequence* const sequence = rows[place].sequence;
-    // A sequence that is still there is not followed.
-    if (absl::IsNotFound(sequence->Refresh())) moved = client_->Follow(sequence) || moved;
+    sequence->Refresh().IgnoreError();  // it follows; one that is still there stays
+    moved = moved || sequence->connection_ != part.connection;
   }
   return moved;
 }
