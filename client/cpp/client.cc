@@ -464,15 +464,7 @@ absl::StatusOr<Sequence> Client::Attach(uint64_t id) {
     MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply->sequences(0).sequence_id(), id));
     return Sequence(this, reply->sequences(0));
   }
-  v1::ErrorDetail detail;
-  detail.set_field("sequence_id");
-  detail.set_reason(reply->moved_size() > 0 ? "moved" : "sequence_not_found");
-  if (reply->moved_size() > 0) detail.set_peer(reply->moved(0).peer());
-  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kNotFound),
-                    reply->moved_size() > 0
-                        ? "the sequence has moved to the server at " + detail.peer()
-                        : "the sequence is not open here",
-                    detail);
+  return NotOpen(*reply);
 }
 
 // ------------------------------------------------------------------------------------- Cached rows

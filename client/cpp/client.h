@@ -231,6 +231,7 @@ class Client final {
   absl::StatusOr<std::unique_ptr<Session>> OpenSession();
 
  private:
+  friend class Probes;
   friend class Sequence;
   friend class Session;
   struct Impl;
@@ -271,7 +272,8 @@ class Sequence final {
     std::string bytes;
   };
   absl::StatusOr<Tail> ReadTail();
-  absl::Status Refresh();  // asks for epoch and length
+  // Asks for epoch and length. NOT_FOUND as of Client::Attach.
+  absl::Status Refresh();
   absl::Status Release();
   void Detach() { client_ = nullptr; }  // from now on only the lease ends it
 

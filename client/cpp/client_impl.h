@@ -67,6 +67,20 @@ inline std::shared_ptr<StepStream> Owned(StepStream* stream) {
           }};
 }
 
+// NOT_FOUND for the one sequence that `reply` does not have: "moved", with the server that has it
+// now, or "sequence_not_found".
+inline absl::Status NotOpen(const v1::GetReply& reply) {
+  v1::ErrorDetail detail;
+  detail.set_field("sequence_id");
+  detail.set_reason(reply.moved_size() > 0 ? "moved" : "sequence_not_found");
+  if (reply.moved_size() > 0) detail.set_peer(reply.moved(0).peer());
+  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kNotFound),
+                    reply.moved_size() > 0
+                        ? "the sequence has moved to the server at " + detail.peer()
+                        : "the sequence is not open here",
+                    detail);
+}
+
 // A connection that carries streams, which stay open.
 struct StreamCarrier {
   std::shared_ptr<grpc::Channel> channel;

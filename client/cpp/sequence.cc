@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "client/cpp/client.h"
+#include "client/cpp/client_impl.h"
 #include "client/cpp/streams/errors.h"
 
 namespace mla::client {
@@ -83,7 +84,7 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
 absl::Status Sequence::Refresh() {
   const auto reply = client_->GetSequences({id_}, false);
   if (!reply.ok()) return reply.status();
-  if (reply->sequences_size() != 1) return absl::NotFoundError("the sequence is gone");
+  if (reply->sequences_size() != 1) return NotOpen(*reply);
   MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply->sequences(0).sequence_id(), id_));
   epoch_ = reply->sequences(0).epoch();
   length_ = reply->sequences(0).length();

@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/mlactl/attend_command.h"
-#include "client/mlactl/bench/bench_command.h"
+#include "client/mlactl/bench_command.h"
 #include "client/mlactl/cli/completion.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/fleet/fleet_command.h"

@@ -16,6 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "client/cpp/cluster/cluster_client.h"
 #include "client/cpp/cluster/cluster_step.h"
+#include "client/cpp/probes.h"
 #include "tests/bench/json_flag.h"
 #include "tests/integration/dense_model.h"
 #include "tests/integration/test_server.h"
@@ -31,6 +32,7 @@ constexpr int kRefused = 20000, kRounds = 15;
 constexpr int kAnswered = 2000;
 constexpr int kServers = 8, kOpens = 300;
 constexpr uint32_t kPrefixRows = 1024;
+constexpr int64_t kProbeMillis = 10000;
 constexpr char kModel[] = "m";
 
 double Micros(Clock::duration time) {
@@ -110,6 +112,7 @@ Pass MeasurePass() {
 
 struct Opens {
   double one_p50 = 0, one_p99 = 0, fleet_p50 = 0, fleet_p99 = 0;  // us
+  double probe_p50 = 0, probes_p50 = 0;                           // us, of one and of four
 };
 
 Opens MeasureOpens() {
@@ -127,7 +130,14 @@ Opens MeasureOpens() {
   const auto single = Must(client::Client::Connect(addresses[0], client::ClientOptions()));
   Must(single->RegisterModel(integration::SpecOf(dims, kModel)));
   Must(cluster->RegisterModel(integration::SpecOf(dims, kModel)));
-  std::vector<double> one, fleet;
+  std::vector<std::shared_ptr<client::Client>> kept;
+  std::vector<client::Client*> asked;
+  for (size_t i = 0; i < client::kMostCandidates; ++i) {
+    kept.push_back(Must(cluster->ServerAt(addresses[i])));
+    asked.push_back(kept.back().get());
+    Must(asked.back()->RegisterModel(integration::SpecOf(dims, kModel)));
+  }
+  std::vector<double> one, fleet, probe, probes;
   for (int i = 0; i < kOpens; ++i) {
     v1::Prefix prefix;
     for (uint32_t row = 0; row < kPrefixRows; ++row) {
@@ -140,8 +150,17 @@ Opens MeasureOpens() {
     auto placed = Must(cluster->OpenSequence(kModel, prefix));
     // The first ones connect and register the model.
     if (i >= kOpens / 3) fleet.push_back(Micros(Clock::now() - began));
+    began = Clock::now();
+    Must(asked[0]->Probe(kModel, prefix));
+    probe.push_back(Micros(Clock::now() - began));
+    began = Clock::now();
+    for (auto& answer : client::Probes::Ask(asked, kModel, prefix, kProbeMillis)) {
+      Must(std::move(answer));
+    }
+    probes.push_back(Micros(Clock::now() - began));
   }
-  return {At(one, 0.5), At(one, 0.99), At(fleet, 0.5), At(fleet, 0.99)};
+  return {At(one, 0.5),    At(one, 0.99),  At(fleet, 0.5),
+          At(fleet, 0.99), At(probe, 0.5), At(probes, 0.5)};
 }
 
 int Main(const std::string& json) {
@@ -156,13 +175,15 @@ int Main(const std::string& json) {
       "open with a prefix of %u rows: p50 %.0f us, p99 %.0f us among %d servers; "
       "p50 %.0f us, p99 %.0f us at one\n",
       kPrefixRows, opens.fleet_p50, opens.fleet_p99, kServers, opens.one_p50, opens.one_p99);
+  std::printf("its probes, p50: %.0f us for %zu at once, %.0f us for one\n", opens.probes_p50,
+              client::kMostCandidates, opens.probe_p50);
   if (!json.empty()) {
     std::ofstream(json) << absl::StrFormat(
         "[\n{\"shape\": \"attend of one owner\", \"overhead_us\": %.3f, \"us\": %.2f, "
         "\"step_us\": %.2f},\n{\"shape\": \"open among %d\", \"us\": %.1f, \"p99_us\": %.1f, "
-        "\"one_us\": %.1f, \"one_p99_us\": %.1f}\n]\n",
+        "\"one_us\": %.1f, \"one_p99_us\": %.1f, \"probes_us\": %.1f, \"probe_us\": %.1f}\n]\n",
         overhead, pass.answered_cluster, pass.answered_step, kServers, opens.fleet_p50,
-        opens.fleet_p99, opens.one_p50, opens.one_p99);
+        opens.fleet_p99, opens.one_p50, opens.one_p99, opens.probes_p50, opens.probe_p50);
   }
   return overhead <= kMostMicros ? 0 : 1;
 }

@@ -33,20 +33,49 @@ def free_port():
 class Etcd:
     """A registry of one node in a folder of its own; a `with` block ends it."""
 
-    def __init__(self, prefix="fleet"):
+    def __init__(self, prefix="fleet", tls=False):
+        """With `tls` it wants certificates of its clients, as those of `files`."""
         self._folder = tempfile.mkdtemp(prefix="mla-etcd-")
         self._port, self._peer_port = free_port(), free_port()
         self._process = None
-        self.target = f"etcd://127.0.0.1:{self._port}/{prefix}"
+        self._tls = tls
+        if tls:
+            self._make_certificates()
+        self.target = f"etcd{'s' * tls}://127.0.0.1:{self._port}/{prefix}"
+
+    def _make_certificates(self):
+        """An authority, another one, and a key with a certificate of each."""
+        script = """
+            new='openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes'
+            for ca in ca other; do
+              $new -x509 -keyout $ca.key -out $ca.pem -subj /CN=$ca -days 2
+              $new -keyout by-$ca.key -out by-$ca.csr -subj /CN=member
+              printf 'subjectAltName=IP:127.0.0.1' > san
+              openssl x509 -req -in by-$ca.csr -CA $ca.pem -CAkey $ca.key -CAcreateserial \\
+                -out by-$ca.pem -days 2 -extfile san
+            done"""
+        subprocess.run(["sh", "-ec", script], cwd=self._folder, check=True, capture_output=True)
+
+    def files(self, ca="ca", by="ca"):
+        """Options of a registry's client: whom it trusts, and who has signed its certificate."""
+        if not self._tls:
+            return {}
+        return {"ca": f"{self._folder}/{ca}.pem", "cert": f"{self._folder}/by-{by}.pem",
+                "key": f"{self._folder}/by-{by}.key"}
 
     def start(self):
         """Starts it, with what it had before if it ran, and waits until it answers."""
-        url, peer = (f"http://127.0.0.1:{port}" for port in (self._port, self._peer_port))
+        url = f"http{'s' * self._tls}://127.0.0.1:{self._port}"
+        peer = f"http://127.0.0.1:{self._peer_port}"
+        files = self.files()
+        flags = [f"--trusted-ca-file={files['ca']}", f"--cert-file={files['cert']}",
+                 f"--key-file={files['key']}", "--client-cert-auth"] if files else []
         with open(pathlib.Path(self._folder, "etcd.log"), "ab") as log:
             self._process = subprocess.Popen(
                 [program(), f"--data-dir={self._folder}/data", f"--listen-client-urls={url}",
                  f"--advertise-client-urls={url}", f"--listen-peer-urls={peer}",
-                 f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}"],
+                 f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}",
+                 *flags],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         found, deadline = self.registry(), time.monotonic() + START_S
         while True:
@@ -60,7 +89,8 @@ class Etcd:
 
     def registry(self, timeout_s=5.0):
         """A client of it."""
-        return registry.EtcdRegistry(targets.etcd_target(self.target), timeout_s=timeout_s)
+        return registry.EtcdRegistry(targets.etcd_target(self.target), timeout_s=timeout_s,
+                                     **self.files())
 
     def kill(self):
         """Ends it at once; it may be started again."""

@@ -131,5 +131,35 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual(caught.exception.detail.reason, "registry_away")
 
 
+class TlsTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.etcd = etcd.Etcd(tls=True).start()
+        cls.addClassCleanup(cls.etcd.__exit__)
+
+    def registry(self, **files):
+        made = registry.registry_of(self.etcd.target, **files)
+        self.addCleanup(made.close)
+        return made
+
+    def test_members_and_tombstones_travel_over_tls(self):
+        found = self.registry(**self.etcd.files())
+        lease = found.grant(60)
+        found.put("servers/a", Member("a:1", 7).to_json(), lease)
+        found.put(f"moved/{9:016x}", "b:1", lease)
+        self.assertEqual([one.address for one in found.read()], ["a:1"])
+        self.assertEqual((found.moved(9), found.moved(8)), ("b:1", ""))
+        self.assertTrue(found.refresh(lease))
+        found.revoke(lease)
+        self.assertEqual(found.read(), [])
+
+    def test_who_is_not_trusted_learns_nothing(self):
+        for files in ({"ca": self.etcd.files()["ca"]}, self.etcd.files(by="other"),
+                      self.etcd.files(ca="other"), {}):
+            with self.subTest(files=files), self.assertRaises(errors.Unavailable) as caught:
+                self.registry(**files).read()
+            self.assertEqual(caught.exception.detail.reason, "registry_away")
+
+
 if __name__ == "__main__":
     unittest.main()

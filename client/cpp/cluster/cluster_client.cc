@@ -8,17 +8,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/random_bytes.h"
 #include "client/cpp/cluster/cluster_step.h"
 #include "client/cpp/cluster/faults.h"
+#include "client/cpp/cluster/recovery.h"
 #include "client/cpp/cluster/targets.h"
 
 namespace mla::client {
 namespace {
-
-uint64_t Seed() {
-  std::random_device device;
-  return uint64_t{device()} << 32 | device();
-}
 
 std::string HostName() {
   char name[256] = "";
@@ -53,48 +50,6 @@ uint64_t BytesOfRows(const ModelRecord& model, uint64_t rows) {
 
 }  // namespace
 
-// ------------------------------------------------------------------------------------- Sequences
-
-ClusterSequence::ClusterSequence(std::shared_ptr<Connection> connection, Sequence sequence,
-                                 std::string model_id)
-    : connection_(std::move(connection)),
-      sequence_(std::make_unique<Sequence>(std::move(sequence))),
-      model_id_(std::move(model_id)) {}
-
-ClusterSequence::~ClusterSequence() {
-  if (sequence_ == nullptr) return;
-  if (lost()) sequence_->Detach();
-  sequence_.reset();  // before its connection
-}
-
-ClusterSequence& ClusterSequence::operator=(ClusterSequence&& other) noexcept {
-  if (this == &other) return *this;
-  if (sequence_ != nullptr && lost()) sequence_->Detach();
-  sequence_ = std::move(other.sequence_);
-  connection_ = std::move(other.connection_);
-  model_id_ = std::move(other.model_id_);
-  return *this;
-}
-
-void ClusterSequence::Become(ClusterSequence other) {
-  sequence_->Detach();
-  *sequence_ = std::move(*other.sequence_);  // steps know this place
-  connection_ = std::move(other.connection_);
-  other.sequence_.reset();
-}
-
-absl::StatusOr<ClusterSequence> ClusterSequence::Fork(std::optional<uint64_t> length) {
-  auto child = sequence_->Fork(length);
-  if (!child.ok()) return child.status();
-  return ClusterSequence(connection_, *std::move(child), model_id_);
-}
-
-absl::Status ClusterSequence::Release() {
-  if (!lost()) return sequence_->Release();
-  sequence_->Detach();
-  return absl::OkStatus();
-}
-
 // ------------------------------------------------------------------------------------- Servers
 
 ClusterClient::ClusterClient(ClientOptions options, ClusterOptions cluster,
@@ -102,7 +57,7 @@ ClusterClient::ClusterClient(ClientOptions options, ClusterOptions cluster,
     : options_(std::move(options)),
       cluster_(std::move(cluster)),
       registry_(std::move(registry)),
-      random_(Seed()),
+      random_(RandomNumber()),
       owners_(std::make_unique<Owners>([this](const Member& member) { return ConnectTo(member); },
                                        SteadySeconds)) {
   if (options_.client_id.empty()) options_.client_id = absl::StrFormat("cpp-%016x", random_());
@@ -402,7 +357,7 @@ absl::StatusOr<ClusterSequence> ClusterClient::OpenAt(const std::string& address
     if (!connection.ok()) return connection.status();
     auto opened = (*connection)->client()->OpenSequence(model->spec.model_id(), "", prefix, match);
     if (opened.ok()) {
-      return ClusterSequence(*connection, *std::move(opened), model->spec.model_id());
+      return ClusterSequence(this, *connection, *std::move(opened), model->spec.model_id());
     }
     status = opened.status();
     // Its lease there has ended: it is registered again.
@@ -450,6 +405,76 @@ absl::StatusOr<ClusterSequence> ClusterClient::OpenSequence(const std::string& m
     }
   }
   return error;
+}
+
+// ------------------------------------------------------------------------------------- Open ones
+
+absl::StatusOr<ClusterSequence> ClusterClient::AttachAt(const std::string& address,
+                                                        ModelRecord* model, uint64_t id) {
+  const auto owner = owners_->At(address);
+  const auto connection = owner->connection();
+  auto attached = connection.ok() ? (*connection)->client()->Attach(id) : connection.status();
+  if (!attached.ok()) {
+    owner->Failed(attached.status());
+    return attached.status();
+  }
+  // Only now, because a server that has handed it on may drain, and registers nothing.
+  const auto with_model = WithModel(address, model);
+  if (with_model.ok() && *with_model == *connection) {
+    return ClusterSequence(this, *connection, *std::move(attached), model->spec.model_id());
+  }
+  attached->Detach();
+  return with_model.ok() ? absl::UnavailableError(absl::StrCat(address, " was restarted"))
+                         : with_model.status();
+}
+
+absl::StatusOr<ClusterSequence> ClusterClient::AttachFrom(std::string address, ModelRecord* model,
+                                                          uint64_t id) {
+  for (int moves = 0;; ++moves) {
+    auto found = AttachAt(address, model, id);
+    const auto detail = DetailOf(found.status());
+    if (!detail || detail->reason() != kMoved || moves == kMostMoves) return found;
+    address = detail->peer();
+  }
+}
+
+bool ClusterClient::Follow(ClusterSequence* sequence) {
+  if (sequence->lost()) return false;
+  const auto model = FindModel(sequence->model_id());
+  const auto reply = sequence->server()->GetSequences({sequence->id()}, false);
+  if (!model.ok() || !reply.ok() || reply->moved_size() != 1) return false;
+  auto there = AttachFrom(reply->moved(0).peer(), model->get(), sequence->id());
+  if (!there.ok()) return false;
+  sequence->Become(*std::move(there));
+  return true;
+}
+
+absl::StatusOr<ClusterSequence> ClusterClient::Attach(const std::string& model_id, uint64_t id) {
+  const auto model = FindModel(model_id);
+  if (!model.ok()) return model.status();
+  const auto members = members_->All();
+  if (!members.ok()) return members.status();
+  owners_->Know(*members);
+  absl::Status last = WithReason(absl::StatusCode::kNotFound,
+                                 "no server of the cluster has the sequence", "sequence_not_found");
+  for (const Member& member : *members) {
+    if (!owners_->At(member.address())->well()) continue;
+    auto found = AttachFrom(member.address(), model->get(), id);
+    if (found.ok()) return found;
+    if (!IsAway(found.status()) && !absl::IsNotFound(found.status())) return found.status();
+    if (absl::IsNotFound(found.status())) last = found.status();
+  }
+  return last;
+}
+
+absl::StatusOr<Recovery> ClusterClient::Recover(ClusterSequence* sequence,
+                                                const v1::Prefix& prefix) {
+  const auto model = FindModel(sequence->model_id());
+  if (!model.ok()) return model.status();
+  auto found = SequenceRecovery(this, model->get(), prefix, sequence).Run();
+  const MutexLock lock(mutex_);
+  counts_.recovered += found.ok() ? 1 : 0;
+  return found;
 }
 
 absl::StatusOr<uint64_t> ClusterClient::RenewLeases() {

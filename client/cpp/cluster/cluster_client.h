@@ -11,8 +11,8 @@
 // the way. Errors are those of Client, and those with the reasons registry_away and no_servers.
 //
 // Ownership: a ClusterClient must outlive its sessions, and sessions their steps. Sequences keep
-// their connection, and may be destroyed at any time. Threading: any thread may use a
-// ClusterClient; one thread at a time may use a sequence.
+// their connection, and may be destroyed at any time; their calls need the ClusterClient.
+// Threading: any thread may use a ClusterClient; one thread at a time may use a sequence.
 #ifndef MLA_CLIENT_CPP_CLUSTER_CLUSTER_CLIENT_H_
 #define MLA_CLIENT_CPP_CLUSTER_CLUSTER_CLIENT_H_
 
@@ -25,7 +25,6 @@
 #include <random>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -33,6 +32,7 @@
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
 #include "client/cpp/client.h"
+#include "client/cpp/cluster/cluster_sequence.h"
 #include "client/cpp/cluster/members.h"
 #include "client/cpp/cluster/owners.h"
 #include "client/cpp/cluster/placement.h"
@@ -62,49 +62,6 @@ struct ClusterOptions {
   // Called for each server before a model is used there, after what was uploaded so far: for
   // weights that are to be read again instead of being kept.
   std::function<absl::Status(Client* server, const v1::ModelSpec& model)> on_peer;
-};
-
-// One open sequence, and its server. The destructor releases it, unless Detach was called or its
-// connection was given up.
-class ClusterSequence final {
- public:
-  ClusterSequence(ClusterSequence&&) noexcept = default;
-  ClusterSequence& operator=(ClusterSequence&& other) noexcept;
-  ~ClusterSequence();
-
-  uint64_t id() const { return sequence_->id(); }
-  uint64_t epoch() const { return sequence_->epoch(); }
-  uint64_t length() const { return sequence_->length(); }
-  const std::string& model_id() const { return model_id_; }
-  const std::string& address() const { return connection_->address(); }
-  // The client of its server, for what concerns that server alone: exports, checkpoints, hints. It
-  // lives as long as this sequence stays on that server.
-  Client* server() const { return connection_->client(); }
-  // Returns true if the server was given up: only Recover helps.
-  bool lost() const { return connection_->dropped(); }
-
-  // As Sequence's.
-  absl::StatusOr<ClusterSequence> Fork(std::optional<uint64_t> length = std::nullopt);
-  absl::StatusOr<v1::PrefixMatch> Match(const v1::Prefix& prefix, uint64_t first_row = 0) {
-    return sequence_->Match(prefix, first_row);
-  }
-  absl::Status Truncate(uint64_t length) { return sequence_->Truncate(length); }
-  absl::StatusOr<Sequence::Tail> ReadTail() { return sequence_->ReadTail(); }
-  absl::Status Refresh() { return sequence_->Refresh(); }
-  absl::Status Release();
-  void Detach() { sequence_->Detach(); }
-
- private:
-  friend class ClusterClient;
-  friend class ClusterSession;
-  friend class ClusterStep;
-  ClusterSequence(std::shared_ptr<Connection> connection, Sequence sequence, std::string model_id);
-  // Is `other` from now on; what it was stays on its server.
-  void Become(ClusterSequence other);
-
-  std::shared_ptr<Connection> connection_;
-  std::unique_ptr<Sequence> sequence_;  // its place stays when this object is moved
-  std::string model_id_;
 };
 
 // How a sequence was recovered. `how` is "alive": its server has it as before; "moved": a drain has
@@ -173,8 +130,10 @@ class ClusterClient final {
   Counts counts() const;
 
  private:
+  friend class ClusterSequence;
   friend class ClusterSession;
   friend class ClusterStep;
+  friend class SequenceRecovery;
 
   // A sequence that is to be placed: what is known before any server is asked.
   struct Turn {
@@ -202,13 +161,8 @@ class ClusterClient final {
   bool GoesHome(const Turn& turn) const;
   std::vector<Choice> Choices(const Turn& turn, const v1::Prefix& prefix);
 
-  // recovery.cc
-  bool RecoverAlive(ClusterSequence* sequence);
-  bool RecoverMoved(ClusterSequence* sequence, ModelRecord* model);
-  bool RecoverCheckpoint(ClusterSequence* sequence, ModelRecord* model);
-  absl::Status OpenAgain(ClusterSequence* sequence, ModelRecord* model, const v1::Prefix& prefix);
-  bool Fetch(ClusterSequence* sequence, ModelRecord* model, const v1::Prefix& prefix,
-             const std::string& holder, const std::string& to);
+  // Attaches at the server to which drains have moved the sequence from `address`.
+  absl::StatusOr<ClusterSequence> AttachFrom(std::string address, ModelRecord* model, uint64_t id);
   // Moves a sequence to where its own server says that it is; false if it does not say so.
   bool Follow(ClusterSequence* sequence);
 

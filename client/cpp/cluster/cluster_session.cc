@@ -7,12 +7,6 @@
 #include "client/cpp/cluster/faults.h"
 
 namespace mla::client {
-namespace {
-
-// How often a step is begun again because sequences of it have moved.
-constexpr int kMostMoves = 3;
-
-}  // namespace
 
 absl::StatusOr<std::shared_ptr<OwnerSession>> ClusterSession::SessionOn(
     const std::shared_ptr<Connection>& connection) {
@@ -48,8 +42,29 @@ std::vector<ClusterStep::Part> ClusterSession::PartsOf(const std::vector<Cluster
   return parts;
 }
 
-void ClusterSession::BeginPart(const std::string& model_id, const BeginOptions& options,
+// Gives each part the rotations of its rows.
+absl::Status ClusterSession::DivideRotations(const v1::ModelSpec& model,
+                                             std::span<const float> rotations,
+                                             std::vector<ClusterStep::Part>* parts) {
+  const uint64_t rope_dim = model.geometry().rope_dim();
+  uint64_t rows = 0;
+  for (const ClusterStep::Part& part : *parts) rows += part.rows.size();
+  if (rotations.size() != rows * rope_dim) {
+    return RefuseValue("step.rotations", absl::StrCat(rotations.size(), " numbers"),
+                       absl::StrCat(rows * rope_dim, ", rope_dim for each row"));
+  }
+  for (ClusterStep::Part& part : *parts) {
+    for (const uint32_t row : part.rows) {
+      const auto own = rotations.subspan(row * rope_dim, rope_dim);
+      part.rotations.insert(part.rotations.end(), own.begin(), own.end());
+    }
+  }
+  return absl::OkStatus();
+}
+
+void ClusterSession::BeginPart(const std::string& model_id, BeginOptions options,
                                ClusterStep::Part* part) {
+  if (!part->rotations.empty()) options.rotations = part->rotations;
   // The second time over a new stream, if the one that there was turns out to be broken.
   for (int turn = 0; turn < 2; ++turn) {
     auto session = SessionOn(part->connection);
@@ -75,8 +90,8 @@ bool ClusterSession::FollowMoved(const std::vector<ClusterRows>& rows,
   if (ReasonOf(part.error) != "moved") return false;
   for (const size_t place : part.places) {
     ClusterSequence* const sequence = rows[place].sequence;
-    // A sequence that is still there is not followed.
-    if (absl::IsNotFound(sequence->Refresh())) moved = client_->Follow(sequence) || moved;
+    sequence->Refresh().IgnoreError();  // it follows; one that is still there stays
+    moved = moved || sequence->connection_ != part.connection;
   }
   return moved;
 }
@@ -97,7 +112,8 @@ absl::StatusOr<std::unique_ptr<ClusterStep>> ClusterSession::Begin(
     step->parts_ = PartsOf(rows);
     BeginOptions own = options.step;
     if (!own.rotations.empty() && step->parts_.size() > 1) {
-      return RefuseValue("step.rotations", "sequences of several servers", "of one server");
+      absl::Status divided = DivideRotations(step->model_, own.rotations, &step->parts_);
+      if (!divided.ok()) return divided;
     }
     if (own.step_id == 0 && step->parts_.size() > 1) {
       const MutexLock lock(client_->mutex_);

@@ -112,6 +112,7 @@ class ClusterStep final {
     std::vector<size_t> places;  // of its sequences in the whole step
     std::vector<uint32_t> rows;  // of the whole step, ascending
     std::vector<StepRows> sequences;
+    std::vector<float> rotations;  // of its rows, if it is not the only owner
     uint64_t step_id = 0;
     std::unique_ptr<Step> step;  // null once it has failed or ended
     absl::Status error;
@@ -167,7 +168,9 @@ class ClusterSession final {
   std::shared_ptr<OwnerSession> HomeSession();
   bool IsOnDevice(const void* tensor);
   std::vector<ClusterStep::Part> PartsOf(const std::vector<ClusterRows>& rows) const;
-  void BeginPart(const std::string& model_id, const BeginOptions& options, ClusterStep::Part* part);
+  static absl::Status DivideRotations(const v1::ModelSpec& model, std::span<const float> rotations,
+                                      std::vector<ClusterStep::Part>* parts);
+  void BeginPart(const std::string& model_id, BeginOptions options, ClusterStep::Part* part);
   // True if any of the part's sequences is at another server now.
   bool FollowMoved(const std::vector<ClusterRows>& rows, const ClusterStep::Part& part);
 

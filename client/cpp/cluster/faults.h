@@ -14,6 +14,8 @@ namespace mla::client {
 inline constexpr char kRegistryAway[] = "registry_away";
 inline constexpr char kNoServers[] = "no_servers";
 inline constexpr char kOwnersFailed[] = "owners_failed";
+// A server's: its detail names the server that has the sequence now.
+inline constexpr char kMoved[] = "moved";
 
 // INVALID_ARGUMENT: "FIELD: got GOT, must be LIMIT".
 inline absl::Status RefuseValue(const std::string& field, const std::string& got,

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/cluster/faults.h"
+#include "client/cpp/probes.h"
 
 namespace mla::client {
 namespace {
@@ -27,12 +28,8 @@ MaybeProbe WithoutProbe(const absl::Status& status) {
   return reply;
 }
 
-MaybeProbe Ask(Owner* owner, const std::string& model_id, const v1::Prefix& prefix,
-               int64_t timeout_ms) {
-  const auto connection = owner->connection();
-  absl::StatusOr<v1::ProbeReply> reply =
-      connection.ok() ? (*connection)->client()->Probe(model_id, prefix, timeout_ms)
-                      : connection.status();
+// What the server of `owner` has answered, or what to assume. Notes it with the owner.
+MaybeProbe Take(Owner* owner, absl::StatusOr<v1::ProbeReply> reply) {
   if (reply.ok()) {
     owner->Answered(*reply);
     return *std::move(reply);
@@ -41,19 +38,38 @@ MaybeProbe Ask(Owner* owner, const std::string& model_id, const v1::Prefix& pref
   return WithoutProbe(reply.status());
 }
 
-// Answers that some threads bring.
-struct Asked {
-  Mutex mutex;
-  CondVar changed;
-  size_t left ABSL_GUARDED_BY(mutex) = 0;
-  std::vector<Answer> answers ABSL_GUARDED_BY(mutex);
+MaybeProbe ConnectAndAsk(Owner* owner, const std::string& model_id, const v1::Prefix& prefix,
+                         int64_t timeout_ms) {
+  const auto connection = owner->connection();
+  return Take(owner, connection.ok() ? (*connection)->client()->Probe(model_id, prefix, timeout_ms)
+                                     : connection.status());
+}
 
-  void Take(size_t place, MaybeProbe probe) {
-    const MutexLock lock(mutex);
-    answers[place].probe = std::move(probe);
-    --left;
-    changed.NotifyAll();
+// Answers that come from some threads, in the order of the addresses.
+class Asked final {
+ public:
+  explicit Asked(const std::vector<std::string>& addresses) : left_(addresses.size()) {
+    for (const std::string& address : addresses) answers_.push_back({address, {}, 0});
   }
+  void Take(size_t place, MaybeProbe probe) {
+    const MutexLock lock(mutex_);
+    answers_[place].probe = std::move(probe);
+    --left_;
+    changed_.NotifyAll();
+  }
+  // Returns once all have come, or at `end`; those that have not come by then are absent.
+  std::vector<Answer> Wait(std::chrono::steady_clock::time_point end) {
+    MutexLock lock(mutex_);
+    changed_.WaitUntil(lock, end,
+                       [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return left_ == 0; });
+    return answers_;
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  size_t left_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Answer> answers_ ABSL_GUARDED_BY(mutex_);
 };
 
 constexpr std::string_view kKeyOfMarks = "mla marks";
@@ -217,7 +233,7 @@ Owners::Owners(ConnectMember connect, Seconds now)
 
 Owners::~Owners() {
   MutexLock lock(mutex_);
-  ended_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return asking_ == 0; });
+  ended_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return connecting_ == 0; });
 }
 
 void Owners::Know(const std::vector<Member>& members) {
@@ -263,12 +279,12 @@ std::vector<std::shared_ptr<Connection>> Owners::Connected() const {
 bool Owners::InThread(std::function<void()> act) {
   {
     const MutexLock lock(mutex_);
-    if (asking_ >= kMostAsking) return false;
-    ++asking_;
+    if (connecting_ >= kMostConnecting) return false;
+    ++connecting_;
   }
   const auto end = [this] {
     const MutexLock lock(mutex_);
-    --asking_;
+    --connecting_;
     ended_.NotifyAll();
   };
   try {
@@ -286,37 +302,39 @@ bool Owners::InThread(std::function<void()> act) {
 std::vector<Answer> Owners::Probe(const std::vector<std::string>& addresses,
                                   const std::string& model_id, const v1::Prefix& prefix,
                                   double timeout_s) {
-  const auto asked = std::make_shared<Asked>();
-  const auto shared_prefix = std::make_shared<const v1::Prefix>(prefix);
+  const auto began = std::chrono::steady_clock::now();
   const auto timeout_ms = static_cast<int64_t>(std::ceil(timeout_s * 1000));
-  {
-    const MutexLock lock(asked->mutex);
-    asked->left = addresses.size();
-    for (const std::string& address : addresses) asked->answers.push_back({address, {}, 0});
-  }
-  bool connects = false;
+  const auto asked = std::make_shared<Asked>(addresses);
+  std::vector<size_t> connected;
+  std::vector<std::shared_ptr<Connection>> connections;
+  std::shared_ptr<const v1::Prefix> shared_prefix;
   for (size_t i = 0; i < addresses.size(); ++i) {
     const std::shared_ptr<Owner> owner = At(addresses[i]);
-    const bool connected = owner->connected() != nullptr;
-    const auto act = [owner, asked, shared_prefix, i, model_id, timeout_ms] {
-      asked->Take(i, Ask(owner.get(), model_id, *shared_prefix, timeout_ms));
-    };
-    if (connected && i + 1 == addresses.size()) {
-      act();  // the last one in this thread
-    } else if ((!connected && owner->connecting()) || !InThread(act)) {
+    if (auto connection = owner->connected(); connection != nullptr) {
+      connected.push_back(i);
+      connections.push_back(std::move(connection));
+      continue;
+    }
+    if (shared_prefix == nullptr) shared_prefix = std::make_shared<const v1::Prefix>(prefix);
+    // To connect takes longer than to ask, once for each server: in a thread of its own.
+    if (owner->connecting() || !InThread([owner, asked, shared_prefix, i, model_id, timeout_ms] {
+          asked->Take(i, ConnectAndAsk(owner.get(), model_id, *shared_prefix, timeout_ms));
+        })) {
       asked->Take(i, {});
-    } else {
-      connects = connects || !connected;
     }
   }
-  const auto end =
-      std::chrono::steady_clock::now() +
-      std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-          std::chrono::duration<double>(std::max(timeout_s, connects ? kConnectSeconds : 0.0)));
-  MutexLock lock(asked->mutex);
-  asked->changed.WaitUntil(
-      lock, end, [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(asked->mutex) { return asked->left == 0; });
-  return asked->answers;
+  std::vector<Client*> clients;
+  for (const auto& connection : connections) clients.push_back(connection->client());
+  std::vector<absl::StatusOr<v1::ProbeReply>> replies =
+      Probes::Ask(clients, model_id, prefix, timeout_ms);
+  for (size_t i = 0; i < replies.size(); ++i) {
+    const size_t place = connected[i];
+    asked->Take(place, Take(At(addresses[place]).get(), std::move(replies[i])));
+  }
+  const double wait_s =
+      connected.size() < addresses.size() ? std::max(timeout_s, kConnectSeconds) : timeout_s;
+  return asked->Wait(began + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                 std::chrono::duration<double>(wait_s)));
 }
 
 Fills Owners::FillsOf(const std::vector<Member>& members) {

@@ -40,8 +40,8 @@ inline constexpr double kConnectSeconds = 2.0;
 inline constexpr double kFirstPause = 0.5, kLongestPause = 10.0;
 // Free memory that a probe reported is used for this long.
 inline constexpr double kFreshSeconds = 5.0;
-// Threads that ask or connect at the same time.
-inline constexpr int kMostAsking = 64;
+// Threads that connect at the same time.
+inline constexpr int kMostConnecting = 64;
 
 // A model as it was registered with the cluster, and what brings its weights to a server.
 struct ModelRecord {
@@ -175,7 +175,7 @@ class Owners final {
  public:
   using ConnectMember = std::function<absl::StatusOr<std::unique_ptr<Client>>(const Member&)>;
   Owners(ConnectMember connect, Seconds now);
-  // Waits for the threads that ask.
+  // Waits for the threads that connect.
   ~Owners();
 
   // How members are connected to from now on.
@@ -185,8 +185,9 @@ class Owners final {
   // The owners that were used.
   std::vector<std::shared_ptr<Owner>> All() const;
   std::vector<std::shared_ptr<Connection>> Connected() const;
-  // Asks all of them at the same time. Answers are in the order of the addresses; one that did not
-  // come in time is absent.
+  // Asks all of them at the same time, over the connections that there are; only a server without
+  // one costs a thread. Answers are in the order of the addresses; one that did not come in time is
+  // absent.
   std::vector<Answer> Probe(const std::vector<std::string>& addresses, const std::string& model_id,
                             const v1::Prefix& prefix, double timeout_s = kProbeSeconds);
   // How full members are: by a fresh probe, else by what they have announced.
@@ -200,7 +201,7 @@ class Owners final {
   const Seconds now_;
   mutable Mutex mutex_;
   CondVar ended_;
-  int asking_ ABSL_GUARDED_BY(mutex_) = 0;
+  int connecting_ ABSL_GUARDED_BY(mutex_) = 0;
   std::map<std::string, std::shared_ptr<Owner>> owners_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, Member> members_ ABSL_GUARDED_BY(mutex_);
 };

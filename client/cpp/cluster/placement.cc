@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/cluster/blake2b.h"
+#include "base/blake2b.h"
 #include "client/cpp/cluster/faults.h"
 
 namespace mla::client {

@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
-#include "client/cpp/cluster/blake2b.h"
+#include "base/blake2b.h"
 #include "client/cpp/cluster/owners.h"
 
 namespace mla::client {

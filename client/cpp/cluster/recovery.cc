@@ -1,10 +1,13 @@
-// The part of ClusterClient that finds a sequence, and goes on with one whose server has failed.
+#include "client/cpp/cluster/recovery.h"
+
 #include <algorithm>
 #include <deque>
+#include <optional>
 #include <thread>
 #include <utility>
 
-#include "client/cpp/cluster/cluster_client.h"
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "client/cpp/cluster/faults.h"
 
 namespace mla::client {
@@ -76,158 +79,116 @@ class PartsQueue final {
 
 }  // namespace
 
-absl::StatusOr<ClusterSequence> ClusterClient::AttachAt(const std::string& address,
-                                                        ModelRecord* model, uint64_t id) {
-  auto connection = WithModel(address, model);
-  if (!connection.ok()) return connection.status();
-  auto attached = (*connection)->client()->Attach(id);
-  if (!attached.ok()) {
-    owners_->At(address)->Failed(attached.status());
-    return attached.status();
-  }
-  return ClusterSequence(*connection, *std::move(attached), model->spec.model_id());
-}
-
-absl::StatusOr<ClusterSequence> ClusterClient::Attach(const std::string& model_id, uint64_t id) {
-  const auto model = FindModel(model_id);
-  if (!model.ok()) return model.status();
-  const auto members = members_->All();
-  if (!members.ok()) return members.status();
-  owners_->Know(*members);
-  absl::Status last = WithReason(absl::StatusCode::kNotFound,
-                                 "no server of the cluster has the sequence", "sequence_not_found");
-  for (const Member& member : *members) {
-    if (!owners_->At(member.address())->well()) continue;
-    auto found = AttachAt(member.address(), model->get(), id);
-    if (found.ok()) return found;
-    const auto detail = DetailOf(found.status());
-    if (detail && detail->reason() == "moved") {
-      found = AttachAt(detail->peer(), model->get(), id);
-      if (found.ok()) return found;
-    }
-    if (!IsAway(found.status()) && !absl::IsNotFound(found.status())) return found.status();
-    if (absl::IsNotFound(found.status())) last = found.status();
-  }
-  return last;
-}
-
-absl::StatusOr<Recovery> ClusterClient::Recover(ClusterSequence* sequence,
-                                                const v1::Prefix& prefix) {
-  const auto model = FindModel(sequence->model_id());
-  if (!model.ok()) return model.status();
-  const uint64_t before = sequence->length();
+absl::StatusOr<Recovery> SequenceRecovery::Run() {
+  const uint64_t before = sequence_->length();
+  const std::string was = sequence_->address();
   Recovery found;
-  const std::string was = sequence->address();
-  if (RecoverAlive(sequence)) {
-    found.how = sequence->address() == was ? "alive" : "moved";
-  } else if (RecoverMoved(sequence, model->get())) {
+  if (Alive()) {
+    found.how = sequence_->address() == was ? "alive" : "moved";
+  } else if (Moved()) {
     found.how = "moved";
-  } else if (RecoverCheckpoint(sequence, model->get())) {
+  } else if (Checkpoint()) {
     found.how = "checkpoint";
   } else {
-    // The server, if it is there after all, need not keep it until the lease ends.
-    if (!sequence->lost() && owners_->At(was)->well()) {
-      sequence->server()->ReleaseSequences({sequence->id()}).status().IgnoreError();
-    }
-    if (absl::Status status = OpenAgain(sequence, model->get(), prefix); !status.ok()) {
-      return status;
-    }
-    found.how = sequence->length() > 0 ? "peer" : "none";
+    Forget();
+    if (absl::Status status = OpenAgain(); !status.ok()) return status;
+    found.how = sequence_->length() > 0 ? "peer" : "none";
   }
-  found.address = sequence->address();
-  found.rows = sequence->length();
+  found.address = sequence_->address();
+  found.rows = sequence_->length();
   found.lost = before > found.rows ? before - found.rows : 0;
-  const MutexLock lock(mutex_);
-  ++counts_.recovered;
   return found;
 }
 
-bool ClusterClient::RecoverAlive(ClusterSequence* sequence) {
-  const auto owner = owners_->At(sequence->address());
-  if (sequence->lost() || owner->connected() != sequence->connection_ || !owner->well()) {
+bool SequenceRecovery::Alive() {
+  const auto owner = cluster_->owners_->At(sequence_->address());
+  if (sequence_->lost() || owner->connected() != sequence_->connection_ || !owner->well()) {
     return false;
   }
-  if (!owners_->Probe({owner->address()}, sequence->model_id(), {}, kGoneSeconds)[0].probe) {
-    return false;
-  }
-  const absl::Status status = sequence->Refresh();
-  if (status.ok()) return true;
-  if (absl::IsNotFound(status)) return Follow(sequence);
-  owner->Failed(status);
-  return false;
+  const bool answered =
+      cluster_->owners_->Probe({owner->address()}, sequence_->model_id(), {}, kGoneSeconds)[0]
+          .probe.has_value();
+  silent_ = !answered && !sequence_->lost();  // another process has answered if it is lost now
+  if (!answered) return false;
+  const absl::Status status = sequence_->Refresh();  // it follows where its server says
+  if (!status.ok()) cluster_->owners_->At(sequence_->address())->Failed(status);
+  return status.ok();
 }
 
-bool ClusterClient::Follow(ClusterSequence* sequence) {
-  if (sequence->lost()) return false;
-  const auto model = FindModel(sequence->model_id());
-  const auto reply = sequence->server()->GetSequences({sequence->id()}, false);
-  if (!model.ok() || !reply.ok() || reply->moved_size() != 1) return false;
-  auto there = AttachAt(reply->moved(0).peer(), model->get(), sequence->id());
-  if (!there.ok()) return false;
-  sequence->Become(*std::move(there));
-  return true;
-}
-
-bool ClusterClient::RecoverMoved(ClusterSequence* sequence, ModelRecord* model) {
-  const auto address = registry_->Moved(sequence->id());
+bool SequenceRecovery::Moved() {
+  const auto address = cluster_->registry_->Moved(sequence_->id());
   if (!address.ok() || address->empty()) return false;  // other ways are left
-  auto there = AttachAt(*address, model, sequence->id());
+  auto there = cluster_->AttachFrom(*address, model_, sequence_->id());
   if (!there.ok()) return false;
-  sequence->Become(*std::move(there));
+  sequence_->Become(*std::move(there));
   return true;
 }
 
-bool ClusterClient::RecoverCheckpoint(ClusterSequence* sequence, ModelRecord* model) {
-  const auto turn = Begin(model, {}, "");
-  if (!turn.ok()) return false;
-  std::vector<Choice> choices = Choices(*turn, {});
-  if (GoesHome(*turn)) choices.insert(choices.begin(), Choice{turn->home, 0.0, {}});
-  if (choices.size() > kMostRestores) choices.resize(kMostRestores);
-  for (const Choice& choice : choices) {
-    const auto connection = WithModel(choice.address, model);
-    if (!connection.ok() || !CanRestore(*(*connection)->client())) continue;
-    auto restored = (*connection)->client()->Restore({sequence->id()});
-    if (!restored.ok()) {
-      owners_->At(choice.address)->Failed(restored.status());
-      continue;
-    }
-    if (restored->size() != 1) continue;
-    sequence->Become(ClusterSequence(*connection, std::move((*restored)[0]), sequence->model_id()));
-    return true;
+bool SequenceRecovery::Restore(const std::string& address) {
+  const auto connection = cluster_->WithModel(address, model_);
+  if (!connection.ok() || !CanRestore(*(*connection)->client())) return false;
+  auto restored = (*connection)->client()->Restore({sequence_->id()});
+  if (!restored.ok()) {
+    cluster_->owners_->At(address)->Failed(restored.status());
+    return false;
   }
-  return false;
+  if (restored->size() != 1) return false;
+  sequence_->Become(
+      ClusterSequence(cluster_, *connection, std::move((*restored)[0]), sequence_->model_id()));
+  return true;
 }
 
-// From rows of a peer, or from nothing.
-absl::Status ClusterClient::OpenAgain(ClusterSequence* sequence, ModelRecord* model,
-                                      const v1::Prefix& prefix) {
-  const auto turn = Begin(model, prefix, "");
+bool SequenceRecovery::Checkpoint() {
+  // A server that was started again has its checkpoints, though calls to it have just failed.
+  const std::string was = sequence_->address();
+  const auto members = cluster_->members_->All();
+  const bool listed =
+      members.ok() && std::any_of(members->begin(), members->end(), [&](const Member& member) {
+        return member.address() == was && !member.draining();
+      });
+  const bool answers =
+      listed && !silent_ && cluster_->owners_->Probe({was}, "", {}, kGoneSeconds)[0].probe;
+  if (answers && Restore(was)) return true;
+  const auto turn = cluster_->Begin(model_, {}, "");
+  if (!turn.ok()) return false;
+  std::vector<Choice> choices = cluster_->Choices(*turn, {});
+  if (cluster_->GoesHome(*turn)) choices.insert(choices.begin(), Choice{turn->home, 0.0, {}});
+  if (answers) std::erase_if(choices, [&](const Choice& one) { return one.address == was; });
+  if (choices.size() > kMostRestores) choices.resize(kMostRestores);
+  return std::any_of(choices.begin(), choices.end(),
+                     [this](const Choice& one) { return Restore(one.address); });
+}
+
+void SequenceRecovery::Forget() {
+  if (sequence_->lost() || !cluster_->owners_->At(sequence_->address())->well()) return;
+  sequence_->server()->ReleaseSequences({sequence_->id()}).status().IgnoreError();
+}
+
+absl::Status SequenceRecovery::OpenAgain() {
+  const auto turn = cluster_->Begin(model_, prefix_, "");
   if (!turn.ok()) return turn.status();
   if (turn->key) {
-    const std::vector<Choice> choices = Choices(*turn, prefix);
+    const std::vector<Choice> choices = cluster_->Choices(*turn, prefix_);
     const auto holder =
         std::max_element(choices.begin(), choices.end(),
                          [](const Choice& a, const Choice& b) { return RowsAt(a) < RowsAt(b); });
     if (!choices.empty() && choices[0].cost_s < kImpossible) {
       const auto more =
           static_cast<double>(RowsAt(*holder)) - static_cast<double>(RowsAt(choices[0]));
-      const double saves = more * (cluster_.costs.prefill_row_s - kFetchRowSeconds) - kFetchSeconds;
-      if (saves > 0 && Fetch(sequence, model, prefix, holder->address, choices[0].address)) {
-        return absl::OkStatus();
-      }
+      const double saves =
+          more * (cluster_->cluster_.costs.prefill_row_s - kFetchRowSeconds) - kFetchSeconds;
+      if (saves > 0 && Fetch(holder->address, choices[0].address)) return absl::OkStatus();
     }
   }
-  auto opened = OpenSequence(sequence->model_id(), prefix);
+  auto opened = cluster_->OpenSequence(sequence_->model_id(), prefix_);
   if (!opened.ok()) return opened.status();
-  sequence->Become(*std::move(opened));
+  sequence_->Become(*std::move(opened));
   return absl::OkStatus();
 }
 
-// Brings the rows that `holder` has of a prefix to another server. False if it did not work.
-bool ClusterClient::Fetch(ClusterSequence* sequence, ModelRecord* model, const v1::Prefix& prefix,
-                          const std::string& holder, const std::string& to) {
-  const auto here = WithModel(to, model);
-  auto source = OpenAt(holder, model, prefix, nullptr);
+bool SequenceRecovery::Fetch(const std::string& holder, const std::string& to) {
+  const auto here = cluster_->WithModel(to, model_);
+  auto source = cluster_->OpenAt(holder, model_, prefix_, nullptr);
   if (!here.ok() || !source.ok() || source->length() == 0) return false;
   v1::ExportRequest request;
   request.set_sequence_id(source->id());
@@ -235,23 +196,27 @@ bool ClusterClient::Fetch(ClusterSequence* sequence, ModelRecord* model, const v
   request.set_end_row(source->length());
   PartsQueue parts;
   Client* const from = source->server();
-  std::thread exporter([&parts, &request, from] {
-    parts.End(from->ExportPages(request, [&parts](const v1::PagesPart& part) {
+  absl::Status exported;
+  std::thread exporter([&parts, &request, &exported, from] {
+    exported = from->ExportPages(request, [&parts](const v1::PagesPart& part) {
       return parts.Put(part) ? absl::OkStatus() : absl::CancelledError("the import has ended");
-    }));
+    });
+    parts.End(exported);
   });
   v1::ImportTarget target;
-  target.set_model_id(sequence->model_id());
+  target.set_model_id(sequence_->model_id());
   auto made = (*here)->client()->ImportPages(target, [&parts] { return parts.Take(); });
   parts.Close();
   exporter.join();
   if (!made.ok()) {
-    owners_->At(holder)->Failed(made.status());
+    const bool here_failed = exported.ok() || absl::IsCancelled(exported);
+    cluster_->owners_->At(here_failed ? to : holder)
+        ->Failed(here_failed ? made.status() : exported);
     return false;
   }
   // Without a match nothing is shared with others; the rows are right all the same.
-  made->Match(prefix).status().IgnoreError();
-  sequence->Become(ClusterSequence(*here, *std::move(made), sequence->model_id()));
+  made->Match(prefix_).status().IgnoreError();
+  sequence_->Become(ClusterSequence(cluster_, *here, *std::move(made), sequence_->model_id()));
   return true;
 }
 

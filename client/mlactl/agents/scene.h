@@ -14,10 +14,10 @@
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
 #include "client/mlactl/agents/tier_events.h"
-#include "client/mlactl/agents/trace.h"
 #include "client/mlactl/agents/turn_worker.h"
 #include "client/mlactl/bench/bench_options.h"
 #include "client/mlactl/cli/progress.h"
+#include "client/mlactl/load/trace.h"
 #include "mla/v1/admin.pb.h"
 
 namespace mla::mlactl {

@@ -20,8 +20,8 @@
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
-#include "client/mlactl/agents/trace.h"
 #include "client/mlactl/bench/bench_options.h"
+#include "client/mlactl/load/trace.h"
 
 namespace mla::mlactl {
 

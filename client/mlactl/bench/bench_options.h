@@ -8,10 +8,10 @@
 
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
-#include "client/mlactl/agents/trace.h"
 #include "client/mlactl/cli/program.h"
 #include "client/mlactl/cli/transport.h"
 #include "client/mlactl/load/load_loop.h"
+#include "client/mlactl/load/trace.h"
 #include "mla/v1/attention.pb.h"
 #include "mla/v1/model.pb.h"
 

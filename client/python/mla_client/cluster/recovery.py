@@ -76,19 +76,34 @@ def _take(cluster: "ClusterClient", sequence: Sequence, address: str) -> str:
 
 
 def _checkpoint(cluster: "ClusterClient", sequence: Sequence) -> str:
-    for choice in _choices(cluster, sequence, None)[:MOST_RESTORES]:
-        owner = cluster.owners.at(choice.address)
+    choices = [one.address for one in _choices(cluster, sequence, None)][:MOST_RESTORES]
+    back = [one for one in _back(cluster, sequence) if one not in choices]
+    for address in [*back, *choices]:
+        owner = cluster.owners.at(address)
         try:
             if "checkpoints" not in owner.client.server_info().capabilities:
                 continue
-            model = _model_at(cluster, choice.address, sequence)
+            model = _model_at(cluster, address, sequence)
             restored = owner.client.restore(model, [sequence.id])
         except errors.MlaError as error:
             owner.failed(error)
             continue
         _become(sequence, restored[0])
-        return choice.address
+        return address
     return ""
+
+
+def _back(cluster: "ClusterClient", sequence: Sequence) -> List[str]:
+    """Servers that have failed lately and answer: one that was started again has its
+    checkpoints."""
+    try:
+        members = cluster.members.all()
+    except errors.MlaError:
+        return []
+    failed = [one.address for one in members
+              if not one.draining and not cluster.owners.at(one.address).well][:MOST_RESTORES]
+    answers = cluster.owners.probe(failed, sequence.model.spec.model_id, Prefix(), ALIVE_S)
+    return [address for address in failed if answers[address] is not None]
 
 
 def _open_again(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefix]) -> str:

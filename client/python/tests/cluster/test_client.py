@@ -188,6 +188,15 @@ class RecoveryTest(unittest.TestCase):
         self.assertEqual((found.how, found.rows, found.lost), ("checkpoint", 64, 36))
         self.assertEqual(self.sequence.epoch, 7)
 
+    def test_a_server_that_was_started_again_restores_its_checkpoint(self):
+        server = self.fleet.servers[self.owner]
+        server.checkpoints = {self.sequence.id: 80}
+        server.errors["probe"] = errors.ServerRestarted("gone")
+        # As the call that has failed says; the next connection is to the new process.
+        self.fleet.client.owners.at(self.owner).failed(errors.ServerRestarted("gone"))
+        del server.errors["probe"]
+        self.assertEqual(self.recover(), ("checkpoint", self.owner, 80, 20))
+
     def test_rows_of_a_peer_are_found_there(self):
         self.fleet.servers[self.owner].error = GONE
         for server in self.others:

@@ -1,4 +1,4 @@
-#include "client/mlactl/bench/bench_command.h"
+#include "client/mlactl/bench_command.h"
 
 #include <algorithm>
 #include <cstdio>

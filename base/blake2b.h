@@ -2,8 +2,8 @@
 // has it. OpenSSL 3.0 has digests shorter than 64 bytes with a key only, and the clients of a
 // cluster must agree on hashes without one. For names and places, not for secrets: its time depends
 // on lengths alone, its memory is not wiped.
-#ifndef MLA_CLIENT_CPP_CLUSTER_BLAKE2B_H_
-#define MLA_CLIENT_CPP_CLUSTER_BLAKE2B_H_
+#ifndef MLA_BASE_BLAKE2B_H_
+#define MLA_BASE_BLAKE2B_H_
 
 #include <array>
 #include <cstddef>
@@ -11,7 +11,7 @@
 #include <string>
 #include <string_view>
 
-namespace mla::client {
+namespace mla {
 
 inline constexpr size_t kMostBlake2bBytes = 64;  // of a key, and of a digest
 
@@ -36,6 +36,6 @@ class Blake2b final {
   uint64_t count_ = 0;  // bytes before the block
 };
 
-}  // namespace mla::client
+}  // namespace mla
 
-#endif  // MLA_CLIENT_CPP_CLUSTER_BLAKE2B_H_
+#endif  // MLA_BASE_BLAKE2B_H_

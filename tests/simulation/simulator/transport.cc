@@ -1,4 +1,5 @@
-// Simulator: the transport. From messages through the real validator to requests, and back.
+#include "tests/simulation/simulator/transport.h"
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -6,17 +7,14 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "tests/simulation/oracle/patterns.h"
-#include "tests/simulation/simulator/simulator.h"
+#include "tests/simulation/simulator/checks.h"
+#include "tests/simulation/simulator/fairness.h"
+#include "tests/simulation/simulator/operators.h"
 
 namespace mla::simulation {
 namespace {
 
-constexpr int64_t kMessageBytes = 1 << 20;
 constexpr std::byte kGuardByte{0xa5};
-
-int QueryDim(const Shape& shape, Form form) {
-  return form == Form::kExpanded ? shape.nope + shape.rope : shape.row_dim();
-}
 
 void Put(std::byte* base, bool f32, size_t index, uint16_t bits) {
   if (f32) {
@@ -33,150 +31,152 @@ void SimRequest::Done(const absl::Status& answer) {
   ++answers;
   status = answer;
   if (!answer.ok()) detail = DetailOf(answer);
-  simulator_->OnDone(this);
+  transport_->OnDone(this);
 }
 
-void Simulator::OnDone(SimRequest* request) {
-  const auto request_it = std::find_if(requests_.begin(), requests_.end(),
+void Transport::OnDone(SimRequest* request) {
+  const auto request_it = std::find_if(w_.requests.begin(), w_.requests.end(),
                                        [&](const auto& other) { return other.get() == request; });
-  if (request_it == requests_.end() || request->answers != 1) {
-    Fail("a request was answered twice");
+  if (request_it == w_.requests.end() || request->answers != 1) {
+    w_.Fail("a request was answered twice");
     return;
   }
   if (!request->memory.empty()) {
-    if (device_->Uses(request->memory.data(), static_cast<int64_t>(request->memory.size()))) {
-      Fail("a request was answered while a launch uses its memory");
+    if (w_.device->Uses(request->memory.data(), static_cast<int64_t>(request->memory.size()))) {
+      w_.Fail("a request was answered while a launch uses its memory");
     }
     // The transport may reuse the inputs.
     std::fill_n(request->memory.begin(), Room(request->kv_bytes) + request->q_bytes,
                 std::byte{0xff});
     memory_.erase(request->memory.data());
   }
-  done_.push_back(std::move(*request_it));
-  requests_.erase(request_it);
+  w_.done.push_back(std::move(*request_it));
+  w_.requests.erase(request_it);
 }
 
-int Simulator::OnStaged(const void* host, int64_t bytes, uint64_t serial) {
+int Transport::OnStaged(const void* host, int64_t bytes, uint64_t serial) {
   const auto* first = static_cast<const std::byte*>(host);
   auto after = memory_.upper_bound(first);
   if (after == memory_.begin()) {
-    Fail("a launch uses memory that belongs to no waiting request");
+    w_.Fail("a launch uses memory that belongs to no waiting request");
     return 0;
   }
   SimRequest* request = std::prev(after)->second;
   if (first + bytes > request->memory.data() + request->memory.size()) {
-    Fail("a launch uses memory beyond a request's");
+    w_.Fail("a launch uses memory beyond a request's");
     return 0;
   }
-  if (Now() >= request->deadline_ns) Fail("a launch takes a request after its deadline");
+  if (w_.Now() >= request->deadline_ns) w_.Fail("a launch takes a request after its deadline");
   request->launch = serial;
-  NoteTaken(request, first - request->memory.data(), bytes);
+  w_.fairness->NoteTaken(request, first - request->memory.data(), bytes);
   return request->owner;
 }
 
-void Simulator::OnLaunchDone(uint64_t serial) {
-  for (const auto& request : requests_) {
+void Transport::OnSubmitted(uint64_t serial) { w_.fairness->OnSubmitted(serial); }
+
+void Transport::OnLaunchDone(uint64_t serial) {
+  for (const auto& request : w_.requests) {
     if (request->launch != serial) continue;
     request->running = false;
-    WaitsFrom(request.get());
-    if (OracleStep* step = oracle_->StepOf(request->step_key)) step->touched = Now();
+    w_.fairness->WaitsFrom(request.get());
+    if (OracleStep* step = w_.oracle->StepOf(request->step_key)) step->touched = w_.Now();
   }
 }
 
-void Simulator::OnLaunchFailed(uint64_t serial) {
-  first_failed_ = std::min(first_failed_, serial);
-  if (device_->lost()) oracle_->unhealthy = true;
+void Transport::OnLaunchFailed(uint64_t serial) {
+  w_.first_failed = std::min(w_.first_failed, serial);
+  if (w_.device->lost()) w_.oracle->unhealthy = true;
 }
 
-void Simulator::BeforeCall() {
-  const int went = oracle_->PassTime(Now());
-  if (went > 0) Hash(static_cast<uint64_t>(went));
-  late_ = false;
-  called_at_ = Now();
-  oracle_->freed_by_steps.clear();
+void Transport::BeforeCall() {
+  const int went = w_.oracle->PassTime(w_.Now());
+  if (went > 0) w_.Hash(static_cast<uint64_t>(went));
+  w_.late = false;
+  w_.called_at = w_.Now();
+  w_.oracle->freed_by_steps.clear();
 }
 
-void Simulator::AfterCall() {
-  undrained_ = false;
-  CheckAnswers();
-  FinishAborts();
-  first_failed_ = ~uint64_t{0};
-  if (gave_up_) oracle_->PassTime(called_at_);
-  gave_up_ = false;
-  if (Now() != called_at_) {
-    TouchModels();
+void Transport::AfterCall() {
+  w_.undrained = false;
+  w_.checks->CheckAnswers();
+  w_.checks->FinishAborts();
+  w_.first_failed = ~uint64_t{0};
+  if (w_.gave_up) w_.oracle->PassTime(w_.called_at);
+  w_.gave_up = false;
+  if (w_.Now() != w_.called_at) {
+    w_.operators->TouchModels();
     RenewAfterSteps();
     // These calls make the engine check its timers again.
-    CheckAnswers();
-    FinishAborts();
-    if (gave_up_) oracle_->PassTime(Now());
-    gave_up_ = false;
+    w_.checks->CheckAnswers();
+    w_.checks->FinishAborts();
+    if (w_.gave_up) w_.oracle->PassTime(w_.Now());
+    w_.gave_up = false;
   }
 }
 
 // Time passed during the call, so the end of each step is not known. Sequences of these steps get
 // leases that begin now.
-void Simulator::RenewAfterSteps() {
+void Transport::RenewAfterSteps() {
   std::vector<std::pair<int, uint64_t>> freed_by_steps;
-  freed_by_steps.swap(oracle_->freed_by_steps);
+  freed_by_steps.swap(w_.oracle->freed_by_steps);
   for (const auto& [tenant, id] : freed_by_steps) {
-    oracle_->PassTime(Now());
-    OracleSequence* sequence = oracle_->Find(tenant, id);
+    w_.oracle->PassTime(w_.Now());
+    OracleSequence* sequence = w_.oracle->Find(tenant, id);
     if (sequence == nullptr || sequence->step != 0) continue;
     std::vector<scheduler::SequenceId> absent;
-    engine_->RenewLeases({TenantName(tenant), {id}, ""}, 0, &absent);
-    oracle_->Renew(sequence, 0, Now());
-    if (!absent.empty()) Fail("a sequence that its step has freed is gone");
+    w_.engine->RenewLeases({w_.TenantName(tenant), {id}, ""}, 0, &absent);
+    w_.oracle->Renew(sequence, 0, w_.Now());
+    if (!absent.empty()) w_.Fail("a sequence that its step has freed is gone");
   }
 }
 
-bool Simulator::Poll() {
+bool Transport::Poll() {
   BeforeCall();
-  const int64_t launches = device_->launches();
-  const int64_t next = device_->NextDone();
-  engine_->Poll();
-  const bool moved = device_->launches() != launches || device_->NextDone() != next;
-  const bool answered = !done_.empty();
+  const int64_t launches = w_.device->launches();
+  const int64_t next = w_.device->NextDone();
+  w_.engine->Poll();
+  const bool moved = w_.device->launches() != launches || w_.device->NextDone() != next;
+  const bool answered = !w_.done.empty();
   AfterCall();
   return moved || answered;
 }
 
-bool Simulator::Submit(std::unique_ptr<SimRequest> request) {
+bool Transport::Submit(std::unique_ptr<SimRequest> request) {
   int64_t queued = 0;
-  for (const auto& other : requests_) queued += other->owner == request->owner;
-  const auto quota = oracle_->quotas.find(request->owner);
-  const bool full = static_cast<int>(requests_.size()) >= queue_requests_ ||
-                    (quota != oracle_->quotas.end() && queued >= quota->second.queued);
+  for (const auto& other : w_.requests) queued += other->owner == request->owner;
+  const auto quota = w_.oracle->quotas.find(request->owner);
+  const bool full = static_cast<int>(w_.requests.size()) >= w_.queue_requests ||
+                    (quota != w_.oracle->quotas.end() && queued >= quota->second.queued);
   SimRequest* raw = request.get();
-  raw->arrival_ns = Now();
-  raw->flood = flood_;
-  WaitsFrom(raw);
+  raw->arrival_ns = w_.Now();
+  raw->flood = w_.flood;
+  w_.fairness->WaitsFrom(raw);
   if (raw->deadline_ns == 0) {
-    raw->deadline_ns = Now() + engine_->limits().queue_ms * 1'000'000;
+    raw->deadline_ns = w_.Now() + w_.engine->limits().queue_ms * 1'000'000;
   }
-  raw->tenant = rows_[static_cast<size_t>(raw->owner)].get();
-  requests_.push_back(std::move(request));
-  const absl::Status status = engine_->Submit(raw);
+  raw->tenant = w_.rows[static_cast<size_t>(raw->owner)].get();
+  w_.requests.push_back(std::move(request));
+  const absl::Status status = w_.engine->Submit(raw);
   if (status.ok() == full || (!status.ok() && DetailOf(status).reason != "queue_full")) {
-    Fail(absl::StrCat("Submit with ", requests_.size() - 1, " requests in the queue, limit ",
-                      queue_requests_, ": ", status.ToString()));
+    w_.Fail(absl::StrCat("Submit with ", w_.requests.size() - 1, " requests in the queue, limit ",
+                         w_.queue_requests, ": ", status.ToString()));
   }
   if (status.ok()) {
-    undrained_ = true;
+    w_.undrained = true;
     if (!raw->memory.empty()) memory_[raw->memory.data()] = raw;
     return true;
   }
-  ++counts_.refusals;
-  requests_.pop_back();
+  ++w_.counts.refusals;
+  w_.requests.pop_back();
   return false;
 }
 
-bool Simulator::SendBegin(const OracleBegin& begin, bool joins) {
+bool Transport::SendBegin(const OracleBegin& begin, bool joins) {
   // A step whose lease has run out counts until the engine checks its timers.
-  while (oracle_->StepsOverdue(Now()) && !failed()) Poll();
+  while (w_.oracle->StepsOverdue(w_.Now()) && !w_.failed()) Poll();
   v1::BeginStep message;
   message.set_step_id(begin.id);
-  message.set_model_id(begin.model < 0 ? "no-such-model" : oracle_->models[begin.model].name);
+  message.set_model_id(begin.model < 0 ? "no-such-model" : w_.oracle->models[begin.model].name);
   for (size_t i = 0; i < begin.sequences.size(); ++i) {
     v1::StepSequence* sequence = message.add_sequences();
     sequence->set_sequence_id(begin.sequences[i]);
@@ -195,14 +195,14 @@ bool Simulator::SendBegin(const OracleBegin& begin, bool joins) {
   request->joins = joins;
   request->immediate = true;
   BeforeCall();
-  const OracleStep* step = oracle_->FindStep(begin.tenant, begin.id);
+  const OracleStep* step = w_.oracle->FindStep(begin.tenant, begin.id);
   if (step == nullptr) {
     if (joins) return false;  // time has ended it
-    request->expect = oracle_->CheckBegin(begin);
+    request->expect = w_.oracle->CheckBegin(begin);
   } else {
     int64_t rows = 0;
     for (const int count : begin.rows) rows += count;
-    request->expect.AddIf(rows > oracle_limits_.max_step_rows, "out_of_range");
+    request->expect.AddIf(rows > w_.oracle_limits.max_step_rows, "out_of_range");
     bool same = step->members.size() == begin.rows.size();
     for (size_t i = 0; same && i < begin.rows.size(); ++i) {
       same = step->members[i].rows == begin.rows[i];
@@ -212,19 +212,19 @@ bool Simulator::SendBegin(const OracleBegin& begin, bool joins) {
     request->expect.AddIf(!inside && static_cast<int>(step->streams.size()) >= step->participants,
                           "step_full");
   }
-  Trace(begin.id, begin.sequences.size(), joins);
+  w_.Trace(begin.id, begin.sequences.size(), joins);
   int32_t total = 0;
   const absl::Status parsed =
-      server::ParseBeginStep(message, engine_->limits(), &request->begin, &total);
+      server::ParseBeginStep(message, w_.engine->limits(), &request->begin, &total);
   if (!parsed.ok()) {
-    Foretold("ParseBeginStep", parsed, request->expect);
+    w_.Foretold("ParseBeginStep", parsed, request->expect);
     return true;
   }
   if (Submit(std::move(request))) Poll();
   return true;
 }
 
-v1::Attend Simulator::MessageOf(const OracleStep& step, const AttendSpec& spec) const {
+v1::Attend Transport::MessageOf(const OracleStep& step, const AttendSpec& spec) const {
   v1::Attend message;
   message.set_step_id(step.id);
   message.set_layer(static_cast<uint32_t>(spec.layer));
@@ -244,9 +244,9 @@ v1::Attend Simulator::MessageOf(const OracleStep& step, const AttendSpec& spec) 
   return message;
 }
 
-Reasons Simulator::CheckAttend(const OracleStep& step, const AttendSpec& spec, bool* repeat) const {
+Reasons Transport::CheckAttend(const OracleStep& step, const AttendSpec& spec, bool* repeat) const {
   Reasons reasons;
-  const OracleModel& model = oracle_->models[step.model];
+  const OracleModel& model = w_.oracle->models[step.model];
   const int accepted = static_cast<int>(step.layers[spec.layer].size());
   const int writer = step.writer[spec.layer];
   *repeat = spec.kv && spec.row + spec.rows <= accepted;
@@ -254,7 +254,7 @@ Reasons Simulator::CheckAttend(const OracleStep& step, const AttendSpec& spec, b
                 "step_not_found");
   if (spec.form == Form::kExpanded) {
     reasons.AddIf(model.shape.nope == 0, "no_expanded_profile");
-    reasons.AddIf(!oracle_->ContentsOf(step.model).weights, "weights_missing");
+    reasons.AddIf(!w_.oracle->ContentsOf(step.model).weights, "weights_missing");
   }
   if (!spec.kv) return reasons;
   reasons.AddIf(writer >= 0 && writer != spec.head, "kv_writer_taken");
@@ -263,7 +263,7 @@ Reasons Simulator::CheckAttend(const OracleStep& step, const AttendSpec& spec, b
 }
 
 // Where the list of each row begins, followed by the positions, highest first.
-std::vector<int32_t> Simulator::ListsOf(uint64_t key, const OracleStep& step,
+std::vector<int32_t> Transport::ListsOf(uint64_t key, const OracleStep& step,
                                         const AttendSpec& spec) {
   std::vector<int32_t> begins = {0}, positions;
   for (int row = spec.row; row < spec.row + spec.rows; ++row) {
@@ -279,7 +279,7 @@ std::vector<int32_t> Simulator::ListsOf(uint64_t key, const OracleStep& step,
   return begins;
 }
 
-void Simulator::FillLists(SimRequest* request, const OracleStep& step, const AttendSpec& spec,
+void Transport::FillLists(SimRequest* request, const OracleStep& step, const AttendSpec& spec,
                           std::byte* at) const {
   const std::vector<int32_t> lists = ListsOf(request->lists, step, spec);
   std::memcpy(at, lists.data(), request->list_bytes);
@@ -293,8 +293,8 @@ void Simulator::FillLists(SimRequest* request, const OracleStep& step, const Att
   args.listed_for = std::move(positions);
 }
 
-void Simulator::FillTensors(SimRequest* request, const OracleStep& step, const AttendSpec& spec) {
-  const Shape& shape = oracle_->models[step.model].shape;
+void Transport::FillTensors(SimRequest* request, const OracleStep& step, const AttendSpec& spec) {
+  const Shape& shape = w_.oracle->models[step.model].shape;
   scheduler::AttendArgs& args = request->attend;
   request->memory.assign(Room(request->kv_bytes) + Room(request->q_bytes) + Room(request->o_bytes) +
                              Room(request->lse_bytes) + Room(request->list_bytes),
@@ -337,9 +337,9 @@ void Simulator::FillTensors(SimRequest* request, const OracleStep& step, const A
   std::fill_n(address, request->lse_bytes, std::byte{0xff});
 }
 
-absl::Status Simulator::ParseRows(const scheduler::ModelSpec& known, const OracleStep& step,
+absl::Status Transport::ParseRows(const scheduler::ModelSpec& known, const OracleStep& step,
                                   const AttendSpec& spec, SimRequest* request) {
-  const Shape& shape = oracle_->models[step.model].shape;
+  const Shape& shape = w_.oracle->models[step.model].shape;
   const size_t in = spec.f32 ? 4 : 2;
   const size_t packed = static_cast<size_t>(spec.rows) * spec.heads;
   if (spec.kv) request->kv_bytes = in * spec.rows * shape.row_dim();
@@ -351,7 +351,7 @@ absl::Status Simulator::ParseRows(const scheduler::ModelSpec& known, const Oracl
   }
   v1::Attend message = MessageOf(step, spec);
   if (spec.lists()) {
-    request->lists = next_key_ + 1;
+    request->lists = w_.next_key + 1;
     request->list_bytes = ListsOf(request->lists, step, spec).size() * sizeof(int32_t);
     const size_t begins = static_cast<size_t>(spec.rows) + 1;
     message.set_list_entries(static_cast<uint32_t>(request->list_bytes / sizeof(int32_t) - begins));
@@ -362,21 +362,21 @@ absl::Status Simulator::ParseRows(const scheduler::ModelSpec& known, const Oracl
                              kMessageBytes, &request->attend, &sizes);
 }
 
-bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
+bool Transport::SendAttend(OracleStep* step, const AttendSpec& spec) {
   auto request = std::make_unique<SimRequest>(this);
-  const OracleModel& model = oracle_->models[step->model];
-  const auto known = engine_->FindModel(TenantName(step->tenant), model.name);
+  const OracleModel& model = w_.oracle->models[step->model];
+  const auto known = w_.engine->FindModel(w_.TenantName(step->tenant), model.name);
   if (known == nullptr) {
-    Fail("a model of an open step is not found");
+    w_.Fail("a model of an open step is not found");
     return false;
   }
   request->expect = CheckAttend(*step, spec, &request->repeat);
   request->immediate = !request->expect.none();
-  Trace(step->id, static_cast<uint64_t>(spec.layer * 4096 + spec.row * 64 + spec.rows),
-        static_cast<uint64_t>(spec.head * 64 + spec.heads * 4 + static_cast<int>(spec.form)));
+  w_.Trace(step->id, static_cast<uint64_t>(spec.layer * 4096 + spec.row * 64 + spec.rows),
+           static_cast<uint64_t>(spec.head * 64 + spec.heads * 4 + static_cast<int>(spec.form)));
   const absl::Status parsed = ParseRows(*known, *step, spec, request.get());
   if (!parsed.ok()) {
-    Foretold("ParseAttend", parsed, request->expect);
+    w_.Foretold("ParseAttend", parsed, request->expect);
     return true;
   }
   request->kind = scheduler::RequestKind::kAttend;
@@ -386,15 +386,15 @@ bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
   request->owner = step->tenant;
   request->form = spec.form;
   request->differs = spec.differs && request->repeat;
-  request->q_key = next_key_ += 4096;
-  request->bulk = IsBulk(*step, spec);
+  request->q_key = w_.next_key += 4096;
+  request->bulk = w_.fairness->IsBulk(*step, spec);
   const bool appends = spec.kv && !request->repeat && request->expect.none();
   if (appends) {
     step->writer[spec.layer] = spec.head;
-    for (int i = 0; i < spec.rows; ++i) step->layers[spec.layer].push_back(next_key_++);
+    for (int i = 0; i < spec.rows; ++i) step->layers[spec.layer].push_back(w_.next_key++);
   }
   FillTensors(request.get(), *step, spec);
-  if (spec.timeout_us > 0) request->deadline_ns = Now() + spec.timeout_us * 1000;
+  if (spec.timeout_us > 0) request->deadline_ns = w_.Now() + spec.timeout_us * 1000;
   const bool immediate = request->immediate;
   const bool inside = !request->expect.Has("step_not_found");
   if (!Submit(std::move(request))) {
@@ -405,81 +405,13 @@ bool Simulator::SendAttend(OracleStep* step, const AttendSpec& spec) {
     }
     return true;
   }
-  if (inside) step->touched = Now();
+  if (inside) step->touched = w_.Now();
   if (!immediate) ++step->pending;
-  if (immediate || Chance(40)) Poll();
+  if (immediate || w_.Chance(40)) Poll();
   return true;
 }
 
-// Messages that the validator must refuse, whatever the engine's state.
-bool Simulator::Malformed() {
-  const OracleStep* step = AnyStep();
-  if (step == nullptr) return false;
-  const OracleModel& model = oracle_->models[step->model];
-  AttendSpec spec = DrawAttend(*step);
-  spec.sparse = false;
-  spec.row = 0;
-  spec.rows = 1;
-  v1::Attend message = MessageOf(*step, spec);
-  const size_t in = spec.f32 ? 4 : 2;
-  int64_t payload = static_cast<int64_t>(
-      in * (model.shape.row_dim() + spec.heads * QueryDim(model.shape, spec.form)));
-  int64_t reply_bytes = kMessageBytes;
-  const uint64_t kind = Pick(12);
-  switch (kind) {
-    case 0:
-      message.set_layer(static_cast<uint32_t>(model.shape.layers));
-      break;
-    case 1:
-      message.set_row_begin(static_cast<uint32_t>(step->total));
-      break;
-    case 2:
-      message.set_row_count(0);
-      break;
-    case 3:
-      message.set_row_count(static_cast<uint32_t>(step->total) + 1);
-      break;
-    case 4:
-      message.set_num_heads(static_cast<uint32_t>(spec.heads) + 1);
-      break;
-    case 5:
-      message.set_head_offset(static_cast<uint32_t>(model.shape.heads));
-      break;
-    case 6:
-      message.set_profile(v1::PROFILE_UNSPECIFIED);
-      break;
-    case 7:
-      message.set_q_dtype(static_cast<v1::DType>(77));
-      break;
-    case 8:
-      message.set_row_count(~uint32_t{0});
-      break;
-    case 9:
-      payload += Chance(50) ? 1 : -1;
-      break;
-    case 10:
-      reply_bytes = server::kReplyHeaderBytes;
-      break;
-    default:
-      message.set_profile(v1::PROFILE_APPEND_ONLY);
-      message.set_has_kv(false);
-      break;
-  }
-  const auto known = engine_->FindModel(TenantName(step->tenant), model.name);
-  scheduler::AttendArgs args;
-  server::AttendSizes sizes;
-  const absl::Status status =
-      server::ParseAttend(message, *known, step->total, payload, reply_bytes, &args, &sizes);
-  Trace(step->id, kind);
-  ++counts_.refusals;
-  const ErrorDetail detail = DetailOf(status);
-  if (status.ok() || detail.field.empty() || detail.limit.empty() || detail.got.empty()) {
-    Fail(absl::StrCat("ParseAttend of malformed message ", kind, ": ", status.ToString()));
-  }
-  return true;
-}
-
-void Simulator::CheckGuards(const SimRequest& request) {
+void Transport::CheckGuards(const SimRequest& request) {
   size_t offset = 0;
   for (const size_t bytes :
        {request.kv_bytes, request.q_bytes, request.o_bytes, request.lse_bytes}) {
@@ -487,7 +419,7 @@ void Simulator::CheckGuards(const SimRequest& request) {
       // The inputs were returned, together with the first one's guard.
       const bool scribbled = i < Room(request.kv_bytes) + request.q_bytes;
       if (request.memory[i] == (scribbled ? std::byte{0xff} : kGuardByte)) continue;
-      Fail("a launch wrote beyond a tensor");
+      w_.Fail("a launch wrote beyond a tensor");
       return;
     }
     offset += Room(bytes);

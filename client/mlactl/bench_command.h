@@ -1,6 +1,6 @@
 // `mlactl bench` puts load on a server and measures it.
-#ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_COMMAND_H_
-#define MLA_CLIENT_MLACTL_BENCH_BENCH_COMMAND_H_
+#ifndef MLA_CLIENT_MLACTL_BENCH_COMMAND_H_
+#define MLA_CLIENT_MLACTL_BENCH_COMMAND_H_
 
 #include "client/mlactl/cli/program.h"
 
@@ -11,4 +11,4 @@ void AddBenchCommand(Program* program);
 
 }  // namespace mla::mlactl
 
-#endif  // MLA_CLIENT_MLACTL_BENCH_BENCH_COMMAND_H_
+#endif  // MLA_CLIENT_MLACTL_BENCH_COMMAND_H_

@@ -1,4 +1,4 @@
-#include "client/mlactl/agents/trace.h"
+#include "client/mlactl/load/trace.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,10 +1,10 @@
-#include "client/cpp/cluster/blake2b.h"
+#include "base/blake2b.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
-namespace mla::client {
+namespace mla {
 namespace {
 
 constexpr std::array<uint64_t, 8> kStart = {
@@ -99,4 +99,4 @@ std::string Blake2b::Digest() {
   return digest;
 }
 
-}  // namespace mla::client
+}  // namespace mla

@@ -7,8 +7,8 @@
 // same ids, and the contents of rows are not in the trace.
 //
 // Threading: not thread-safe.
-#ifndef MLA_CLIENT_MLACTL_AGENTS_TRACE_H_
-#define MLA_CLIENT_MLACTL_AGENTS_TRACE_H_
+#ifndef MLA_CLIENT_MLACTL_LOAD_TRACE_H_
+#define MLA_CLIENT_MLACTL_LOAD_TRACE_H_
 
 #include <cstdint>
 #include <string>
@@ -76,4 +76,4 @@ Trace GenerateTurn(uint32_t context, double share, uint32_t repeats, uint64_t se
 
 }  // namespace mla::mlactl
 
-#endif  // MLA_CLIENT_MLACTL_AGENTS_TRACE_H_
+#endif  // MLA_CLIENT_MLACTL_LOAD_TRACE_H_
