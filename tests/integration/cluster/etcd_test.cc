@@ -15,6 +15,7 @@
 #include "client/cpp/cluster/registry.h"
 #include "etcd/rpc.grpc.pb.h"
 #include "tests/integration/cluster/fleet_worker.h"
+#include "tests/integration/hand_over/authority.h"
 #include "tests/integration/processes.h"
 #include "tests/integration/test_server.h"
 
@@ -49,23 +50,31 @@ int FreePort() {
 
 class Etcd final {
  public:
-  Etcd() { Start(); }
+  // With `tls` clients need certificates of that authority.
+  explicit Etcd(const Authority* tls = nullptr) : tls_(tls) { Start(); }
 
-  std::string target() const { return absl::StrCat("etcd://127.0.0.1:", port_, "/fleet"); }
+  std::string target() const {
+    return absl::StrCat(tls_ != nullptr ? "etcds" : "etcd", "://127.0.0.1:", port_, "/fleet");
+  }
+  // The files of one of the authority's clients.
+  client::EtcdFiles FilesOf(const std::string& name) const {
+    return {tls_->File("ca.pem"), tls_->File(name + ".pem"), tls_->File(name + ".key")};
+  }
 
   void Start() {
-    const std::string url = absl::StrCat("http://127.0.0.1:", port_);
+    const std::string url =
+        absl::StrCat(tls_ != nullptr ? "https" : "http", "://127.0.0.1:", port_);
     const std::string peer = absl::StrCat("http://127.0.0.1:", peer_port_);
-    process_.emplace(
-        absl::StrCat(EtcdProgram(), " --data-dir=", folder_.File("data"),
-                     " --listen-client-urls=", url, " --advertise-client-urls=", url,
-                     " --listen-peer-urls=", peer, " --initial-advertise-peer-urls=", peer,
-                     " --initial-cluster=default=", peer, " >", folder_.File("log"), " 2>&1"));
+    process_.emplace(absl::StrCat(
+        EtcdProgram(), " --data-dir=", folder_.File("data"), " --listen-client-urls=", url,
+        " --advertise-client-urls=", url, " --listen-peer-urls=", peer,
+        " --initial-advertise-peer-urls=", peer, " --initial-cluster=default=", peer, TlsFlags(),
+        " >", folder_.File("log"), " 2>&1"));
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
     arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 100);
-    channel_ = grpc::CreateCustomChannel(absl::StrCat("127.0.0.1:", port_),
-                                         grpc::InsecureChannelCredentials(), arguments);
+    channel_ =
+        grpc::CreateCustomChannel(absl::StrCat("127.0.0.1:", port_), Credentials(), arguments);
     EXPECT_TRUE(Eventually([&] { return Put("other/x", "y"); }));
   }
   void Kill() {
@@ -92,6 +101,19 @@ class Etcd final {
   void Withdraw(const std::string& name) { EXPECT_TRUE(Put("fleet/servers/" + name, "gone")); }
 
  private:
+  std::string TlsFlags() const {
+    if (tls_ == nullptr) return "";
+    return absl::StrCat(" --client-cert-auth --trusted-ca-file=", tls_->File("ca.pem"),
+                        " --cert-file=", tls_->File("server.pem"),
+                        " --key-file=", tls_->File("server.key"));
+  }
+  std::shared_ptr<grpc::ChannelCredentials> Credentials() const {
+    if (tls_ == nullptr) return grpc::InsecureChannelCredentials();
+    return grpc::SslCredentials(
+        {tls_->Read("ca.pem"), tls_->Read("blue.key"), tls_->Read("blue.pem")});
+  }
+
+  const Authority* const tls_;
   TempFolder folder_;
   const int port_ = FreePort(), peer_port_ = FreePort();
   std::optional<BackgroundCommand> process_;
@@ -224,6 +246,38 @@ TEST_F(EtcdTest, ATombstoneThatLeadsNowhereLeavesTheOtherWays) {
   ASSERT_TRUE(found.ok()) << found.status();
   EXPECT_EQ(found->how, "none");
   EXPECT_EQ(found->address, b.tcp_target());
+}
+
+TEST_F(EtcdTest, MembersAndTombstonesTravelOverTls) {
+  const Authority authority;
+  Etcd etcd(&authority);
+  TestServer a, b;
+  etcd.Announce("a", a.tcp_target());
+  client::ClusterOptions options = Options(a.tcp_target());
+  options.etcd = etcd.FilesOf("red");
+  FleetWorker worker(etcd.target(), {}, options);
+  FleetTrack track = worker.Open();
+  EXPECT_EQ(track.sequence.address(), a.tcp_target());
+  etcd.Announce("b", b.tcp_target());
+  EXPECT_TRUE(Eventually([&] { return MembersOf(&worker) == 2; }));
+  EXPECT_EQ(worker.Step({&track}, {3}), absl::OkStatus());
+  const auto registry = client::RegistryOf(etcd.target(), etcd.FilesOf("red"));
+  ASSERT_TRUE(registry.ok()) << registry.status();
+  ASSERT_EQ((*registry)->WriteMoved({7}, b.tcp_target()), absl::OkStatus());
+  EXPECT_EQ((*registry)->Moved(7).value(), b.tcp_target());
+
+  // Who has no certificate, one of another authority, or trusts another one, learns nothing.
+  client::EtcdFiles nameless = etcd.FilesOf("red"), distrustful = etcd.FilesOf("red");
+  nameless.cert = nameless.key = "";
+  distrustful.ca = authority.File("other.pem");
+  for (const client::EtcdFiles& files : {nameless, etcd.FilesOf("foreign"), distrustful}) {
+    const auto refused = client::RegistryOf(etcd.target(), files);
+    ASSERT_TRUE(refused.ok()) << refused.status();
+    EXPECT_EQ(ReasonIn((*refused)->Read().status()), "registry_away");
+  }
+  client::EtcdFiles missing = etcd.FilesOf("red");
+  missing.key = authority.File("no-such-file");
+  EXPECT_TRUE(absl::IsInvalidArgument(client::RegistryOf(etcd.target(), missing).status()));
 }
 
 TEST_F(EtcdTest, TheNextEndpointAnswersWhereOneDoesNot) {
