@@ -94,8 +94,6 @@ void StepMachine::Accept(StreamRequest* request) {
       status = BeginStep(request);
       break;
     case RequestKind::kAttend:
-      request->engine.step = nullptr;  // left over from an earlier use of this object
-      request->engine.ahead = false;
       if (request->attend.ready.word != nullptr) {
         // Waiting requests go first: a request that goes ahead is launched alone, or handed back.
         if (MayLaunch()) StartLaunch();
