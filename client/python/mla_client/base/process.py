@@ -84,9 +84,9 @@ def free_at_fork(lock: Any) -> None:
 
 
 def keep(one: Any) -> None:
-    """Keeps an object until the process ends. Examples: a function that C code calls when Python has
-    ended already; an object of the gRPC library, whose destructor would wait for threads that a
-    child does not have, or write to the parent's connection."""
+    """Keeps an object until the process ends. Examples: a function that C code calls when Python
+    has ended already; an object of the gRPC library, whose destructor would wait for threads that
+    a child does not have, or write to the parent's connection."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 

@@ -370,11 +370,11 @@ def _make_deleter() -> Any:
     """What a consumer calls when it no longer uses a tensor, on any thread. Consumers may end after
     this module: tensors that lie in a global of the main program are destroyed while the
     interpreter ends. So it reads no global of the module, and it is never freed."""
-    lent, lock, address_of = _lent, _lent_lock, ctypes.addressof
+    tensors, lock, address_of = _lent, _lent_lock, ctypes.addressof
 
     def delete(managed: Any) -> None:
         with lock:
-            lent.pop(address_of(managed.contents), None)
+            tensors.pop(address_of(managed.contents), None)
 
     made = _DELETER(delete)
     process.keep(made)

@@ -168,10 +168,10 @@ class DeviceTest(unittest.TestCase):
 
                 def __del__(self):
                     self.end(self.managed)
-                    self.say("lent" if self.array() else "given back")
+                    self.say("still used" if self.array() else "given back")
 
             consumer = Consumer(device.DeviceArray(Region(), 4096, (2, 3), np.uint16))
-            # What refers to the main program makes Python clear it after the modules that it imports.
+            # A reference makes Python clear the main program after the modules that it imports.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
             """)
         ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,

@@ -1,7 +1,7 @@
-// Short sleeps between two checks of a condition that nobody signals, such as a word that a GPU
-// writes.
-#ifndef MLA_BASE_NAP_H_
-#define MLA_BASE_NAP_H_
+// Short sleeps between two checks of a condition that comes without a signal, such as a word that a
+// GPU writes.
+#ifndef MLA_BASE_PAUSES_NAP_H_
+#define MLA_BASE_PAUSES_NAP_H_
 
 #include <algorithm>
 #include <chrono>
@@ -24,4 +24,4 @@ void Nap(std::chrono::nanoseconds waited);
 
 }  // namespace mla
 
-#endif  // MLA_BASE_NAP_H_
+#endif  // MLA_BASE_PAUSES_NAP_H_

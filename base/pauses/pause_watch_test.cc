@@ -1,4 +1,4 @@
-#include "base/pause_watch.h"
+#include "base/pauses/pause_watch.h"
 
 #include <atomic>
 #include <cstdint>

@@ -6,8 +6,8 @@
 // pause.
 //
 // Threading: any thread.
-#ifndef MLA_BASE_PAUSE_WATCH_H_
-#define MLA_BASE_PAUSE_WATCH_H_
+#ifndef MLA_BASE_PAUSES_PAUSE_WATCH_H_
+#define MLA_BASE_PAUSES_PAUSE_WATCH_H_
 
 #include <atomic>
 #include <chrono>
@@ -54,4 +54,4 @@ class PauseWatch final {
 
 }  // namespace mla
 
-#endif  // MLA_BASE_PAUSE_WATCH_H_
+#endif  // MLA_BASE_PAUSES_PAUSE_WATCH_H_

@@ -1,4 +1,4 @@
-#include "base/nap.h"
+#include "base/pauses/nap.h"
 
 #include <sys/prctl.h>
 
