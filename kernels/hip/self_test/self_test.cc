@@ -367,13 +367,18 @@ absl::Status CheckFormat(AttentionBackend& backend, const Weights& weights, KvFo
 }
 
 // A tile for one block of the smallest kernel; and a tile for the largest kernel, which is chosen
-// because many units are busy, with two blocks each.
+// because many units are busy, with two blocks each. Over rows of 8 bits the smallest kernels have
+// bf16 products, and the largest have those of 8 bits.
 absl::Status CheckPieces(AttentionBackend& backend, const Weights& weights,
                          const SelfTestRun& run) {
   const int32_t many = std::clamp(UnitsOf(backend, false) / 2, 2, kMostPieces);
   absl::Status s;
-  for (const Shape& shape : {ShapeInPieces(2, 2), ShapeInPieces(kMostAbsorbed, many)}) {
-    if (s.ok()) s = CheckShape(backend, weights, shape, KvFormat::kBf16, DType::kBf16, run);
+  for (const KvFormat format : backend.Info().kv_formats) {
+    const DType products = format == KvFormat::kBf16 ? DType::kBf16 : DType::kFp8E4m3;
+    if (s.ok()) {
+      s = CheckShape(backend, weights, ShapeInPieces(kMostAbsorbed, many), format, products, run);
+    }
+    if (s.ok()) s = CheckShape(backend, weights, ShapeInPieces(2, 2), format, DType::kBf16, run);
   }
   return s;
 }
