@@ -40,6 +40,18 @@ int64_t ModelSpec::head_weights() const {
          int64_t{projected.hidden_size} * g.v_dim;
 }
 
+int64_t ModelSpec::layer_weight_bytes() const {
+  const auto padded = [](int64_t row) {
+    return (row + kWeightRowStep - 1) / kWeightRowStep * kWeightRowStep;
+  };
+  const kernels::Geometry& g = geometry;
+  const int64_t heads = g.num_heads;
+  const int64_t elements = heads * g.kv_lora_rank * (int64_t{g.nope_dim} + g.v_dim) +
+                           heads * g.expanded_q_dim() * padded(projected.q_lora_rank) +
+                           projected.hidden_size * padded(heads * g.v_dim);
+  return elements * int64_t{sizeof(kernels::Bf16)};
+}
+
 std::string ModelSpec::ContentsText() const {
   const kernels::Geometry& g = geometry;
   const int64_t numbers[] = {

@@ -30,19 +30,25 @@ std::vector<absl::StatusOr<v1::ProbeReply>> Probes::Ask(std::span<Client* const>
   *message.mutable_prefix() = prefix;
   std::vector<absl::StatusOr<v1::ProbeReply>> answers(clients.size(), v1::ProbeReply());
   std::vector<std::unique_ptr<Request>> requests(clients.size());
-  grpc::CompletionQueue queue;
   size_t left = 0;
+  // All of them are prepared first, because that calls functions of the user, which may throw.
   for (size_t i = 0; i < clients.size(); ++i) {
     Client::Impl& client = *clients[i]->impl_;
     if (absl::Status lost = client.Lost(); !lost.ok()) {
       answers[i] = std::move(lost);
       continue;
     }
-    Request& request = *(requests[i] = std::make_unique<Request>());
-    client.Prepare(&request.context, Millis(timeout_ms - client.options.call_timeout_ms));
-    request.reader = client.sequences->AsyncProbe(&request.context, message, &queue);
-    request.reader->Finish(&request.reply, &request.status, requests[i].get());
+    requests[i] = std::make_unique<Request>();
+    client.Prepare(&requests[i]->context, Millis(timeout_ms - client.options.call_timeout_ms));
     ++left;
+  }
+  if (left == 0) return answers;  // a process that was forked may not use the library
+  grpc::CompletionQueue queue;
+  for (size_t i = 0; i < clients.size(); ++i) {
+    if (requests[i] == nullptr) continue;
+    Request& request = *requests[i];
+    request.reader = clients[i]->impl_->sequences->AsyncProbe(&request.context, message, &queue);
+    request.reader->Finish(&request.reply, &request.status, &request);
   }
   // Every request has a deadline, so each of them ends.
   void* ended = nullptr;

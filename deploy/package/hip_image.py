@@ -1,8 +1,8 @@
 """An image with a GPU runtime from Debian's development release: HIP 6.4.3, which drives gfx942.
 
-The image to ship is the Dockerfile's `rocm` target, over AMD's own runtime. This one is made
-without a registry of images, to prove that the server finds a runtime in an image, with its
-libraries, as a user without rights. The runtime needs a newer C library than the release that the
+The image to ship is the Dockerfile's `rocm` target, over AMD's own runtime. This one needs Debian's
+packages alone, and proves that the server finds a runtime in an image, with its libraries, as a
+user without rights. The runtime needs a newer C library than the release that the
 binaries were linked on. So the system is the development release's, and libraries of the older
 release that it lacks lie in a folder of their own.
 """
@@ -19,7 +19,7 @@ import image
 RUNTIME = "libamdhip64-6"
 SUITE = "sid"
 LIBRARIES = "usr/local/lib/mla-server"
-# Mirrors that lag are common, and its lists expire after a week. Signatures are checked as ever.
+# Its lists expire after a week, which a mirror may exceed. Signatures are checked as always.
 STALE_MIRROR = '--aptopt=Acquire::Check-Valid-Until "false"'
 SHARED_OBJECT = re.compile(r"lib.+\.so\.[0-9.]+")
 

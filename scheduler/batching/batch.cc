@@ -45,6 +45,7 @@ void Batch::Clear() {
   moves.clear();
   page_writes.clear();
   page_reads.clear();
+  row_products.clear();
   computes = gated = false;
   rows_by_stage[0] = rows_by_stage[1] = rows_by_stage[2] = 0;
   packed_rows = 0;
@@ -110,6 +111,10 @@ bool BatchPolicy::MayLaunch(const StreamRequest& request, MonotonicNanos now) co
   if (request.engine.apart) return false;
   const SliceGroup* const group = request.engine.group;
   if (group == nullptr) return Ready(request);
+  for (const StreamRequest* member = group->first; member != nullptr;
+       member = HeadSliceTable::Next(member)) {
+    if (member->engine.apart) return false;
+  }
   return HeadSliceTable::Ready(*group) && slices_.HeldUntil(*group) <= now;
 }
 
@@ -305,6 +310,7 @@ void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests
 
 bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
   Batch& batch = round.batch;
+  if (!batch.row_products.Fits(*request)) return false;
   const Demand demand = DemandOf(*request);
   const int32_t row_limit = RowsThatFit(*request, demand, stage, batch);
   if (row_limit <= 0) return false;
@@ -315,6 +321,7 @@ bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
                         : FitTime(*request, row_limit, demand.heads, round);
   if (fit.rows <= 0) return false;
   const int32_t rows = fit.rows;
+  batch.row_products.Add(*request);
   batch.piece_rows += rows * demand.row_pieces;
   batch.packed_rows += rows * demand.heads;
   batch.gather_bytes += rows * demand.gather_row_bytes;

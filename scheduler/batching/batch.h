@@ -27,6 +27,7 @@
 #include "scheduler/batching/batch_key.h"
 #include "scheduler/batching/head_slice_table.h"
 #include "scheduler/batching/launch_cost.h"
+#include "scheduler/batching/row_products.h"
 #include "scheduler/batching/rows.h"
 #include "scheduler/batching/waiting_requests.h"
 #include "scheduler/kvcache/page_moves.h"
@@ -88,6 +89,7 @@ struct Batch {
   int32_t packed_rows = 0;
   int64_t gather_bytes = 0;  // fused queries and outputs
   int64_t piece_rows = 0;    // as PieceBudget
+  RowProducts row_products;
   LaunchUnits units;
   kvcache::LaunchWork pages;              // page work done before everything else of the launch
   std::vector<kvcache::PageMove*> moves;  // parts of page groups that leave or enter the pool

@@ -395,8 +395,7 @@ absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t h
 
 absl::Status ModelTable::ChargeWeights(Model& model) {
   if (model.contents->weights_bytes > 0) return absl::OkStatus();
-  const int64_t total = int64_t{model.spec->layers} * model.spec->geometry.num_heads *
-                        model.spec->head_weights() * int64_t{sizeof(Bf16)};
+  const int64_t total = int64_t{model.spec->layers} * model.spec->layer_weight_bytes();
   absl::Status status =
       TakeOrYield(*model.account, Resource::kWeightBytes, total, "header.model_id", &model);
   if (status.ok()) model.contents->weights_bytes = total;

@@ -336,6 +336,18 @@ TEST_F(SharedContentsTest, WeightsAreThereOnce) {
   EXPECT_EQ(Used(Resource::kModels), 0);
 }
 
+TEST(LayerWeightBytesTest, RowsOfProjectedCountAsAGpuPadsThem) {
+  ModelSpec spec;
+  spec.geometry = {.num_heads = 1, .kv_lora_rank = 8, .rope_dim = 0, .nope_dim = 8, .v_dim = 8};
+  EXPECT_EQ(spec.layer_weight_bytes(), 2 * (8 * (8 + 8)));
+  spec.projected.q_lora_rank = 1;
+  spec.projected.hidden_size = 16384;
+  EXPECT_EQ(spec.layer_weight_bytes(), 2 * (8 * (8 + 8) + 8 * 64 + 16384 * 64));
+  spec.projected.q_lora_rank = 128;
+  spec.geometry.num_heads = 16;
+  EXPECT_EQ(spec.layer_weight_bytes(), 2 * (16 * 8 * (8 + 8) + 16 * 8 * 128 + 16384 * 16 * 8));
+}
+
 TEST_F(SharedContentsTest, OpenSequencesOfAllKeepWhatRowsAreStoredUnder) {
   ASSERT_EQ(table_.Unregister(tenant_, "second"), absl::OkStatus());
   ASSERT_EQ(table_.Unregister(tenant_, "first"), absl::OkStatus());

@@ -24,7 +24,8 @@ LIMIT_S = 120
 class UpgradePageTest(unittest.TestCase):
     def setUp(self):
         text = (ROOT / "docs/install/upgrade.md").read_text(encoding="utf-8")
-        self.certificates, self.drain = re.findall(r"```sh\n(.*?)```", text, re.S)[:2]
+        blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+        self.certificates, self.drain, _, self.health = blocks[:4]
         (self.configuration,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -71,6 +72,11 @@ class UpgradePageTest(unittest.TestCase):
             step()
             self.assertIsNot(sequence.model.service, client)
             self.assertEqual(sequence.refresh().length, 6)
+        exports = self.drain.splitlines()[0]
+        health = self.health.replace("server-a:50551", f"localhost:{ports['server-b']}")
+        said = self.shell(f"{exports}\n{health}",
+                          PATH=f"{BINARIES / 'client/mlactl'}:{os.environ['PATH']}")
+        self.assertIn("SERVING", said)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ namespace {
 // Rows of a peer come over the network: seconds for each row, and seconds for each attempt.
 constexpr double kFetchRowSeconds = 30e-6;
 constexpr double kFetchSeconds = 0.05;
-// Servers that are asked for a checkpoint: with shared storage the first one has it.
+// Servers that are asked for a checkpoint.
 constexpr size_t kMostRestores = 4;
 // Parts of an export that wait for the import.
 constexpr size_t kMostParts = 4;
@@ -102,9 +102,8 @@ absl::StatusOr<Recovery> SequenceRecovery::Run() {
 
 bool SequenceRecovery::Alive() {
   const auto owner = cluster_->owners_->At(sequence_->address());
-  if (sequence_->lost() || owner->connected() != sequence_->connection_ || !owner->well()) {
-    return false;
-  }
+  // A server to which calls have just failed is asked as well: the network may be back.
+  if (sequence_->lost() || owner->connected() != sequence_->connection_) return false;
   const bool answered =
       cluster_->owners_->Probe({owner->address()}, sequence_->model_id(), {}, kGoneSeconds)[0]
           .probe.has_value();

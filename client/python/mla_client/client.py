@@ -378,7 +378,7 @@ class Client(Steps, Pages, Operations, Following):
             reply = self._call(self._sequences.Release, sequence_pb2.ReleaseRequest(
                 sequence_ids=sequence_ids))
             absent = [one for one in sequence_ids if one in reply.not_found]
-        except errors.Unavailable:
+        except (errors.Unavailable, errors.ServerRestarted):
             if not self._last_peer:
                 raise
             absent = list(sequence_ids)

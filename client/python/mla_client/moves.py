@@ -20,6 +20,9 @@ from mla_client.service import Model, Sequence, Service
 from mla_client.service.gathering import gather
 from mla_client.types import ModelSpec, SequenceState
 
+# Servers that a sequence may have moved to, one after another, since its client asked last.
+MOST_MOVES = 3
+
 
 class Moves:
     """The servers that a client's sequences have moved to, and the connections there. Thread-safe;
@@ -79,10 +82,18 @@ class Moves:
             return self._models.setdefault((peer, model.spec.model_id), there)
 
     def follow(self, sequence: Sequence, peer: str) -> None:
-        """Makes the sequence one of that server's. FailedPrecondition if it was changed by another
-        client before it moved."""
-        model = self.model_of(peer, sequence.model)
-        there = self.client_of(peer).attach(model, sequence.id)
+        """Makes the sequence one of that server's, or of the one to which that server has moved it
+        since. FailedPrecondition if it was changed by another client before it moved."""
+        for move in range(MOST_MOVES):
+            model = self.model_of(peer, sequence.model)
+            try:
+                there = self.client_of(peer).attach(model, sequence.id)
+                break
+            except errors.NotFound as error:
+                detail = error.detail
+                if detail.reason != "moved" or not detail.peer or move + 1 == MOST_MOVES:
+                    raise
+                peer = detail.peer
         if there.length != sequence.length:
             raise errors.FailedPrecondition(
                 f"sequence {sequence.id:#x} has moved to {peer} with {there.length} rows, not "
@@ -188,7 +199,9 @@ class Following(Service):
             self._moves.prepare(model_id, prepare)
 
     def _elsewhere(self, model: Model, error: errors.MlaError) -> Model:
-        ended = isinstance(error, errors.Unavailable)
+        # A server that has ended does not answer, or a process without its models does.
+        ended = (isinstance(error, (errors.Unavailable, errors.ServerRestarted))
+                 or error.detail.reason == "model_not_found")
         peer = error.detail.peer or (self._last_peer if ended else "")
         if self._moves is None or not peer:
             raise error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, List, NamedTuple, Optional, Set
 
 from mla_client import errors
 from mla_client.cluster.placement import IMPOSSIBLE, Choice
@@ -17,7 +17,7 @@ FETCH_ROW_S = 30e-6
 FETCH_S = 0.05
 # A server that does not answer for so long is taken for dead.
 ALIVE_S = 1.0
-# Servers that are asked for a checkpoint: with shared storage the first one has it.
+# Servers that are asked for a checkpoint.
 MOST_RESTORES = 4
 
 
@@ -35,8 +35,9 @@ class Recovery(NamedTuple):
 def recover(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefix]) -> Recovery:
     """See ClusterClient.recover."""
     before = sequence.length
+    silent: Set[str] = set()  # servers that were asked and did not answer
     for how, way in (("alive", _alive), ("moved", _moved), ("checkpoint", _checkpoint)):
-        found = way(cluster, sequence)
+        found = way(cluster, sequence, silent)
         if found:
             return Recovery(how, found, sequence.length, max(0, before - sequence.length))
     _forget(cluster, sequence)
@@ -45,12 +46,14 @@ def recover(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefi
                     max(0, before - sequence.length))
 
 
-def _alive(cluster: "ClusterClient", sequence: Sequence) -> str:
+def _alive(cluster: "ClusterClient", sequence: Sequence, silent: Set[str]) -> str:
+    """A server to which calls have just failed is asked as well: the network may be back."""
     owner = cluster.owners.of(sequence)
-    if owner is None or not owner.well:
+    if owner is None:
         return ""
     name = sequence.model.spec.model_id
     if cluster.owners.probe([owner.address], name, Prefix(), ALIVE_S)[owner.address] is None:
+        silent.add(owner.address)
         return ""
     try:
         sequence.refresh()  # it follows where the server itself says that it has moved
@@ -60,7 +63,7 @@ def _alive(cluster: "ClusterClient", sequence: Sequence) -> str:
     return cluster.address_of(sequence)
 
 
-def _moved(cluster: "ClusterClient", sequence: Sequence) -> str:
+def _moved(cluster: "ClusterClient", sequence: Sequence, _silent: Set[str]) -> str:
     try:
         address = cluster.moved(sequence.id)
         return _take(cluster, sequence, address) if address else ""
@@ -75,9 +78,9 @@ def _take(cluster: "ClusterClient", sequence: Sequence, address: str) -> str:
     return address
 
 
-def _checkpoint(cluster: "ClusterClient", sequence: Sequence) -> str:
+def _checkpoint(cluster: "ClusterClient", sequence: Sequence, silent: Set[str]) -> str:
     choices = [one.address for one in _choices(cluster, sequence, None)][:MOST_RESTORES]
-    back = [one for one in _back(cluster, sequence) if one not in choices]
+    back = [one for one in _back(cluster, sequence, silent) if one not in choices]
     for address in [*back, *choices]:
         owner = cluster.owners.at(address)
         try:
@@ -93,7 +96,7 @@ def _checkpoint(cluster: "ClusterClient", sequence: Sequence) -> str:
     return ""
 
 
-def _back(cluster: "ClusterClient", sequence: Sequence) -> List[str]:
+def _back(cluster: "ClusterClient", sequence: Sequence, silent: Set[str]) -> List[str]:
     """Servers that have failed lately and answer: one that was started again has its
     checkpoints."""
     try:
@@ -101,7 +104,8 @@ def _back(cluster: "ClusterClient", sequence: Sequence) -> List[str]:
     except errors.MlaError:
         return []
     failed = [one.address for one in members
-              if not one.draining and not cluster.owners.at(one.address).well][:MOST_RESTORES]
+              if not one.draining and one.address not in silent
+              and not cluster.owners.at(one.address).well][:MOST_RESTORES]
     answers = cluster.owners.probe(failed, sequence.model.spec.model_id, Prefix(), ALIVE_S)
     return [address for address in failed if answers[address] is not None]
 

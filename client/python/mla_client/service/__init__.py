@@ -328,7 +328,7 @@ class Model:
         request_id = request_id or secrets.token_hex(16)
         try:
             state, matched = self.service._open(self.spec.model_id, request_id, lease_ms, prefix)
-        except errors.Unavailable as error:
+        except (errors.Unavailable, errors.ServerRestarted, errors.NotFound) as error:
             return self.service._elsewhere(self, error).open_sequence(
                 request_id=request_id, lease_ms=lease_ms, prefix=prefix)
         sequence = Sequence(self, state)
