@@ -217,6 +217,9 @@ TEST_F(HipBackendTest, AllocatesNothingAfterConfigure) {
   EXPECT_EQ(control_->allocations, allocations);
 }
 
+// Workspace of PROJECTED's products of whole rows, where there may be weights.
+constexpr int64_t kRowProductBytes = int64_t{48} << 20;
+
 // Configure takes exactly as much memory as WorkspaceSize returns.
 TEST_F(HipBackendTest, WorkspaceSizeIsWhatIsTaken) {
   for (const int64_t expanded : {int64_t{1} << 20, int64_t{8} << 20}) {
@@ -231,13 +234,16 @@ TEST_F(HipBackendTest, WorkspaceSizeIsWhatIsTaken) {
     ASSERT_TRUE((*backend)->Configure(limits).ok());
     const int64_t taken = control_->live_bytes - before;
     EXPECT_EQ(taken, (*backend)->WorkspaceSize(limits));
-    EXPECT_GT(taken, limits.kv_pool_bytes + expanded);
-    EXPECT_LT(taken, limits.kv_pool_bytes + expanded + (4 << 20));
+    const int64_t large = limits.kv_pool_bytes + expanded + kRowProductBytes;
+    EXPECT_GT(taken, large);
+    EXPECT_LT(taken, large + (4 << 20));
+    limits.weights_slots = 0;
+    EXPECT_LT((*backend)->WorkspaceSize(limits), taken - kRowProductBytes);
   }
 }
 
 TEST_F(HipBackendTest, TheWorkspaceOfTheExpandedFormCountsInTheMemoryFraction) {
-  control_->memory_bytes = 64 << 20;
+  control_->memory_bytes = (64 << 20) + 2 * kRowProductBytes;
   HipBackendOptions options = Options();
   options.memory_fraction = 0.5;
   BackendLimits limits = Limits();
@@ -247,7 +253,7 @@ TEST_F(HipBackendTest, TheWorkspaceOfTheExpandedFormCountsInTheMemoryFraction) {
     options.expanded_workspace_bytes = expanded;
     auto backend = HipBackend::Create(options);
     ASSERT_TRUE(backend.ok()) << backend.status();
-    EXPECT_EQ((*backend)->Info().memory_bytes, 32 << 20);
+    EXPECT_EQ((*backend)->Info().memory_bytes, (32 << 20) + kRowProductBytes);
     const absl::Status status = (*backend)->Configure(limits);
     EXPECT_EQ(status.ok(), fits) << status;
     if (fits) continue;
@@ -257,7 +263,7 @@ TEST_F(HipBackendTest, TheWorkspaceOfTheExpandedFormCountsInTheMemoryFraction) {
 
 // The registry passes the configured values on.
 TEST_F(HipBackendTest, BackendOptionsReachTheDevice) {
-  control_->memory_bytes = 64 << 20;
+  control_->memory_bytes = (64 << 20) + 4 * kRowProductBytes;
   HipBackendOptions base = Options();
   BackendRegistry registry;
   ASSERT_TRUE(RegisterGpuBackends(registry, base).ok());
@@ -272,7 +278,7 @@ TEST_F(HipBackendTest, BackendOptionsReachTheDevice) {
     options.gpu_expanded_workspace_bytes = (i + 1) << 20;
     auto choice = registry.Select("hip", options);
     ASSERT_TRUE(choice.ok()) << choice.status();
-    EXPECT_EQ(choice->backend->Info().memory_bytes, 16 << 20);
+    EXPECT_EQ(choice->backend->Info().memory_bytes, (16 << 20) + kRowProductBytes);
     sizes[i] = choice->backend->WorkspaceSize(limits);
     if (i == 0) continue;
     ASSERT_TRUE(choice->backend->Configure(limits).ok());
