@@ -86,6 +86,14 @@ METRICS = {
     "processor_s_a_gb": Metric(Better.LESS, True),
     "client_polling_us": Metric(Better.LESS, False),
     "overhead_us": Metric(Better.LESS, False),
+    "probe_us": Metric(Better.LESS, False),
+    "probes_us": Metric(Better.LESS, False),
+    "expanded_us": Metric(Better.LESS, True),
+    "projected_us": Metric(Better.LESS, True),
+    "queries_us": Metric(Better.LESS, True),
+    "hiddens_us": Metric(Better.LESS, True),
+    "more_us": Metric(Better.LESS, False),
+    "token_bytes": Metric(Better.COUNT, False),
     "launch_polling_us": Metric(Better.LESS, False),
 }
 # Figures that name a row, references that are measured together with the product, and figures that
@@ -98,7 +106,8 @@ NOT_COMPARED = {
     "speedup", "of_dense", "least_us", "touch_us", "tflops",
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held",
-    "merged_tiles", "whole_group_bytes", "groups_apart", "step_us", "one_us", "one_p99_us"}
+    "merged_tiles", "whole_group_bytes", "groups_apart", "step_us", "one_us", "one_p99_us",
+    "floor_us"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
 # These values do not name a row either, because older programs leave them out.
 DEFAULTS = {("kv", "bf16"), ("compute", "bf16"), ("nope", 128), ("v", 128)}
