@@ -143,12 +143,27 @@ void AttendMessage::Unref() {
 }
 
 void AttendMessage::Recycle() {
+  owner = nullptr;
+  tag = 0;
   // The count is returned before the memory, because waiting streams try again when memory comes
   // back.
   if (staged > 0) home_->tenants().Return(*tenant, scheduler::Resource::kStagedBytes, staged);
-  static_cast<AttendMessageFields&>(*this) = {};
+  staged = 0;
+  input.Reset();
+  output.Reset();
   slices.clear();
   fragments.clear();
+  region.reset();
+  reply_area = {};
+  sizes = {};
+  sent_lists = nullptr;
+  answer = absl::OkStatus();
+  reserved_bytes = 0;
+  ring_index = 0;
+  begin_order = 0;
+  answered_ns = 0;
+  trace = {};
+  next = nullptr;
   Reset();
 }
 

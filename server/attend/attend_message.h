@@ -66,29 +66,7 @@ struct StagedLayout {
   uint64_t sent_fp8 = 0;      // one tensor of 8 bits at a time, as sent
 };
 
-// What belongs to one use of a message, in addition to the request and to lists whose memory stays.
-struct AttendMessageFields {
-  AttendMessageOwner* owner = nullptr;
-  uint64_t tag = 0;
-  StagingPool::Block input = {}, output = {};
-  AttendSizes sizes = {};
-  const std::byte* sent_lists = nullptr;  // in `region`, where the client may still change them
-  absl::Status answer = absl::OkStatus();
-  // If set, holds the tensors instead of input and output.
-  std::shared_ptr<SharedRegion> region = nullptr;
-  // For a ring: room for a reply that is too large for a slot.
-  std::span<std::byte> reply_area = {};
-  size_t reserved_bytes = 0;  // bytes counted against the stream
-  int64_t staged = 0;         // bytes of input and output, counted against the tenant
-  uint64_t ring_index = 0;    // for a ring: number of its submission
-  // For a BeginStep: its number in the stream; 0: not listed there.
-  uint64_t begin_order = 0;
-  int64_t answered_ns = 0;  // steady clock; of streams alone
-  MessageTrace trace = {};
-  AttendMessage* next = nullptr;
-};
-
-class AttendMessage final : public scheduler::StreamRequest, public AttendMessageFields {
+class AttendMessage final : public scheduler::StreamRequest {
  public:
   void Done(const absl::Status& status) override;
   void Unref();
@@ -117,10 +95,27 @@ class AttendMessage final : public scheduler::StreamRequest, public AttendMessag
   absl::Status DecodeKv(const std::byte* sent, std::byte* target);
   absl::Status DecodeQueries(const std::byte* sent, std::byte* target);
 
+  AttendMessageOwner* owner = nullptr;
+  uint64_t tag = 0;
+  StagingPool::Block input, output;
   // The received message, in which the queries are read in place; kept until the message is
   // answered.
   std::vector<grpc::Slice> slices;
   std::vector<kernels::InputFragment> fragments;  // views of those slices
+  AttendSizes sizes;
+  const std::byte* sent_lists = nullptr;  // in `region`, where the client may still change them
+  absl::Status answer;
+  std::shared_ptr<SharedRegion> region;  // if set, holds the tensors instead of input and output
+  // For a ring: room for a reply that is too large for a slot.
+  std::span<std::byte> reply_area;
+  size_t reserved_bytes = 0;  // bytes counted against the stream
+  int64_t staged = 0;         // bytes of input and output, counted against the tenant
+  uint64_t ring_index = 0;    // for a ring: number of its submission
+  // For a BeginStep: its number in the stream; 0: not listed there.
+  uint64_t begin_order = 0;
+  int64_t answered_ns = 0;  // steady clock; of streams alone
+  MessageTrace trace;
+  AttendMessage* next = nullptr;
 
  private:
   friend class AttendMessagePool;
