@@ -293,12 +293,14 @@ class StreamRequest : public RequestHeader, public RequestResults {
   // Keeps the memory of its lists.
   void Reset() {
     engine.state.MustBe(RequestState::kOutside);
+    if (kind != RequestKind::kAttend) {  // an Attend leaves these as they are
+      begin.Clear();
+      end.Clear();
+      lengths.clear();
+    }
     static_cast<RequestHeader&>(*this) = {};
     static_cast<RequestResults&>(*this) = {};
-    begin.Clear();
     attend = {};
-    end.Clear();
-    lengths.clear();
   }
 
   // --- Filled by the transport, in addition to the header.

@@ -545,7 +545,9 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
   absl::Status status = has_payload ? builder_.PreparePayloadIn(*region_, *request, message)
                                     : builder_.Prepare(*request, message);
   // Only the engine knows how large the step's reply is.
-  message->end.lengths_max = LengthsWithin(std::max(wire::kReplySlotBytes, room));
+  if (message->kind == scheduler::RequestKind::kEndStep) {
+    message->end.lengths_max = LengthsWithin(std::max(wire::kReplySlotBytes, room));
+  }
   return status;
 }
 
