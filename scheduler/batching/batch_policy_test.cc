@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "scheduler/batching/batch.h"
+#include "scheduler/batching/batch_policy.h"
 #include "scheduler/kvcache/kv_cache.h"
 
 namespace mla::scheduler {

@@ -17,7 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "scheduler/batching/ahead_pauses.h"
-#include "scheduler/batching/batch.h"
+#include "scheduler/batching/batch_policy.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine/answer_collector.h"
 #include "scheduler/engine/drain_state.h"

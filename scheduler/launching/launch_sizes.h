@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "kernels/attention_backend.h"
-#include "scheduler/batching/batch.h"
+#include "scheduler/batching/batch_policy.h"
 #include "scheduler/limits.h"
 #include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/round_planner.h"

@@ -15,7 +15,7 @@
 #include <deque>
 
 #include "absl/status/status.h"
-#include "scheduler/batching/batch.h"
+#include "scheduler/batching/batch_policy.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/kvcache/page_moves.h"
 
