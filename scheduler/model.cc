@@ -42,7 +42,8 @@ int64_t ModelSpec::head_weights() const {
 
 int64_t ModelSpec::layer_weight_bytes() const {
   const auto padded = [](int64_t row) {
-    return (row + kWeightRowStep - 1) / kWeightRowStep * kWeightRowStep;
+    constexpr int64_t kStep = kernels::ProjectedShape::kRowStep;
+    return (row + kStep - 1) / kStep * kStep;
   };
   const kernels::Geometry& g = geometry;
   const int64_t heads = g.num_heads;

@@ -78,11 +78,9 @@ struct ModelSpec {
   }
   // Weights of one head of a layer: all that the model's profiles need.
   int64_t head_weights() const;
-  // Bytes of a layer's weights as bf16. The rows of PROJECTED's matrices count as a GPU pads them,
-  // to multiples of kWeightRowStep elements; those of small models would take many times their
-  // share of the memory otherwise.
+  // Bytes of a layer's weights as bf16. The rows of PROJECTED's matrices count as a GPU pads them:
+  // without the padding, small models could take many times their share of the memory.
   int64_t layer_weight_bytes() const;
-  static constexpr int64_t kWeightRowStep = 64;
   // Elements of a KV row as sent: the row itself, then its index key if there is an indexer.
   int32_t sent_row_dim() const { return geometry.kv_row_dim() + indexer.dim; }
 

@@ -206,9 +206,9 @@ enum class HandedBack : uint8_t {
   kLate,  // its launch waited on the device for Limits::ahead_us, and the word did not come
 };
 
-// Where a request is on its way through the engine. Ends the process on a way that no request
-// takes: it would be in two lists, or answered twice, and so write into the memory of another
-// request.
+// The place of a request on its way through the engine. A step that no request takes ends the
+// process: the request would be in two lists, or answered twice, and so write into the memory of
+// another request.
 class RequestState {
  public:
   enum Value : uint8_t {
@@ -254,7 +254,7 @@ class Submitter {
   virtual bool IsIdle() const = 0;
 };
 
-// What the transport says of every kind of request.
+// Fields that the transport fills for every kind of request.
 struct RequestHeader {
   RequestKind kind = RequestKind::kAttend;
   StreamId stream = 0;

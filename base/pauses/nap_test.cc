@@ -24,7 +24,6 @@ TEST(NapTest, AsksForSleepsThatEndOnTime) {
     Nap(std::chrono::nanoseconds(0));
     after = prctl(PR_GET_TIMERSLACK);
   }).join();
-  if (before < 0) GTEST_SKIP() << "the system tells no timer slack";
   EXPECT_GT(before, 1);
   EXPECT_EQ(after, 1);
 }

@@ -7,7 +7,6 @@ binaries were linked on. So the system is the development release's, and librari
 release that it lacks lie in a folder of their own.
 """
 
-import os
 import pathlib
 import re
 import shutil
@@ -72,21 +71,14 @@ def link_usr(root):
 
 def build(output):
     """Writes the image to `output`; returns its path."""
-    if os.geteuid() != 0:
-        raise common.PackageError("hip image: mmdebstrap and buildah are run as root here")
-    output.mkdir(parents=True, exist_ok=True)
-    archive = output / f"{common.NAME}-hip-{common.version()}-{common.architecture()}.oci.tar"
-    archive.unlink(missing_ok=True)
+    archive = image.archive_in(output, f"{common.NAME}-hip")
     multiarch = common.run("gcc", "-print-multiarch")
     with tempfile.TemporaryDirectory(prefix="mla-hip-image-", dir=output) as folder:
         folder = pathlib.Path(folder)
         for name in ("stable", "runtime"):
             (folder / name).mkdir()
-        needed = common.library_packages(folder / "links", common.BINARIES / "server/mla-server",
-                                         common.BINARIES / "client/mlactl/mlactl")
-        names = ",".join(part.split()[0] for part in needed.split(", "))
         stable, root = folder / "stable/root", folder / "runtime/root"
-        controls = image.unpack(names, stable, folder / "stable")
+        controls = image.unpack(image.libraries(folder), stable, folder / "stable")
         controls |= image.unpack(RUNTIME, root, folder / "runtime", SUITE,
                                  [sources_of(SUITE, folder)], [STALE_MIRROR])
         link_usr(root)

@@ -138,21 +138,31 @@ def commit(root, archive, folder, name=common.NAME, **more):
     return digest_file.read_text(encoding="utf-8").strip()
 
 
+def archive_in(output, name):
+    """The path of the image `name` in `output`, where none is any more."""
+    if os.geteuid() != 0:
+        raise common.PackageError(f"image {name}: mmdebstrap and buildah are run as root here")
+    output.mkdir(parents=True, exist_ok=True)
+    archive = output / f"{name}-{common.version()}-{common.architecture()}.oci.tar"
+    archive.unlink(missing_ok=True)
+    return archive
+
+
+def libraries(folder):
+    """The packages of the libraries that both programs link, with commas."""
+    needed = common.library_packages(folder / "links", common.BINARIES / "server/mla-server",
+                                     common.BINARIES / "client/mlactl/mlactl")
+    return ",".join(part.split()[0] for part in needed.split(", "))
+
+
 def build(output):
     """Writes the image and its bill of materials to `output`; returns the image's path."""
-    if os.geteuid() != 0:
-        raise common.PackageError("image: mmdebstrap and buildah are run as root here")
-    output.mkdir(parents=True, exist_ok=True)
-    archive = output / f"{common.NAME}-{common.version()}-{common.architecture()}.oci.tar"
-    archive.unlink(missing_ok=True)
+    archive = archive_in(output, common.NAME)
     multiarch = common.run("gcc", "-print-multiarch")
     with tempfile.TemporaryDirectory(prefix="mla-image-", dir=output) as folder:
         folder = pathlib.Path(folder)
         root = folder / "root"
-        needed = common.library_packages(folder / "links", common.BINARIES / "server/mla-server",
-                                         common.BINARIES / "client/mlactl/mlactl")
-        names = ",".join(part.split()[0] for part in needed.split(", "))
-        controls = unpack(names, root, folder)
+        controls = unpack(libraries(folder), root, folder)
         prune(root, multiarch)
         bill = fill(root, controls)
         common.set_times(root, common.epoch())

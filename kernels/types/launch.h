@@ -121,6 +121,8 @@ struct Projection {
 struct ProjectedShape {
   int32_t q_lora_rank = 0;  // elements of a normed query row (DeepSeek-V3: 1536)
   int32_t hidden_size = 0;  // elements of a row of hidden states (7168)
+  // GPUs pad the rows of W_UQ and W_O to multiples of this many elements.
+  static constexpr int32_t kRowStep = 64;
   bool present() const { return q_lora_rank > 0; }
   friend bool operator==(const ProjectedShape&, const ProjectedShape&) = default;
 };

@@ -103,7 +103,7 @@ TEST_P(ProjectedKernelsTest, RefusesHeadsAndShapesThatDoNotFit) {
   EXPECT_EQ(load(1, c.shape, 0), absl::StatusCode::kOk);
 }
 
-// Weights of PROJECTED lie in the arena with those of EXPANDED, and move with them.
+// Weights of PROJECTED lie in one arena with the weights of EXPANDED, and move with them.
 TEST_P(ProjectedKernelsTest, WeightsMoveWithThoseOfOtherModels) {
   const Geometry g{2, 512, 8, 8, 8};
   const int64_t expanded = 2 * 512 * (8 + 8) * 2;

@@ -103,7 +103,7 @@ def _by_position(calls: List[Tuple[int, torch.Tensor]], begin: int, chosen: torc
         for at in range(before.shape[1] if len(before) == len(found) else 0):
             place = first + at - begin
             if 0 <= place < found.shape[1]:
-                # A shorter list has all positions there were; those added come after the query.
+                # A shorter list has all positions there were; the added ones come after the query.
                 have = min(before.shape[-1], width)
                 found[:, place, :have] = before[:, at, :have]
                 found[:, place, have:] = torch.arange(have, width)

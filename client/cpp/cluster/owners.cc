@@ -28,7 +28,7 @@ MaybeProbe WithoutProbe(const absl::Status& status) {
   return reply;
 }
 
-// What the server of `owner` has answered, or what to assume. Notes it with the owner.
+// Returns the answer of the server of `owner`, or an assumed one. Notes it with the owner.
 MaybeProbe Take(Owner* owner, absl::StatusOr<v1::ProbeReply> reply) {
   if (reply.ok()) {
     owner->Answered(*reply);
@@ -57,7 +57,7 @@ class Asked final {
     --left_;
     changed_.NotifyAll();
   }
-  // Returns once all have come, or at `end`; those that have not come by then are absent.
+  // Returns once all have come, or at `end`. Answers that have not come by then are absent.
   std::vector<Answer> Wait(std::chrono::steady_clock::time_point end) {
     MutexLock lock(mutex_);
     changed_.WaitUntil(lock, end,

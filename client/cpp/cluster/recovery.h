@@ -15,7 +15,7 @@
 
 namespace mla::client {
 
-// Of one sequence, once. Threading: one thread, the one that uses the sequence.
+// Recovers one sequence, once. Threading: only the thread that uses the sequence.
 class SequenceRecovery final {
  public:
   // All must live as long as this object. `prefix` says what the sequence's rows stand for.

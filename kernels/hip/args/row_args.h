@@ -33,7 +33,7 @@ struct RowProductRow {
 
 // sums[s, r, :] = in[r, steps of s] x weights[:, steps of s]^T for r < count and s < splits; then
 // out[r, :] = rotate(sum of sums[:, r, :]). Splits share the steps, and fp32 rows have twice as
-// many: those of their rounded values and then those of the remainders.
+// many: first the steps of their rounded values, then the steps of the remainders.
 struct RowProductArgs {
   const RowProductRow* rows;
   const uint16_t* weights;  // [columns, padded depth]

@@ -24,6 +24,8 @@ int64_t ValuesOffset(const Geometry& g, int32_t heads) {
   return int64_t{heads} * g.kv_lora_rank * g.nope_dim * int64_t{sizeof(Bf16)};
 }
 
+static_assert(kRowProductDepth == ProjectedShape::kRowStep);
+
 // Matrices of PROJECTED without the padding of their rows.
 WeightStore::ProjectedMatrix Shape(const Geometry& g, const ProjectedShape& shape,
                                    ProjectedPart part) {

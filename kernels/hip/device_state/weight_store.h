@@ -74,7 +74,7 @@ class WeightStore final {
   };
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status CheckRoom(int64_t bytes) const;
-  // Index in the arena of a slot's weights of PROJECTED; that of the others is the slot's.
+  // Index in the arena of a slot's weights of PROJECTED. Its other weights have the slot's index.
   int32_t ExtentOfProjected(int32_t slot) const {
     return slot + static_cast<int32_t>(slots_.size());
   }

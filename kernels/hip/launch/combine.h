@@ -29,7 +29,7 @@ int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads);
 
 // Returns a segment of `params` as kernels take it. Its layer and weights are relative to the first
 // segment's, so that the layers of a step have the same bytes; the kernels' arguments hold the base
-// addresses. Its kv_scale is that of the device's rows.
+// addresses. Its kv_scale is the scale of the device's rows.
 SegmentRecord ForDevice(const DeviceState& device, const AttentionParams& params,
                         SegmentRecord record);
 

@@ -368,7 +368,7 @@ absl::Status CheckFormat(AttentionBackend& backend, const Weights& weights, KvFo
 
 // A tile for one block of the smallest kernel; and a tile for the largest kernel, which is chosen
 // because many units are busy, with two blocks each. Over rows of 8 bits the smallest kernels have
-// bf16 products, and the largest have those of 8 bits.
+// bf16 products, and the largest have 8-bit products.
 absl::Status CheckPieces(AttentionBackend& backend, const Weights& weights,
                          const SelfTestRun& run) {
   const int32_t many = std::clamp(UnitsOf(backend, false) / 2, 2, kMostPieces);

@@ -103,7 +103,7 @@ class SlicesAheadTest : public ::testing::TestWithParam<Kind> {
   bool Complete(bool wait = true) { return r_.core().steps().CompleteLaunch(wait); }
   EngineStats Stats() { return r_.core().Stats(); }
 
-  // Compares the outputs with those of awaited slices of the same heads.
+  // Compares the outputs with the outputs of awaited slices of the same heads.
   void ExpectComputed(const std::unique_ptr<TestRequest>* slices, int layer) {
     std::unique_ptr<TestRequest> awaited[kRanks];
     for (int rank = 0; rank < kRanks; ++rank) {
@@ -270,7 +270,6 @@ TEST_P(SlicesAheadTest, OneThatIsNotChainedWaitsForNoClient) {
   ExpectComputed(slices, 0);
 }
 
-// Those of other clients have launches of their own.
 TEST_P(SlicesAheadTest, OtherClientsHaveLaunchesOfTheirOwn) {
   const StreamId stream = r_.core().steps().OpenStream(r_.harness().tenant());
   const SequenceInfo sequence = r_.harness().Open();

@@ -44,7 +44,7 @@ struct Flags {
   std::string json, image;
 };
 
-// What a launch consists of.
+// The parts of a launch.
 enum class Parts { kExpanded, kProjected, kQueries, kHiddens };
 
 struct Times {

@@ -63,7 +63,7 @@ class ProjectedWorkload {
  public:
   explicit ProjectedWorkload(const ProjectedCase& c);
 
-  // Frees the slots and loads the weights of those that have clients.
+  // Frees all slots, and loads the weights of the slots that have clients.
   absl::Status LoadWeights(kernels::AttentionBackend& backend) const;
   // Runs the launch and compares the results. INTERNAL names the first wrong row. REQUIRES: the
   // weights are loaded.

@@ -16,7 +16,7 @@
 namespace mla::integration {
 namespace {
 
-// What calls of a model are like.
+// A kind of model and of its calls.
 struct Form {
   v1::ModelSpec spec;
   v1::Profile profile = v1::PROFILE_ABSORBED;

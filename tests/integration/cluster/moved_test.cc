@@ -79,7 +79,7 @@ TEST_F(MovedTest, EveryCallFollowsOverTwoMoves) {
   EXPECT_EQ(OpenAt(2), 5);
   ASSERT_EQ(tracks[4].sequence.Release(), absl::OkStatus()) << "a second time does nothing";
 
-  // The rows are those of before.
+  // The rows have not changed.
   worker_->Settle({all[0], all[1], all[2], all[3]});
   EXPECT_EQ(worker_->Step({all[0], all[1], all[2], all[3]}, {1, 2, 3, 4}), absl::OkStatus());
   FleetTrack forked{*std::move(child), tracks[0].cache};

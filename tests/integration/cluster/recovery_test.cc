@@ -1,4 +1,4 @@
-// What a recovered sequence has: rows of its checkpoint, and rows that are fetched from a peer.
+// A recovered sequence has the rows of its checkpoint, or rows that are fetched from a peer.
 #include <gtest/gtest.h>
 
 #include <filesystem>

@@ -163,8 +163,8 @@ void AheadSimulator::PublishCall(Client* client, int layer, int first, int count
   client->calls.push_back(std::move(call));
 }
 
-// The client's stream makes a call's tensors once it has the outputs of the previous call, and
-// those of the other rank.
+// The client's stream makes a call's tensors once it has the outputs of the previous call, its own
+// and the other rank's.
 bool AheadSimulator::Ready(Client* client) {
   const auto next = std::find_if(client->calls.begin(), client->calls.end(),
                                  [](const auto& call) { return !call->there; });

@@ -1,5 +1,5 @@
-// What the parts of a simulation share: the engine and its clock and device, the oracle, what was
-// drawn from the seed, requests under way, and the trace.
+// The state that the parts of a simulation share: the engine and its clock and device, the oracle,
+// values drawn from the seed, requests under way, and the trace.
 #ifndef MLA_TESTS_SIMULATION_SIMULATOR_WORLD_H_
 #define MLA_TESTS_SIMULATION_SIMULATOR_WORLD_H_
 
@@ -186,7 +186,7 @@ struct SimMove {
   absl::Status answer;
 };
 
-// What an Attend is to be.
+// The wanted fields of an Attend.
 struct AttendSpec {
   uint64_t stream = 0;
   int layer = 0, row = 0, rows = 0, head = 0, heads = 0;

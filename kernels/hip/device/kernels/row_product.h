@@ -87,7 +87,7 @@ struct WaveProducts {
 
   // Called by the waves whose copies have landed, before the barrier that precedes multiply.
   MLA_DEVICE static void publish() {}
-  // Adds the products of a stage. Shared memory is no longer read when it returns.
+  // Adds the products of a stage. When it returns, all reads of shared memory have ended.
   MLA_DEVICE void multiply(lds_t rows, int count) {
     if (row0 >= count) return;
     const typename W::template KeyRows<kColumns> weights(rows + kRows * 128, 0, lane);

@@ -65,7 +65,7 @@ class AttendFp8 {
   }
 
  private:
-  // Named barriers, after those of the scorers.
+  // Named barriers. The scorers have the numbers before them.
   static constexpr int kWritten = 4, kMerging = 5;
 
   // Run by the scorers after the block's only item. They wait until the groups that sum values have
