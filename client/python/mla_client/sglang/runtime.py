@@ -122,8 +122,7 @@ class Runtime:
         if made is not None:
             rows = worker.check_turn(layer, len(q))
             worker.exchange.attend(made, layer, q[:rows], kv[:rows], output[:rows])
-            if made.layers == worker.spec.layers:
-                worker.end()
+            worker.end_after_last_layer(made)
         return output
 
 
