@@ -113,7 +113,7 @@ class Impl(MLAAttentionImpl[Metadata]):
                     output: torch.Tensor, output_scale: Any = None) -> None:
         if output_scale is not None:
             raise errors.Unimplemented("quantised outputs of attention: turn that fusion off")
-        runtime.attend(self._number, q, (kv_c_normed, k_pe.flatten(1)), attn_metadata, output)
+        runtime.attend(self._number, q, (kv_c_normed, k_pe), attn_metadata, output)
 
     def forward_mqa(self, *args: Any, **kwargs: Any) -> Any:
         raise errors.Internal("no row is one of a decode here")
