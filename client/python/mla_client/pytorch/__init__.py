@@ -31,7 +31,7 @@ def tensor_of(array: npt.NDArray) -> torch.Tensor:
 
 
 # KV rows [rows, lora + rope], or their two parts, the second one [rows, rope] or [rows, 1, rope].
-Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
+Rows = Union[torch.Tensor, Tuple[torch.Tensor, ...]]
 
 
 def whole(kv: Rows) -> torch.Tensor:
@@ -109,18 +109,20 @@ class Sender:
         """As `attend`, for a GPU whose current stream waits for the outputs, which it finds in
         `output`, and no thread does: see Step.chain. `kv` may be in parts; `output` may be flat.
         False: such calls can not be chained, and nothing was sent; use `attend`."""
+        if self._rank:
+            kv = ()  # the first rank sends the rows
         if (self._plain and self._chained is step and self._stream is step._handle
                 and self._layout == _layout_of(q, kv, output)):  # as the layer before
             self._chain.attend(layer, self._follow(q.get_device()),
                                [q.data_ptr(), *[part.data_ptr() for part in _parts_of(kv)]],
                                output.data_ptr())
             return True
-        if not q.is_cuda or self._ranks > 1:
+        if not q.is_cuda:
             return False
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
         buffers = self._room(len(q), dtype, True, step)
         if self._chained is not step:
-            self._chain = step.chain(buffers, self._profile)
+            self._chain = step.chain(buffers, self._profile, head_offset=self._rank * q.shape[1])
             self._chained, self._layout, self._plain = step, (), False
         chain = self._chain
         if chain is None:
@@ -160,9 +162,9 @@ class Sender:
         chain.clear()
         if q_plain:
             chain.copy_in(own_q.data_ptr(), own_q.nbytes)
-        row, begin, copied = own_kv.shape[1] * own_kv.element_size(), 0, []
+        begin, copied = 0, []
         for part in parts:
-            size = part.element_size()
+            row, size = own_kv.shape[1] * own_kv.element_size(), part.element_size()
             copied.append(part.dtype == own_kv.dtype and part.stride(-1) == 1)
             if copied[-1]:
                 chain.copy_in(own_kv.data_ptr() + begin, part.shape[-1] * size, len(part), row,

@@ -71,14 +71,6 @@ class Worker(Generic[_Exchange]):
         self.passes.end(ahead)
         self.made = None
 
-    def end_after_last_layer(self, made: Pass) -> None:
-        """Ends the pass if its last layer is done here. Other ranks that share the heads may still
-        have that layer before them, so their pass ends when the next one begins: all have had the
-        layer by then, because the next pass needs what it gave."""
-        assert self.spec is not None
-        if made.layers == self.spec.layers and self.link.ranks.size == 1:
-            self.end()
-
     def check_turn(self, layer: int, rows: int) -> int:
         """The rows that the requests of the pass have; `rows`: those that a layer was given, of
         which more are padding. Internal if it is not this layer's turn, or rows are missing."""

@@ -122,7 +122,8 @@ class Runtime:
         if made is not None:
             rows = worker.check_turn(layer, len(q))
             worker.exchange.attend(made, layer, q[:rows], kv[:rows], output[:rows])
-            worker.end_after_last_layer(made)
+            if made.layers == worker.spec.layers:
+                worker.end()
         return output
 
 

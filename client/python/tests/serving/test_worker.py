@@ -106,10 +106,9 @@ class WorkerTest(unittest.TestCase):
             for rows in ((0, 3), (3, 1)):
                 made = requests.begin(["a"], [rows])
                 for layer in range(SPEC.layers):
-                    worker.end_after_last_layer(made)
                     self.assertTrue(server.steps, f"{size} ranks, before layer {layer}")
                     worker.passes.layer_done(made)
-                worker.end_after_last_layer(made)
+                worker.end()
                 # Another rank may not have sent its heads of the last layer yet.
                 self.assertEqual(bool(server.steps), size > 1, f"{size} ranks")
             requests.freed("a", [1, 2, 3, 4])
