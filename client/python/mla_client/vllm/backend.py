@@ -196,8 +196,9 @@ class MlaServerBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """A byte a token: the block manager stays as it is, memory is not needed. Pages that rows
-        are read from stay as they are."""
+        """A byte a token or a few: the block manager stays as it is, memory is not needed. Pages
+        that rows are read from stay as they are."""
         if runtime.top_k:
             return spec
-        return dataclasses.replace(spec, head_size=1, dtype=torch.uint8)
+        return dataclasses.replace(spec, head_size=runtime.token_bytes(spec.block_size),
+                                   dtype=torch.uint8)
