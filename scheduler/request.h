@@ -355,7 +355,7 @@ class StreamRequest : public RequestHeader, public RequestResults {
       state.Enter(RequestState::kAdmitted);
       const RequestState admitted = state;
       const int64_t first = was_handed_back ? first_arrival_ns : now;
-      // Made anew where they lie: a temporary would be written and read once for each request.
+      // Constructed in place: a temporary would be written and read once for each request.
       std::destroy_at(this);
       ::new (this) EngineFields{.state = admitted, .first_arrival_ns = first, .arrival_ns = now};
     }

@@ -4,8 +4,8 @@
     python3 tests/integration/device_memory/check_ranks_on_gpu.py
         --server .bazel/bin/server/mla-server [--ranks 2] [--server-arg=ARG ...]
 
-Processes on one GPU run prompts and decode passes as an engine's ranks do, each with its part of the
-heads, from host memory and from the server's GPU memory. The outputs of chained passes must be
+Processes on one GPU run prompts and decode passes as an engine's ranks do, each with its part of
+the heads, from host memory and from the server's GPU memory. The outputs of chained passes must be
 those of awaited ones up to a rounding (the server cuts requests by the time that launches took),
 and all rows must be kept. A rank may be late by some milliseconds at any layer. Run it under MPS.
 The last line gives the result.

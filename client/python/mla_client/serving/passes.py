@@ -19,6 +19,7 @@ from mla_client.service import Model, Sequence, Step
 from mla_client.serving.faults import Fault
 from mla_client.serving.link import Link
 from mla_client.serving.plan import How, Part, Scheduled
+from mla_client.serving.room import Room
 from mla_client.serving.states import Event, Request, State
 from mla_client.types import Prefix
 
@@ -29,8 +30,6 @@ RANKS_WAIT_S = 5.0
 RANKS_PAUSE_S = 0.0005
 # A pass of which nothing is sent and nothing counts takes at least this long.
 AWAY_PAUSE_S = 0.05
-# The pool's room is asked for again after this long.
-ROOM_S = 1.0
 # A call raises one of these after its connection was closed: gRPC's own is a ValueError.
 FAILURES = (errors.MlaError, ValueError)
 
@@ -74,7 +73,7 @@ class Passes:
         self._open: List[Pass] = []
         self._ending: List[Tuple[Pass, List[int]]] = []  # whose ends are not answered yet
         self._smooth = False  # the last chained pass was good
-        self._free = -ROOM_S, 0  # when the room was asked for, and page groups of it
+        self._room = Room(link, self._failed)
         self._generation = link.generation if link.client is not None else 0
         # False where a worker cannot compute a part by itself, though it has all keys of it.
         self.computes_locally = True
@@ -346,26 +345,7 @@ class Passes:
                 or self._link.options.arguments.get("follow_moves")
                 or any(part.computed == 0 for part in made.parts)):
             return False
-        page = entries[0][0].model.spec.page_size or 1
-        need = sum(-(-(sequence.length + rows) // page) - -(-sequence.length // page)
-                   for sequence, rows in entries)
-        asked, groups = self._free
-        if need > groups or time.monotonic() - asked > ROOM_S:
-            groups = self._room(entries[0][0].model)
-            asked = time.monotonic()
-        self._free = asked, groups - need
-        return need <= groups
-
-    def _room(self, model: Model) -> int:
-        """Half of the page groups that the pool has free: others take some, too."""
-        try:
-            stats = self._link.client.stats()
-        except FAILURES as error:
-            self._failed(error)
-            return 0
-        total = stats.kv_bytes_total // max(1, model.page_group_bytes)
-        free: int = total - stats.page_groups_used + stats.page_groups_cached
-        return free // 2
+        return self._room.take(entries)
 
     def _not_begun(self, made: Pass, error: Exception) -> None:
         """Decides which parts go without the server: the newest one if the server lacks room, else

@@ -127,8 +127,9 @@ class Chain:
         self._entry_at = ctypes.byref(entry)
         arrays = (native.Copy * MOST_COPIES)(), (native.Copy * MOST_COPIES)()
         entry.copies_in, entry.copies_out = arrays
-        self._in, self._out = list(arrays[0]), list(arrays[1])  # views: an index makes one each time
         self._arrays = arrays
+        # Views of their elements, of which each index into an array would make one.
+        self._in, self._out = list(arrays[0]), list(arrays[1])
         self._handles: List[int] = []  # of the library's requests
         self._timeout_s = timeout_s
 

@@ -428,7 +428,7 @@ class Admitted(unittest.TestCase):
                 for _ in range(SPEC.layers):
                     of.layer_done(one)
                 of.end()
-                self.assertEqual(len(self.server.steps), 1, "the other one may not have come so far")
+                self.assertEqual(len(self.server.steps), 1, "the other one may come later")
         for one in ranks:  # without requests
             one.begin([], number=4)
         self.assertEqual([one.length("a") for one in ranks], [5] * 2)
