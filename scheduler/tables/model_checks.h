@@ -14,7 +14,7 @@
 
 namespace mla::scheduler {
 
-// The attention that a backend is asked to support for one form of the model.
+// Returns the attention that a backend is asked to support for one form of the model.
 kernels::AttentionDesc DescOf(const ModelSpec& spec, kernels::AttentionForm form);
 // Replaces a query_precision of kDefault by the backend's best, and refuses one that it lacks.
 absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spec);
@@ -32,8 +32,8 @@ absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits);
 // on; errors of a number append its index to `field`.
 absl::Status CheckSinks(const ModelSpec& spec, std::span<const float> sinks,
                         const std::string& field, SinkSlice* slice);
-// One scale a layer, from kSmallestKvScale to kLargestKvScale; an error appends the index to
-// `field`. FAILED_PRECONDITION for a format without scales of layers.
+// Checks scales of rows: one a layer, from kSmallestKvScale to kLargestKvScale; an error appends
+// the index to `field`. FAILED_PRECONDITION for a format without scales of layers.
 absl::Status CheckKvScales(const ModelSpec& spec, std::span<const float> scales,
                            const std::string& field);
 

@@ -182,7 +182,7 @@ class Owners final {
   void Know(const std::vector<Member>& members);
   // The server of an address, a member or not.
   std::shared_ptr<Owner> At(const std::string& address);
-  // The owners that were used.
+  // Returns the owners that At has made and that are still kept.
   std::vector<std::shared_ptr<Owner>> All() const;
   std::vector<std::shared_ptr<Connection>> Connected() const;
   // Asks all of them at the same time, over the connections that there are; only a server without

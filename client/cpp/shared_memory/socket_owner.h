@@ -20,7 +20,7 @@ struct TrustedUsers {
   bool Include(int64_t uid) const { return uid == 0 || uid == own_uid || uid == server_uid; }
 };
 
-// This process's user, and `server_uid` unless it is -1.
+// Returns this process's user, and `server_uid` unless it is -1.
 TrustedUsers TrustedUsersWith(int64_t server_uid);
 
 // PERMISSION_DENIED if the socket file at `path` belongs to another user and lies in a folder that

@@ -12,13 +12,14 @@
 
 namespace mla::mlactl {
 
-// Lines for a terminal: rows found, where matches ended, times by the share that was found.
+// Returns lines for a terminal: rows found, where matches ended, times by the share that was found.
 std::string SceneText(const BenchOptions& options, const SceneRun& run);
-// One object with the sums and a row a turn. `server` gives the names of version and backend.
+// Returns one object with the sums and a row a turn. `server` gives the names of version and
+// backend.
 std::string SceneJson(const BenchOptions& options, const v1::GetServerInfoReply& server,
                       const SceneRun& run);
-// Three charts: rows found and time to the first output by turn of the conversation, and that time
-// by percentile.
+// Returns three charts: rows found and time to the first output by turn of the conversation, and
+// that time by percentile.
 std::string SceneSvg(const BenchOptions& options, const SceneRun& run);
 
 }  // namespace mla::mlactl

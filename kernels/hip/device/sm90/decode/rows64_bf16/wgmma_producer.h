@@ -171,8 +171,8 @@ class WgmmaProducer {
       }
     }
   }
-  // Distance in bytes from the device's copy of a segment's queries to the originals in host
-  // memory.
+  // Returns the distance in bytes from the device's copy of a segment's queries to the originals in
+  // host memory.
   MLA_DEVICE static int64_t away(MLA_RECORD const SegmentRecord& r) {
     return reinterpret_cast<const uint8_t*>(r.list) - static_cast<const uint8_t*>(r.q);
   }
