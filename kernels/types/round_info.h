@@ -78,7 +78,7 @@ struct Expansion {
 struct ExpandedItem {
   WorkInfo work;        // kv_begin is a multiple of kExpandedRows
   int64_t keys;         // byte offset of row kv_begin in the head's first panel
-  int64_t rotated;      // and in the rotated part
+  int64_t rotated;      // byte offset of row kv_begin in the rotated part
   int64_t panel_bytes;  // from one panel of the head to the next, and from the last to the rests
   // Packed row in the partial buffers that holds the same query rows' results over earlier KV rows;
   // the item continues from it. kUnsplit: there are no earlier results.

@@ -42,7 +42,7 @@ struct DeviceRegion::State {
   int device = 0, server_device = 0;
   int amd_version = 0;
   void* context = nullptr;         // NVIDIA's, of `device`
-  void* server_context = nullptr;  // and of the server's device
+  void* server_context = nullptr;  // NVIDIA's, of the server's device
   void* at = nullptr;
   uint64_t allocation = 0;
   bool imported = false, reserved = false, mapped = false, opened = false;

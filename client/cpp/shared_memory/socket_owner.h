@@ -27,8 +27,8 @@ TrustedUsers TrustedUsersWith(int64_t server_uid);
 // every user may write to. OK without a file: connecting will then fail.
 absl::Status CheckSocketFile(const std::string& path, const TrustedUsers& users);
 
-// The same check for the process at the other end of a connected socket, which the kernel vouches
-// for.
+// Checks in the same way the process at the other end of a connected socket, which the kernel
+// names.
 absl::Status CheckSocketPeer(int socket, const std::string& path, const TrustedUsers& users);
 
 }  // namespace mla::client

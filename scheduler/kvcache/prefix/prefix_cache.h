@@ -48,7 +48,7 @@ struct PrefixStats {
   uint64_t superseded = 0;  // nodes dropped because a node with more rows contains theirs
   uint64_t evicted = 0;     // groups whose room was needed, in the pool or in the last tier
   uint64_t demoted = 0;     // groups that left the pool while their rows stay in a slower tier
-  uint64_t restored = 0;    // and came back
+  uint64_t restored = 0;    // demoted groups that came back to the pool
   uint64_t freed = 0;       // groups that came back to the pool, for any reason
   int64_t nodes = 0;
   uint64_t steps = 0;  // keys and nodes visited; shows what an operation costs
