@@ -12,12 +12,12 @@ int64_t CountSinceEpoch() {
   return std::chrono::duration_cast<Unit>(Clock::now().time_since_epoch()).count();
 }
 
-// Nanoseconds since an arbitrary moment. Never runs backwards.
+// Returns the number of nanoseconds since an arbitrary moment. Never runs backwards.
 inline int64_t SteadyNanos() {
   return CountSinceEpoch<std::chrono::nanoseconds, std::chrono::steady_clock>();
 }
 
-// Time since 1970 in UTC. It jumps where the machine's clock is set.
+// Returns the time since 1970 in UTC. It jumps where the machine's clock is set.
 inline int64_t UnixNanos() {
   return CountSinceEpoch<std::chrono::nanoseconds, std::chrono::system_clock>();
 }

@@ -14,9 +14,9 @@ struct ControlGroup {
   int version = 2;     // version of control groups, 1 or 2; the names of files differ
 };
 
-// The groups whose limits of `controller` ("memory", "cpu") hold for this process, in no order: its
-// own and those around it, as far as they can be seen from here, of both versions. `root` is
-// prefixed to /proc and /sys for tests.
+// Returns the groups whose limits of `controller` ("memory", "cpu") hold for this process, in no
+// order: its own and those around it, as far as they can be seen from here, of both versions.
+// `root` is prefixed to /proc and /sys for tests.
 std::vector<ControlGroup> ControlGroupsOf(std::string_view controller,
                                           const std::string& root = "");
 

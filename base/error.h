@@ -48,7 +48,7 @@ struct ErrorDetail {
 // REQUIRES: code is not OK.
 absl::Status MakeError(absl::StatusCode code, absl::string_view message, const ErrorDetail& detail);
 
-// The detail of `status`, or one without any field set.
+// Returns the detail of `status`, or one without any field set.
 ErrorDetail DetailOf(const absl::Status& status);
 
 // `status` with the detail that change(detail) makes of its own. REQUIRES: an error.

@@ -14,8 +14,8 @@ namespace mla::base {
 // Returns true if the text is UTF-8 without such characters.
 bool IsPrintable(std::string_view text);
 
-// The text with each such character as an escape in the notation of JSON, "\u202e", and with U+FFFD
-// for bytes that are not UTF-8. Characters of ASCII in `kept` stay as they are.
+// Returns the text with each such character as an escape in the notation of JSON, "\u202e", and
+// with U+FFFD for bytes that are not UTF-8. Characters of ASCII in `kept` stay as they are.
 std::string Printable(std::string_view text, std::string_view kept = {});
 
 }  // namespace mla::base

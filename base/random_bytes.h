@@ -17,7 +17,7 @@ template <typename Array>
   return FillRandom(std::as_writable_bytes(std::span(*array)));
 }
 
-// A random number other than 0. Ends the process if the system refuses.
+// Returns a random number other than 0. Ends the process if the system refuses.
 uint64_t RandomNumber();
 
 }  // namespace mla

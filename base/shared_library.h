@@ -49,7 +49,7 @@ class SymbolTable {
     *function = name == nullptr ? nullptr : reinterpret_cast<Function*>(FindSymbol(library_, name));
   }
 
-  // The first missing name of Need; null if there is none.
+  // Returns the first missing name of Need; null if there is none.
   const char* missing() const { return missing_; }
   // UNAVAILABLE: "OWNER has no entry point NAME".
   absl::Status Check(absl::string_view owner) const;

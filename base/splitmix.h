@@ -16,10 +16,10 @@ constexpr uint64_t MixBits(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// The first number of the sequence that begins with the state `x`: a hash of `x`.
+// Returns the first number of the sequence that begins with the state `x`: a hash of `x`.
 constexpr uint64_t SplitMix(uint64_t x) { return MixBits(x + kSplitMixStep); }
 
-// The next number of the sequence.
+// Returns the next number of the sequence.
 constexpr uint64_t NextSplitMix(uint64_t* state) { return MixBits(*state += kSplitMixStep); }
 
 }  // namespace mla

@@ -104,8 +104,8 @@ struct BackendInfo {
   // scores then use two of them: the rounded value and its remainder.
   bool splits_queries = false;
 
-  // Dtype of absorbed queries for clients that send `sent`. `split` asks for fp32 whatever they
-  // send, and REQUIRES splits_queries.
+  // Returns the dtype of absorbed queries for clients that send `sent`. `split` asks for fp32
+  // whatever they send, and REQUIRES splits_queries.
   DType absorbed_q_dtype(DType sent, bool split) const {
     if (split) return DType::kF32;
     return sent == DType::kF32 ? absorbed_q_of_f32 : absorbed_q_of_bf16;
@@ -205,13 +205,14 @@ class AttentionBackend {
   virtual const BackendInfo& Info() const = 0;
   virtual absl::Status CanRun(const AttentionDesc& desc) const = 0;
   virtual PlanTraits Traits(const AttentionDesc& desc) const = 0;
-  // Query rows of one request from which the expanded form costs less than absorb + latent
-  // attention + project, or a value above launch_rows when it never does.
+  // Returns the number of query rows of one request from which the expanded form costs less than
+  // absorb + latent attention + project, or a value above launch_rows when it never does.
   virtual int32_t ExpandedFormMinRows(const Geometry& geometry) const = 0;
-  // Bytes of device (or host, when unified) memory that Configure would take for these limits, pool
-  // included.
+  // Returns the number of bytes of device (or host, when unified) memory that Configure would take
+  // for these limits, pool included.
   virtual int64_t WorkspaceSize(const BackendLimits& limits) const = 0;
-  // Host memory that Configure would take in addition, where WorkspaceSize counts device memory.
+  // Returns the bytes of host memory that Configure would take in addition, where WorkspaceSize
+  // counts device memory.
   virtual int64_t HostWorkspaceSize(const BackendLimits& limits) const {
     static_cast<void>(limits);
     return 0;

@@ -78,7 +78,7 @@ class LaunchLayout final {
   absl::StatusOr<void*> OutputParts(int64_t rows, std::span<const OutputPart> parts);
   absl::StatusOr<void*> Workspace(int64_t bytes);
 
-  // The tensors placed since Clear.
+  // Return the tensors placed since Clear.
   std::span<const HostInput> inputs() const { return inputs_; }
   std::span<const HostOutput> outputs() const { return outputs_; }
 

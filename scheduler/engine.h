@@ -81,10 +81,11 @@ class Engine {
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
       Clock* clock);
-  // Bytes that Create would take for pool, weights, workspaces and plans; for the start-up check.
+  // Returns the bytes that Create would take for pool, weights, workspaces and plans; for the
+  // start-up check.
   static EngineBytes CountBytes(const Limits& limits, const kernels::AttentionBackend& backend);
-  // kv_cache_bytes of a server that may choose: device memory left after all other needs of these
-  // limits, or the default of Limits if the backend computes in host memory.
+  // Returns the kv_cache_bytes of a server that may choose: the device memory left after all other
+  // needs of these limits, or the default of Limits if the backend computes in host memory.
   static int64_t KvCacheBytes(const Limits& limits, const kernels::AttentionBackend& backend);
   ~Engine();
 
@@ -184,11 +185,11 @@ class Engine {
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
                                                 int64_t length, uint64_t expected_epoch);
   SequenceList GetSequences(const SequenceSelection& selection);
-  // Memory for a tail, which the caller fills. RESOURCE_EXHAUSTED (tails_exhausted) names `field`.
-  // Does not take the role.
+  // Returns memory for a tail, which the caller fills. RESOURCE_EXHAUSTED (tails_exhausted) names
+  // `field`. Does not take the role.
   absl::StatusOr<std::shared_ptr<Tail>> MakeTail(const TenantRef& tenant, int64_t bytes,
                                                  const char* field);
-  // NOT_FOUND (no_tail) if the sequence does not have a tail.
+  // Returns the tail that the sequence keeps. NOT_FOUND (no_tail) if it has none.
   absl::StatusOr<SequenceTail> ReadTail(const std::string& tenant, SequenceId id,
                                         uint64_t expected_epoch);
   // `not_found` receives the absent ids. Both return the number of sequences released or renewed.
@@ -199,12 +200,12 @@ class Engine {
 
   // --- Operation.
   EngineStats Stats();
-  // Usage and bounds by tenant; thread-safe, and may be kept longer than the engine.
+  // Returns the usage and bounds by tenant; thread-safe, and may be kept longer than the engine.
   const std::shared_ptr<TenantTable>& tenants() const;
-  // Log of events of cached rows; thread-safe, and may outlive the engine.
+  // Returns the log of events of cached rows; thread-safe, and may outlive the engine.
   const std::shared_ptr<kvcache::EventLog>& events() const;
   const kernels::BackendInfo& backend_info() const;
-  // As of the start: what SetDefaultLeases has changed since is not in it.
+  // Returns the limits as of the start, without what SetDefaultLeases has changed since.
   const Limits& limits() const;
   // Sets the leases of sequences, models and steps that start from now on. REQUIRES: none is longer
   // than Limits::max_lease_ms, and sequence_ms and step_ms are above 0.
@@ -212,23 +213,23 @@ class Engine {
   absl::Status Healthy();  // AttentionBackend::Healthy
   // AttentionBackend::StuckCall. Does not take the role, because a stuck call may hold it.
   std::string StuckCall() const;
-  // Memory that the backend's copies can reach directly, for staging requests and replies.
+  // Returns memory that the backend's copies can reach directly, for staging requests and replies.
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes);
   // Lets the backend's copies reach the caller's memory directly, as they do AllocateHost's, until
   // UnregisterHost. UnregisterHost REQUIRES that no request points into the memory. Neither call
   // waits for launches that do not use the memory.
   absl::Status RegisterHost(std::span<std::byte> memory);
   void UnregisterHost(std::span<std::byte> memory);
-  // Device memory in which tensors of requests may lie (AttendArgs::on_device), allocated by the
-  // backend; the engine must outlive it. Does not take the role; takes milliseconds.
+  // Returns device memory in which tensors of requests may lie (AttendArgs::on_device), allocated
+  // by the backend; the engine must outlive it. Does not take the role; takes milliseconds.
   absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> AllocateShared(int64_t bytes,
                                                                               int32_t events);
-  // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".
-  // `peer`, if not empty: the server that clients are sent to.
+  // Makes Open, Fork and BeginStep of new steps fail from now on: UNAVAILABLE with reason
+  // "draining". `peer` is the server that clients are sent to, or empty.
   void StartDrain(const std::string& peer = "");
   // Undoes StartDrain.
   void CancelDrain();
-  // All open sequences except those being exported, sorted by tenant and id.
+  // Returns all open sequences except those being exported, sorted by tenant and id.
   std::vector<TenantSequence> AllSequences();
   // Called once another server has the sequence as exported, with epoch and length of `info`. The
   // sequence is released, and later calls that name it are told of `peer`. Refused, without a

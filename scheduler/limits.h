@@ -93,7 +93,8 @@ struct Limits {
   // --- Names
   int32_t max_name_bytes = 128;  // of the names of models, clients, requests and tenants
 
-  // Longest step lease that a client may ask for: at least the default, and at most max_lease_ms.
+  // Returns the longest step lease that a client may ask for: at least the default, and at most
+  // max_lease_ms.
   int64_t longest_step_lease_ms() const {
     return std::min(max_lease_ms, std::max(step_lease_ms, max_step_lease_ms));
   }

@@ -58,10 +58,10 @@ struct ModelSpec {
   kernels::ProjectedShape projected;
   kernels::RopeLayout rope = kernels::RopeLayout::kNone;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
-  // Everything except the id as text; different contents give different texts.
+  // Returns everything except the id as text; different contents give different texts.
   std::string ContentsText() const;
 
-  // Operand type of the products of the absorbed form.
+  // Returns the operand type of the products of the absorbed form.
   kernels::DType products() const {
     return fp8_compute == Fp8Compute::kOn ? kernels::DType::kFp8E4m3 : kernels::DType::kBf16;
   }
@@ -69,25 +69,27 @@ struct ModelSpec {
   // the server's own: its rows differ.
   int32_t q_dim(Profile profile) const;
   int32_t o_dim(Profile profile) const;
-  // Elements of a row of q and of o as the client has them, of `heads` heads.
+  // Returns the number of elements of a row of q and of o as the client has them, of `heads` heads.
   int64_t q_row_dim(Profile profile, int32_t heads) const {
     return profile == Profile::kProjected ? projected.q_lora_rank : int64_t{heads} * q_dim(profile);
   }
   int64_t o_row_dim(Profile profile, int32_t heads) const {
     return profile == Profile::kProjected ? projected.hidden_size : int64_t{heads} * o_dim(profile);
   }
-  // Weights of one head of a layer: all that the model's profiles need.
+  // Returns the number of weights of one head in one layer, for all profiles that the model has.
   int64_t head_weights() const;
-  // Bytes of a layer's weights as bf16. The rows of PROJECTED's matrices count as a GPU pads them:
-  // without the padding, small models could take many times their share of the memory.
+  // Returns the number of bytes of a layer's weights as bf16. The rows of PROJECTED's matrices
+  // count as a GPU pads them: without the padding, small models could take many times their share
+  // of the memory.
   int64_t layer_weight_bytes() const;
-  // Elements of a KV row as sent: the row itself, then its index key if there is an indexer.
+  // Returns the number of elements of a KV row as sent: the row itself, then its index key if there
+  // is an indexer.
   int32_t sent_row_dim() const { return geometry.kv_row_dim() + indexer.dim; }
 
   bool windowed() const { return attention == kernels::AttentionKind::kWindow; }
   int32_t ratio(int32_t layer) const { return windowed() ? ratios[static_cast<size_t>(layer)] : 0; }
-  // Rows of a page of the window. Pages as large as the pages of entries would make a sequence keep
-  // many more rows than the window.
+  // Returns the number of rows of a page of the window. Pages as large as the pages of entries
+  // would make a sequence keep many more rows than the window.
   int32_t window_page_size() const { return std::min(page_size, kWindowPageRows); }
   static constexpr int32_t kWindowPageRows = 64;
 };

@@ -82,7 +82,7 @@ struct ResourceRow {
   const char* meaning;
 };
 
-// One row for each resource, in the order of the enumeration.
+// Returns one row for each resource, in the order of the enumeration.
 std::span<const ResourceRow> ResourceRows();
 const ResourceRow& RowOf(Resource resource);
 // Returns null if no resource has this name.
@@ -200,7 +200,7 @@ class TenantTable {
   TenantKey Find(absl::string_view name) const;
   // Returns an empty reference if no tenant has the key.
   TenantRef Get(TenantKey key) const;
-  // The tenant's weight when the scheduler divides service; 1 if no tenant has the key.
+  // Returns the tenant's weight when the scheduler divides service; 1 if no tenant has the key.
   int32_t weight(TenantKey key) const;
 
   // Adds `amount` (>= 0) to the tenant's use, or refuses and changes nothing. `reserve`: both
@@ -212,13 +212,13 @@ class TenantTable {
   // bound and its owner. `field`: the path of the request's field, may be empty.
   absl::Status Take(Tenant& tenant, Resource resource, int64_t amount, const char* field,
                     int64_t reserve = 0);
-  // The error for a TryTake that returned false.
+  // Returns the error for a TryTake that returned false.
   absl::Status Refusal(const Tenant& tenant, Resource resource, int64_t amount,
                        const char* field) const;
   // REQUIRES: the tenant uses at least `amount`.
   void Return(Tenant& tenant, Resource resource, int64_t amount);
 
-  // Bounds for all tenants together. They change only while the server starts.
+  // Sets a bound for all tenants together. REQUIRES: the server is starting.
   void SetServerBound(Resource resource, int64_t bound);
   int64_t server_used(Resource resource) const {
     return server_.used_[resource].load(std::memory_order_relaxed);
@@ -242,9 +242,9 @@ class TenantTable {
   // stay in force. Nothing in use is taken away.
   void Reconfigure(const PerResource<int64_t>& default_bounds,
                    std::map<std::string, TenantQuota> quotas);
-  // The use of one tenant, which may use nothing.
+  // Returns the use of one tenant, which may use nothing.
   TenantUsage Usage(const std::string& name) const;
-  // The use of all tenants that have a row or a quota, ordered by name.
+  // Returns the use of all tenants that have a row or a quota, ordered by name.
   std::vector<TenantUsage> Usages() const;
   // Returns true if the configuration names the tenant; metrics show such tenants by name in any
   // case.
@@ -291,7 +291,7 @@ class TenantPoolAccount final : public kvcache::PoolAccount {
   }
   int64_t GroupBound() const override { return tenant_->bound(Resource::kKvBytes); }
   const void* owner() const override { return tenant_; }
-  // The bound that refused since the last call, or nullopt if the pool itself had no room.
+  // Returns the bound that refused since the last call, or nullopt if the pool itself had no room.
   std::optional<Resource> TakeRefused() { return std::exchange(refused_, std::nullopt); }
 
  private:

@@ -22,7 +22,7 @@ void LogSelection(std::span<const kernels::BackendCandidate> candidates);
 // Logs the backend in use, with its notes and the products that it uses for models over 8-bit rows.
 void LogBackend(const kernels::BackendInfo& backend);
 
-// A line for each backend whose hardware is present but not used.
+// Returns a line of text for each backend whose hardware is present but not used.
 std::string UnusedGpus(std::span<const kernels::BackendCandidate> candidates);
 
 }  // namespace mla::server

@@ -13,19 +13,19 @@
 
 namespace mla::server {
 
-// Every fault, each "key: the fault", in the backend, the PEM files, the folders and the group of
-// the sockets, and the memory.
+// Returns every fault, each as "key: the fault", in the backend, the PEM files, the folders and the
+// group of the sockets, and the memory.
 std::vector<std::string> Preflight(const Config& config);
 
 // Fills in the sizes that the configuration leaves open: limits.weights_bytes, and
 // limits.kv_cache_bytes from the remaining memory.
 void ChooseSizes(const kernels::AttentionBackend& backend, Config* config);
 
-// limits.weights_bytes of a server with this much memory: room for the 61 layers of DeepSeek-V3 if
-// that is at most an eighth of it.
+// Returns limits.weights_bytes for a server with this much memory: room for the 61 layers of
+// DeepSeek-V3 if that is at most an eighth of it.
 int64_t DefaultWeightsBytes(int64_t memory_bytes);
 
-// OK if the buffers of a server with this configuration fit into the host's memory; else
+// Returns OK if the buffers of a server with this configuration fit into the host's memory; else
 // RESOURCE_EXHAUSTED, listing them. REQUIRES: ChooseSizes was called.
 absl::Status CheckHostMemory(const Config& config, const kernels::AttentionBackend& backend);
 

@@ -28,8 +28,8 @@ sys.path.append(str(ROOT / "tests" / "engines"))
 # pylint: disable=wrong-import-position
 import environments
 
-FOLDERS = ["client/python/tests", "client/demo", "client/demo/sharing", "client/demo/v32",
-           "client/demo/v4", "tests"]
+FOLDERS = ["client/python/tests", "client/demo", "client/demo/sharing", "client/demo/trained",
+           "client/demo/v32", "client/demo/v4", "tests"]
 
 
 class RecordingResult(unittest.TextTestResult):

@@ -12,8 +12,9 @@ namespace mla {
 inline constexpr int64_t kShortestNapNanos = 5'000;
 inline constexpr int64_t kLongestNapNanos = 50'000;
 
-// How long to sleep after having waited for `waited` nanoseconds: an eighth of it, within the two
-// bounds. So the check after the nap is late by little of the wait, and long waits need few checks.
+// Returns how long to sleep after having waited for `waited` nanoseconds: an eighth of it, within
+// the two bounds. So the check after the nap is late by little of the wait, and long waits need few
+// checks.
 constexpr int64_t NapNanos(int64_t waited) {
   return std::clamp(waited / 8, kShortestNapNanos, kLongestNapNanos);
 }

@@ -37,9 +37,10 @@ class PauseWatch final {
   void Start();
   // Notes the time.
   void Beat();
-  // Nanoseconds of pauses since the last call, one that ended just before `now` included; mostly 0.
-  // `now` is a time of the watch's clock that the caller has read; callers on the path of a launch
-  // need the time anyway, and reading a clock costs as much as the rest of the call.
+  // Returns the number of nanoseconds of pauses since the last call, one that ended just before
+  // `now` included; mostly 0. `now` is a time of the watch's clock that the caller has read;
+  // callers on the path of a launch need the time anyway, and reading a clock costs as much as the
+  // rest of the call.
   int64_t Take(int64_t now);
 
  private:

@@ -16,8 +16,8 @@ namespace internal {
 extern const char* const kRevision;  // revision.cc
 }
 
-// The commit, as ./dev names it: its hash, with ".changed" where files differ from it. "unknown"
-// in binaries that the build does not stamp, such as tests.
+// Returns the commit, as ./dev names it: its hash, with ".changed" where files differ from it.
+// "unknown" in binaries that the build does not stamp, such as tests.
 inline const char* Revision() { return internal::kRevision; }
 
 // "0.2.0+9386d26197e1", or "0.2.0" where the revision is unknown: a version with build metadata, as

@@ -19,7 +19,7 @@ namespace mla::capi {
 // INVALID_ARGUMENT that names `field`.
 absl::Status Refuse(std::string_view field, std::string_view limit, std::string_view got);
 
-// OK if the caller's pointer is not null.
+// Returns OK if the caller's pointer is not null.
 absl::Status CheckNotNull(const void* pointer, std::string_view field);
 
 // Sets *error, unless it is null, and returns the code.
@@ -37,8 +37,8 @@ mla_code Guard(mla_error** error, Call call) noexcept {
   }
 }
 
-// A struct of the caller as this library knows it: fields that the caller's header does not have
-// are 0. Null means that all fields are 0, if `required` is false.
+// Returns a struct of the caller as this library knows it: fields that the caller's header does not
+// have are 0. Null means that all fields are 0, if `required` is false.
 template <typename Struct>
 absl::Status Read(const Struct* given, bool required, std::string_view name, Struct* known) {
   *known = {};

@@ -70,7 +70,7 @@ typedef enum mla_code MLA_INT_ENUM {
   MLA_UNAUTHENTICATED = 16
 } mla_code;
 
-// "MAJOR.MINOR.PATCH" of the library. Libraries of one soname are compatible.
+// Returns "MAJOR.MINOR.PATCH" of the library. Libraries of one soname are compatible.
 MLA_API const char* mla_version(void);
 // Tunes the process's allocator for messages of megabytes: for programs that send tensors in gRPC
 // messages. Call it once at the start.
@@ -80,21 +80,23 @@ MLA_API void mla_keep_message_memory(void);
 // function takes NULL, which is an error without texts.
 MLA_API mla_code mla_error_code(const mla_error* error);
 MLA_API const char* mla_error_message(const mla_error* error);
-// Path of the field to blame, e.g. "attend.row_count", its allowed values and its value.
+// Return the path of the field to blame, e.g. "attend.row_count", its allowed values, and its
+// value.
 MLA_API const char* mla_error_field(const mla_error* error);
 MLA_API const char* mla_error_limit(const mla_error* error);
 MLA_API const char* mla_error_got(const mla_error* error);
-// A stable token, e.g. "epoch_mismatch", "server_restarted", "pages_exhausted".
+// Returns a stable token, e.g. "epoch_mismatch", "server_restarted", "pages_exhausted".
 MLA_API const char* mla_error_reason(const mla_error* error);
-// HOST:PORT of the server to go to: it has the sequence now ("moved"), or this one drains and its
-// sequences go there, so that a new one may be opened there ("draining"). Empty in other cases.
+// Returns HOST:PORT of the server to go to: it has the sequence now ("moved"), or this one drains
+// and its sequences go there, so that a new one may be opened there ("draining"). Empty in other
+// cases.
 MLA_API const char* mla_error_peer(const mla_error* error);
-// > 0: the same call may succeed after this time.
+// Returns the milliseconds after which the same call may succeed, or 0 if no time is known.
 MLA_API uint32_t mla_error_retry_after_ms(const mla_error* error);
-// Committed rows of the sequence of a step that failed: go on from there.
+// Returns the number of committed rows of the sequence of a step that failed: go on from there.
 MLA_API uint64_t mla_error_last_good_position(const mla_error* error);
-// The first row of a step, which is still open, that the layer of a failed attend does not have;
-// -1: not said.
+// Returns the first row of the still open step that the layer of a failed attend does not have, or
+// -1 if the error does not say it.
 MLA_API int64_t mla_error_next_row(const mla_error* error);
 MLA_API void mla_error_free(mla_error* error);
 
@@ -157,7 +159,9 @@ typedef struct mla_cluster_options {
   int32_t all;        // 1: all servers, whatever `subset` says
   int64_t keep_ms;    // how long members are used while the registry is away; 0: ten minutes
   int32_t no_socket;  // 1: servers of this host are reached as others are
-  const char* etcd_ca;  // PEM files for etcds://; NULL: the system's authorities, no certificate
+  // For etcds://: paths of PEM files. Without etcd_ca the system's authorities are trusted; without
+  // etcd_cert and etcd_key this client shows no certificate.
+  const char* etcd_ca;
   const char* etcd_cert;
   const char* etcd_key;
 } mla_cluster_options;
@@ -167,7 +171,7 @@ typedef struct mla_cluster_options {
 MLA_API mla_code mla_connect_cluster(const char* target, const mla_connect_options* options,
                                      const mla_cluster_options* cluster, mla_client** out,
                                      mla_error** error);
-// Values as of mla_connect; sends no request. `info->struct_size` must be set.
+// Gives values as of mla_connect; sends no request. `info->struct_size` must be set.
 MLA_API mla_code mla_client_server_info(const mla_client* client, mla_server_info* info,
                                         mla_error** error);
 
@@ -296,9 +300,10 @@ MLA_API mla_code mla_sequence_open(mla_client* client, const char* model_id,
                                    const mla_prefix* prefix, mla_sequence** out, mla_error** error);
 MLA_API uint64_t mla_sequence_id(const mla_sequence* sequence);
 MLA_API uint64_t mla_sequence_epoch(const mla_sequence* sequence);
-// Committed rows as of the last reply.
+// Returns the number of committed rows as of the last reply.
 MLA_API uint64_t mla_sequence_length(const mla_sequence* sequence);
-// A sequence that shares the first `length` rows, copy-on-write; UINT64_MAX: all committed ones.
+// Makes a sequence that shares the first `length` rows, copy-on-write; UINT64_MAX stands for all
+// committed rows.
 MLA_API mla_code mla_sequence_fork(mla_sequence* sequence, uint64_t length, mla_sequence** out,
                                    mla_error** error);
 // Declares the contents of rows from `first_row` on, and appends cached rows to the committed ones.
@@ -307,8 +312,8 @@ MLA_API mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* pr
                                     uint64_t first_row, mla_prefix_match* match, mla_error** error);
 MLA_API mla_code mla_sequence_truncate(mla_sequence* sequence, uint64_t length, mla_error** error);
 MLA_API mla_code mla_sequence_refresh(mla_sequence* sequence, mla_error** error);  // epoch, length
-// Address of the server that has a cluster's sequence; "" for sequences of one server. It lives
-// until the sequence is recovered or freed.
+// Returns the address of the server that has a cluster's sequence; "" for sequences of one server.
+// It lives until the sequence is recovered or freed.
 MLA_API const char* mla_sequence_address(const mla_sequence* sequence);
 
 typedef enum mla_recovered MLA_INT_ENUM {
@@ -428,7 +433,7 @@ MLA_API mla_code mla_step_attend(mla_step* step, const mla_attend* call, mla_att
 // Sends it and returns. Its tensors are in use until mla_pending_wait has returned.
 MLA_API mla_code mla_step_attend_async(mla_step* step, const mla_attend* call, mla_pending** out,
                                        mla_error** error);
-// To be called once: waits, and frees `pending`.
+// Waits for the reply and frees `pending`. To be called once.
 MLA_API mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times, mla_error** error);
 // Commits the step's rows, `committed` of each sequence (NULL: all), and sets the lengths of its
 // sequences. It stays to be freed.

@@ -144,7 +144,7 @@ MLA_API mla_code mla_ring_message(mla_ring* ring, const void* message, size_t by
 MLA_API mla_code mla_request_wait(mla_request* request, int64_t wait_ms, mla_error** error);
 // Sets `times` for a request whose wait succeeded. Both may be NULL.
 MLA_API void mla_request_times(const mla_request* request, mla_attend_times* times);
-// The reply to a message, a serialised mla.v1.AttendStreamReply; as long as the request.
+// Returns the reply to a message, a serialised mla.v1.AttendStreamReply; as long as the request.
 MLA_API const void* mla_request_reply(mla_request* request, size_t* bytes);
 // May come before the reply: the memory of its tensors must stay as it is until then.
 MLA_API void mla_request_free(mla_request* request);
@@ -153,7 +153,7 @@ MLA_API void mla_request_free(mla_request* request);
 MLA_API mla_code mla_requests_wait(mla_request* const* requests, size_t count, int64_t wait_ms,
                                    mla_error** error);
 MLA_API void mla_requests_free(mla_request* const* requests, size_t count);
-// MLA_OK while the ring can be used; else why not.
+// Returns MLA_OK while the ring can be used, else the reason why it cannot.
 MLA_API mla_code mla_ring_state(mla_ring* ring, mla_error** error);
 // Ends the ring: requests under way fail, and streams that wait for them go on. If `wait_ms` > 0,
 // first waits for so long at most until requests have ended and the server has aborted open steps.
@@ -204,7 +204,8 @@ MLA_API int32_t mla_ucx_handles_losses(const mla_ucx* ucx);
 MLA_API mla_code mla_ucx_open(mla_ucx* ucx, const mla_ucx_reply* reply, mla_ring** out,
                               mla_error** error);
 MLA_API void mla_ucx_free(mla_ucx* ucx);
-// The call has ended, for this reason. Not after mla_ring_free; nothing for other rings.
+// Tells a ring over UCX that its call has ended, and why. Not to be called after mla_ring_free;
+// does nothing for other rings.
 MLA_API void mla_ring_call_ended(mla_ring* ring, const char* why);
 
 #ifdef __cplusplus

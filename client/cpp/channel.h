@@ -24,10 +24,10 @@ absl::StatusOr<ChannelMaker> ChannelMakerOf(const std::string& target,
 // Returns true if the target is on this host: a unix socket, or only loopback addresses.
 bool IsLocalTarget(const std::string& target);
 
-// Path of the socket that a unix target names; empty for other targets.
+// Returns the path of the socket that a unix target names; empty for other targets.
 std::string UnixPathOf(const std::string& target);
-// Path of the socket through which a unix target's server gives shared memory; empty for other
-// targets.
+// Returns the path of the socket through which a unix target's server gives shared memory; empty
+// for other targets.
 std::string ShmPathOf(const std::string& target);
 
 }  // namespace mla::client

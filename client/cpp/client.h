@@ -135,8 +135,8 @@ class Client final {
   absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit, const std::string& to = "");
   // Ends a drain, whether it is under way or done, so that the server takes new work again.
   absl::StatusOr<v1::CancelDrainReply> CancelDrain();
-  // Use and bounds of tenants; only operators see other tenants. An empty request: the caller's
-  // own.
+  // Returns use and bounds of tenants: the caller's own for an empty request. Only operators see
+  // other tenants.
   absl::StatusOr<v1::GetQuotaReply> GetQuota(const v1::GetQuotaRequest& request = {});
   // For operators. Changes last until the server ends, which keeps only its configuration.
   absl::StatusOr<v1::SetQuotaReply> SetQuota(const v1::SetQuotaRequest& request);
@@ -185,8 +185,8 @@ class Client final {
   // UNIMPLEMENTED from servers without the capability "probe". `timeout_ms` 0: call_timeout_ms.
   absl::StatusOr<v1::ProbeReply> Probe(const std::string& model_id, const v1::Prefix& prefix = {},
                                        int64_t timeout_ms = 0);
-  // A sequence that is open already: opened by another client of the tenant, or handed over to this
-  // server. A failure with the reason "moved" names the server that has it
+  // Returns a sequence that is open already: opened by another client of the tenant, or handed over
+  // to this server. A failure with the reason "moved" names the server that has it
   // (DetailOf(status)->peer()).
   absl::StatusOr<Sequence> Attach(uint64_t id);
   // If `ids` is empty, returns the sequences that this client opened (own_only) or all of the
@@ -213,7 +213,8 @@ class Client final {
   absl::Status WatchEvents(std::optional<uint64_t> after,
                            const std::function<bool(const v1::WatchEventsReply&)>& take,
                            bool all_tenants = false);
-  // The latest matches that did not find all rows asked for. `most`: 0 means the server's default.
+  // Returns the latest matches that did not find all rows asked for. `most`: 0 means the server's
+  // default.
   absl::StatusOr<v1::ExplainReply> Explain(uint32_t most = 0, bool all_tenants = false);
 
   // Sends a hint about cached rows; needs the capability "cache_hints".

@@ -67,8 +67,8 @@ inline std::shared_ptr<StepStream> Owned(StepStream* stream) {
           }};
 }
 
-// NOT_FOUND for the one sequence that `reply` does not have: "moved", with the server that has it
-// now, or "sequence_not_found".
+// Returns NOT_FOUND for the one sequence that `reply` does not have: "moved", with the server that
+// has it now, or "sequence_not_found".
 inline absl::Status NotOpen(const v1::GetReply& reply) {
   v1::ErrorDetail detail;
   detail.set_field("sequence_id");
@@ -116,7 +116,7 @@ struct Client::Impl {
                           extra);
   }
 
-  // The calling thread's header; "" if it has none.
+  // Returns the calling thread's header; "" if it has none.
   std::string Traceparent() const { return options.traceparent ? options.traceparent() : ""; }
 
   absl::Status CheckBoot(uint64_t boot_id) {
@@ -125,11 +125,12 @@ struct Client::Impl {
     return lost;
   }
 
-  // DATA_LOSS if the server reports another shape for a model that this client has registered:
-  // tensors could then be longer than the caller's memory.
+  // Returns DATA_LOSS if the server reports another shape for a model that this client has
+  // registered: tensors could then be longer than the caller's memory.
   absl::Status CheckModel(const v1::ModelSpec& model);
 
-  // The reason why no call can succeed any more; "forked" in a process forked from the client's.
+  // Returns the reason why no call can succeed any more; "forked" in a process forked from the
+  // client's.
   absl::Status Lost() {
     if (home.left()) return ForkedError(home.pid());
     const MutexLock lock(mutex);
@@ -216,7 +217,7 @@ struct Client::Impl {
                                   Millis(options.request_timeout_ms), Copies()));
   }
 
-  // Threads that copy tensors into memory of a session and out of it.
+  // Returns the threads that copy tensors into memory of a session and out of it.
   wire::ThreadTeamOptions Copies() const {
     const int32_t cpus = base::UsableCpuCount();
     return {std::clamp(options.copy_threads, 1, std::min(cpus, kMostCopyThreads)),

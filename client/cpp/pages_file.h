@@ -65,8 +65,8 @@ class PagesFileReader final {
       const std::string& path, const std::optional<wire::MacKey>& key = std::nullopt);
   ~PagesFileReader();
 
-  // The next part, or nullopt after the trailer. DATA_LOSS if the file ends before the trailer, or
-  // continues after it.
+  // Returns the next part, or nullopt after the trailer. DATA_LOSS if the file ends before the
+  // trailer, or continues after it.
   absl::StatusOr<std::optional<v1::PagesPart>> Next();
 
  private:

@@ -17,9 +17,9 @@ namespace mla::client {
 
 class Probes final {
  public:
-  // The answers of Client::Probe from each of `clients`, in their order; the clients must live as
-  // long as the call. Returns once all have answered, and at most `timeout_ms` (> 0) later: the
-  // others are DEADLINE_EXCEEDED. Threading: any thread; starts none.
+  // Returns the answers of Client::Probe from each of `clients`, in their order; the clients must
+  // live as long as the call. Returns once all have answered, and at most `timeout_ms` (> 0) later:
+  // the others are DEADLINE_EXCEEDED. Threading: any thread; starts none.
   static std::vector<absl::StatusOr<v1::ProbeReply>> Ask(std::span<Client* const> clients,
                                                          const std::string& model_id,
                                                          const v1::Prefix& prefix,

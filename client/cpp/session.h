@@ -110,7 +110,7 @@ struct AttendCall {
 std::vector<std::byte> EncodeFp8Queries(const v1::ModelSpec& model, v1::Profile profile,
                                         std::span<const float> values);
 std::vector<std::byte> EncodeFp8Rows(const v1::ModelSpec& model, std::span<const float> values);
-// Bytes of such tensors.
+// Return the bytes of such tensors.
 uint64_t Fp8QueryBytes(const v1::ModelSpec& model, v1::Profile profile, uint64_t rows_heads);
 uint64_t Fp8RowBytes(const v1::ModelSpec& model, uint64_t rows);
 
@@ -159,8 +159,8 @@ class Step final {
   uint32_t total_rows() const { return total_rows_; }
   uint32_t joined() const { return joined_; }
 
-  // Number of entries that rows [begin, end) of the step complete at a layer; for models with a
-  // window.
+  // Returns the number of entries that rows [begin, end) of the step complete at a layer; for
+  // models with a window.
   uint64_t EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) const;
 
   PendingAttend AttendAsync(const AttendCall& call);
@@ -205,7 +205,8 @@ class Session final {
   absl::StatusOr<std::unique_ptr<Step>> Begin(const std::string& model_id,
                                               const std::vector<StepRows>& rows,
                                               const BeginOptions& options = {});
-  // The transport of the session: "inline", "shm", "ring" or "ucx" (ClientOptions::Transport).
+  // Returns the transport of the session: "inline", "shm", "ring" or "ucx"
+  // (ClientOptions::Transport).
   std::string_view transport() const;
   // Memory of the shared region, whose tensors are used in place instead of being copied: put kv
   // and q into one block and o and lse into another, the second tensor of each at the next multiple

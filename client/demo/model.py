@@ -5,7 +5,7 @@ KV projections, YaRN-scaled rotary positions, SwiGLU, a routed mixture of expert
 Attention is a function that the caller passes in. So the same forward pass runs with attention
 computed in this process and with attention computed by a server.
 
-The weights come from a file (trained.py) or from a seed.
+The weights come from a file (trained/) or from a seed.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ class BenchRunner {
                     progress.latest.at_s > 0 ? MeasureText(progress) : "");
   }
 
-  // From the server's counters, which include all its clients. They count every request; each step
-  // has two requests in addition to its attends.
+  // Returns the bytes that the server copied for an attend, from its counters over all clients.
+  // They count requests, of which each step has two in addition to its attends.
   double CopiedPerAttend() const {
     const auto after = client_->GetStats();
     if (!before_ || !after.ok()) return 0;

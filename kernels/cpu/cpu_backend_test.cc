@@ -199,10 +199,10 @@ TEST(CpuBackendTest, RangesOfPagesAreWrittenInOrder) {
   ASSERT_TRUE(step.Submit(*backend, 0).ok());
   ASSERT_TRUE(backend->Wait(0).ok());
   const PageRange ranges[] = {
-      {8192, 96},        // bytes after the next range's source
+      {8192, 96},        // zeros, which the fourth range copies over
       {4096, 96, 0},     // the row just appended, to where table entry 2 points
       {0, 96},           // then zeros the row itself
-      {8192, 96, 4096},  // a copy of the copy, over the zeroed bytes
+      {8192, 96, 4096},  // a copy of the copy
       {8192 + 94, 2},    // zeros the copy's last element
   };
   ASSERT_TRUE(SubmitPages(*backend, ranges).ok());

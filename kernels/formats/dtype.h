@@ -43,7 +43,7 @@ inline float ToFloat(Bf16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
 }
 
-// Round to nearest, ties to even; every NaN stays a (quiet) NaN.
+// Rounds to nearest, ties to even; every NaN stays a (quiet) NaN.
 inline Bf16 ToBf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<Bf16>((bits >> 16) | 0x0040u);
@@ -58,7 +58,7 @@ inline constexpr uint32_t kStoredBound = (127 + 80) << 7;  // as the bits of a b
 inline constexpr uint32_t kStoredNaN = 0x7fc0;
 inline constexpr float kWeightBound = 1048576.0f;  // 2^20
 
-// An element of a KV row as the pool holds it.
+// Returns an element of a KV row as the pool holds it.
 constexpr Bf16 Stored(Bf16 value) {
   return static_cast<Bf16>((value & 0x7fffu) < kStoredBound ? value : kStoredNaN);
 }

@@ -34,7 +34,7 @@ constexpr bool IsFp8NaN(uint8_t code, Fp8Kind kind) {
   return kind == Fp8Kind::kE4m3Fn ? (code & 0x7f) == 0x7f : code == 0x80;
 }
 
-// Largest number that EncodeFp8 writes.
+// Returns the largest number that EncodeFp8 writes.
 constexpr float Fp8Largest(Fp8Kind kind) { return kind == Fp8Kind::kE4m3Fn ? 448.0f : 224.0f; }
 
 // Exact. Exponent and mantissa move to their places in binary32. The product then corrects the
@@ -70,8 +70,8 @@ constexpr uint8_t EncodeFp8(float value, Fp8Kind kind) {
   return static_cast<uint8_t>(sign | code);
 }
 
-// The byte of kind `to` that has the value of `code` in the other kind, after ScaleToKind has
-// changed the scale. Bytes that encoders do not write become the nearest that they do.
+// Returns the byte of kind `to` that has the value of `code` in the other kind, after ScaleToKind
+// has changed the scale. Bytes that encoders do not write become the nearest that they do.
 constexpr uint8_t ToKind(uint8_t code, Fp8Kind to) {
   const Fp8Kind from = to == Fp8Kind::kE4m3Fn ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
   if (IsFp8NaN(code, from)) return Fp8NaN(to);

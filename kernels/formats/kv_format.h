@@ -126,7 +126,7 @@ constexpr KvRowLayout MakeKvRowLayout(KvFormat format, int32_t latent_dim, int32
   return MakeKvRowLayout(TraitsOf(format), latent_dim, rope_dim);
 }
 
-// Bytes of a page of `rows` rows that lie `row_stride` >= row_bytes apart.
+// Returns the number of bytes of a page of `rows` rows that lie `row_stride` >= row_bytes apart.
 constexpr int64_t KvPageBytes(const KvRowLayout& at, int64_t row_stride, int64_t rows) {
   const int64_t bytes = rows * (row_stride + at.page_scales_bytes);
   return (bytes + at.traits.page_multiple - 1) / at.traits.page_multiple * at.traits.page_multiple;
@@ -154,15 +154,15 @@ constexpr KvRowPlace<Byte> KvRowIn(const KvRowLayout& at, Byte* page, int64_t ro
 inline constexpr float kSmallestKvScale = 0x1p-100f;
 inline constexpr float kLargestKvScale = 0x1p72f;
 
-// The value of a scale found in a page: itself, or NaN if it is out of bounds.
+// Returns the value of a scale found in a page: itself, or NaN if it is out of bounds.
 constexpr float KvScale(float scale, Fp8Kind kind) {
   const float largest = kind == Fp8Kind::kE4m3Fn ? kLargestKvScale : kLargestKvScale * 2;
   const bool good = std::bit_cast<uint32_t>(scale) <= std::bit_cast<uint32_t>(largest);
   return good ? scale : std::numeric_limits<float>::quiet_NaN();
 }
 
-// The smallest power of two under which a group of largest magnitude `largest` does not saturate,
-// at least kSmallestKvScale. REQUIRES largest < 2^80.
+// Returns the smallest power of two under which a group of largest magnitude `largest` does not
+// saturate, at least kSmallestKvScale. REQUIRES largest < 2^80.
 constexpr float KvGroupScale(float largest, Fp8Kind kind) {
   // Adds a carry to the exponent if the mantissa exceeds 1.75, the mantissa of the kind's largest
   // number.

@@ -121,7 +121,7 @@ class HipBackend final : public AttentionBackend {
     return CheckSlot(slot).ok() ? slots_[static_cast<size_t>(slot)]->submitted().waited_ns() : 0;
   }
 
-  // The pool's device address, for tools that fill it directly.
+  // Returns the pool's device address, for tools that fill it directly.
   DevicePtr pool() const { return device_.pool.at(); }
   GpuRuntime& runtime() { return *runtime_; }
   Stream compute_stream() const { return streams_.compute; }
@@ -145,7 +145,7 @@ class HipBackend final : public AttentionBackend {
   absl::Status AwaitShared(absl::Status copied, int64_t bytes);
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status Fault(absl::Status status);
-  // Pinned host memory of one launch slot; it takes as much on the device.
+  // Returns the bytes of pinned host memory of one launch slot, which takes as many on the device.
   int64_t StagedBytes(const BackendLimits& limits) const;
   int64_t ExpandedWorkspaceBytes(const BackendLimits& limits) const;
 

@@ -28,7 +28,7 @@ struct PoolView {
   int64_t bytes = 0;
   const uint32_t* page_tables = nullptr;
 
-  // First byte of row `position` of a sequence. Computed in 64 bits throughout.
+  // Returns the first byte of row `position` of a sequence. Computed in 64 bits throughout.
   std::byte* Row(int64_t page_table, int64_t layer_offset, int64_t row_stride, int32_t page_size,
                  int32_t position) const {
     const int64_t granule = page_tables[page_table + position / page_size];
@@ -43,7 +43,7 @@ inline int32_t VisibleRows(const SegmentRecord& segment, int32_t q_row) {
   return seen < 0 ? 0 : seen;
 }
 
-// How many KV rows the query row attends to, counted as places of a plan.
+// Returns how many KV rows the query row attends to, counted as places of a plan.
 inline int32_t PlacesOf(const AttentionParams& params, int32_t segment_index, int32_t q_row) {
   const SegmentRecord& segment = params.segments[static_cast<size_t>(segment_index)];
   const int32_t visible = VisibleRows(segment, q_row);
@@ -100,7 +100,7 @@ class HostBackend : public AttentionBackend {
     int64_t charged_bytes = 0;
   };
 
-  // Bytes that Configure takes for the derived class, in addition to the common memory.
+  // Returns the bytes that Configure takes for the derived class, in addition to the common memory.
   virtual int64_t OwnWorkspaceSize(const BackendLimits& limits) const = 0;
   virtual absl::Status ConfigureOwn(const BackendLimits& limits) = 0;
   // Bytes of repacked weights, proportional to the heads; and the repacking, into zeroed memory of

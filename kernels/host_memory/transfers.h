@@ -10,7 +10,8 @@
 
 namespace mla::kernels {
 
-// The bytes [begin, begin + bytes) of a transfer; `begin` is a multiple of kDigestPartBytes.
+// Returns the bytes [begin, begin + bytes) of a transfer; `begin` is a multiple of
+// kDigestPartBytes.
 inline PageTransfer PieceOf(const PageTransfer& transfer, int64_t begin, int64_t bytes) {
   PageTransfer piece = transfer;
   piece.pool_offset += begin;

@@ -26,7 +26,7 @@ struct ReferenceWeights {
   int64_t head_stride = 0;  // elements
 };
 
-// Element i of a tensor of `dtype`, as fp32.
+// Returns element i of a tensor of `dtype`, as fp32.
 float LoadElement(const void* base, DType dtype, int64_t index);
 void StoreElement(void* base, DType dtype, int64_t index, double value);
 

@@ -60,7 +60,7 @@ struct AttentionDesc {
   // with traits of its own. In the absorbed form.
   bool streamed = false;
 
-  // Elements of one head's output row.
+  // Returns the number of elements of one head's output row.
   int32_t value_dim() const {
     if (attention == AttentionKind::kWindow) return geometry.kv_row_dim();
     return form == AttentionForm::kAbsorbed ? geometry.kv_lora_rank : geometry.v_dim;

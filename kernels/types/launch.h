@@ -69,7 +69,7 @@ struct PageRange {
   int32_t count = 1;
   int64_t stride = 0;  // bytes; at least `bytes` where count is above 1
   bool zeroes() const { return source_offset == kZeros; }
-  // Bytes from the first place's begin to the last place's end, gaps between the places included.
+  // Returns the bytes from the first place's begin to the last place's end, gaps included.
   int64_t extent() const { return (count - 1) * stride + bytes; }
   PageRange place(int32_t index) const {
     const int64_t at = index * stride;
@@ -142,9 +142,10 @@ enum class ProjectedPart : uint8_t {
 inline constexpr int32_t kProjectedParts = 2;
 
 // Products of whole rows with the weights of all heads. With e = nope_dim + rope_dim:
-//   queries: out[r, h, :] = rotate(W_UQ[h] x in[r, :]), out [rows, heads, e], in [rows,
-//   q_lora_rank] hiddens: out[r, :]    = W_O x in[r, :, :],          out [rows, hidden_size], in
-//   [rows, heads, v]
+//   queries: out[r, h, :] = rotate(W_UQ[h] x in[r, :])
+//            in [rows, q_lora_rank], out [rows, heads, e]
+//   hiddens: out[r, :] = W_O x in[r, :, :]
+//            in [rows, heads, v_dim], out [rows, hidden_size]
 struct RowProjectionRecord {
   const void* in;
   void* out;

@@ -25,7 +25,7 @@ constexpr int64_t DigestParts(int64_t bytes) {
   return (bytes + kDigestPartBytes - 1) / kDigestPartBytes;
 }
 
-// Digest of one part. Any thread.
+// Returns the digest of one part. Any thread.
 PartDigest DigestOfPart(std::span<const std::byte> part);
 
 }  // namespace mla::kernels

@@ -41,7 +41,7 @@ struct ExpandedDims {
   constexpr int32_t value_panels() const { return value / kPanelColumns; }
   constexpr int32_t panels() const { return key_panels() + value_panels(); }  // per head
   constexpr int64_t rest_bytes() const { return value_panels() * kRestPanelBytes; }
-  // Bytes of one head's keys, values and rests.
+  // Returns the number of bytes of one head's keys, values and rests.
   constexpr int64_t head_bytes(int64_t padded_rows) const {
     return padded_rows * kPanelRowBytes * panels() + rest_bytes();
   }
@@ -50,11 +50,11 @@ struct ExpandedDims {
 // Dims that kernels are written for: of DeepSeek V2 and V3, and of GLM-4.7-Flash.
 inline constexpr ExpandedDims kDims128{128, 128}, kDims256{192, 256};
 
-// Bytes of an expansion in the workspace.
+// Returns the number of bytes of an expansion in the workspace.
 constexpr int64_t ExpansionBytes(const ExpandedDims& dims, int64_t padded_rows, int64_t heads) {
   return heads * dims.head_bytes(padded_rows) + padded_rows * kPanelRowBytes * kRotatedPanels;
 }
-// The least workspace: one head of kExpandedRows rows.
+// Returns the least workspace: one head of kExpandedRows rows.
 constexpr int64_t LeastRoundWorkspace(const ExpandedDims& dims) {
   return ExpansionBytes(dims, kExpandedRows, 1);
 }
@@ -78,7 +78,7 @@ struct Expansion {
 struct ExpandedItem {
   WorkInfo work;        // kv_begin is a multiple of kExpandedRows
   int64_t keys;         // byte offset of row kv_begin in the head's first panel
-  int64_t rotated;      // and in the rotated part
+  int64_t rotated;      // byte offset of row kv_begin in the rotated part
   int64_t panel_bytes;  // from one panel of the head to the next, and from the last to the rests
   // Packed row in the partial buffers that holds the same query rows' results over earlier KV rows;
   // the item continues from it. kUnsplit: there are no earlier results.

@@ -26,7 +26,8 @@ struct IndexerShape {
   int32_t heads = 0;
   int32_t dim = 0;  // per query head and per key
 
-  // Bytes of the inputs of a row: queries [heads, dim] of `dtype`, then weights [heads], fp32.
+  // Returns the number of bytes of the inputs of a row: queries [heads, dim] of `dtype`, then
+  // weights [heads], fp32.
   int64_t input_bytes(DType dtype) const {
     return int64_t{heads} * (dim * int64_t(ElementSize(dtype)) + int64_t{sizeof(float)});
   }
@@ -56,7 +57,7 @@ struct SelectRecord {
 };
 static_assert(std::is_trivially_copyable_v<SelectRecord>);
 
-// How many positions a query row sees.
+// Returns how many positions a query row sees.
 inline int32_t SelectVisible(const SelectRecord& record, int32_t row) {
   return record.kv_rows - record.rows + row + 1;
 }
@@ -65,7 +66,7 @@ inline int32_t SelectedRows(const SelectRecord& record, int32_t row) {
   return record.list_begin[row + 1] - record.list_begin[row];
 }
 
-// First place of a query row's choice.
+// Returns the first place of a query row's choice.
 inline int32_t* SelectedList(const SelectRecord& record, int32_t row) {
   return record.list + (record.list_begin[row] - record.list_begin[0]);
 }

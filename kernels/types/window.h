@@ -35,7 +35,7 @@ struct WindowRecord {
 };
 static_assert(std::is_trivially_copyable_v<WindowRecord>);
 
-// Rows of the window for a query row that sees `visible` positions.
+// Returns the number of rows of the window for a query row that sees `visible` positions.
 inline int32_t WindowRows(const WindowRecord& record, int32_t visible) {
   return std::min(record.window, visible);
 }
@@ -43,7 +43,8 @@ inline int32_t WholeEntries(const WindowRecord& record, int32_t visible) {
   return record.ratio == 0 ? 0 : visible / record.ratio;
 }
 
-// Factor by which a sink scales an output whose log-sum-exp, without the sink, is `lse`.
+// Returns the factor by which a sink scales an output whose log-sum-exp, without the sink, is
+// `lse`.
 inline double SinkFactor(float sink, double lse) {
   if (lse == -std::numeric_limits<double>::infinity()) return 1.0;  // the output is 0
   return 1.0 / (1.0 + std::exp(double{sink} - lse));

@@ -231,7 +231,7 @@ constexpr uint64_t CompletionsOffset(uint64_t entries) {
 constexpr uint64_t RepliesOffset(uint64_t entries) {
   return CompletionsOffset(entries) + entries * sizeof(CompletionEntry);
 }
-// First byte after the ring, at a page boundary.
+// Returns the first byte after the ring, at a page boundary.
 constexpr uint64_t RingBytes(uint64_t entries) {
   return (RepliesOffset(entries) + entries * kReplySlotBytes + 4095) / 4096 * 4096;
 }
@@ -242,7 +242,8 @@ constexpr uint64_t NearbyDoneOffset(uint64_t slot) {
 }
 constexpr uint64_t NearbyBytes(uint64_t entries) { return AlignShared(NearbyDoneOffset(entries)); }
 
-// Bytes of the device part, which begins at RingBytes and is followed by the arena.
+// Returns the number of bytes of the device part, which begins at RingBytes and is followed by the
+// arena.
 constexpr uint64_t DevicePartBytes(uint64_t entries) {
   return (sizeof(DeviceHeader) + entries * kDeviceHandleBytes + 4095) / 4096 * 4096;
 }

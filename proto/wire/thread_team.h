@@ -60,7 +60,8 @@ class ThreadTeam final {
   void Copy(Fragment from, std::byte* to) { Gather({&from, 1}, 0, from.size(), to); }
 
   int32_t threads() const { return static_cast<int32_t>(helpers_.size()) + 1; }
-  // Pieces that helpers have done since the start, including all pieces of returned jobs.
+  // Returns the number of pieces that helpers have done since the start, including all pieces of
+  // returned jobs.
   uint64_t helped() const { return helped_.load(std::memory_order_relaxed); }
 
  private:

@@ -23,7 +23,8 @@ class AheadPauses {
   static constexpr MonotonicNanos kPauseNanos = 10'000'000;
   static constexpr MonotonicNanos kLongestNanos = 128 * kPauseNanos;
 
-  // One was late. During a pause that only says that it was launched before the pause began.
+  // Notes that a launch ahead was late, and begins a pause. Does nothing during a pause, because
+  // such a launch was made before the pause began.
   void Begin(TenantKey tenant, MonotonicNanos now) {
     Pause& pause = pauses_[PlaceOf(tenant)];
     if (now < pause.end) return;
@@ -31,7 +32,7 @@ class AheadPauses {
     pause.end = now + pause.next;
     pause.next = std::min(2 * pause.next, kLongestNanos);
   }
-  // One was not.
+  // Notes that a launch ahead was in time: the next pause is short again.
   void NoteInTime(TenantKey tenant) { pauses_[PlaceOf(tenant)].next = 0; }
   bool Lasts(TenantKey tenant, MonotonicNanos now) const {
     return now < pauses_[PlaceOf(tenant)].end;

@@ -34,7 +34,8 @@ struct Segment {
   Stage stage = Stage::kDecode;
   int32_t slices = -1;  // index in Batch::slices, or -1: the request alone
   int32_t run = -1;     // index in Batch::runs, or -1
-  // Rows of the sequence before row_begin: the committed ones and earlier ones of this step.
+  // Returns the number of rows of the sequence before row_begin: the committed ones and earlier
+  // ones of this step.
   int32_t cached() const { return entry->start + row_begin - entry->offset; }
 };
 
@@ -92,8 +93,8 @@ struct Batch {
 class RequestCost {
  public:
   RequestCost(const StreamRequest& request, int32_t heads);
-  // Cost of `rows` rows that belong to `entry`, starting at row `row` of the step; `expands` says
-  // that they take the expanded form.
+  // Returns the cost of `rows` rows that belong to `entry`, starting at row `row` of the step;
+  // `expands` says that they take the expanded form.
   LaunchUnits Of(const StepEntry& entry, int32_t row, int32_t rows, bool expands) const {
     const int64_t cached = entry.start + row - entry.offset;
     LaunchUnits units;

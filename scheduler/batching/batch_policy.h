@@ -74,20 +74,20 @@ class BatchPolicy {
   void TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const;
   // Learns from a launch of this batch, which took `nanos` on the device.
   void Observe(const Batch& batch, int64_t nanos) { cost_.Observe(batch.key, batch.units, nanos); }
-  // Units of work that take about `nanos` in a launch like this batch.
+  // Returns the number of units of work that take about `nanos` in a launch like this batch.
   int64_t UnitsOf(const Batch& batch, int64_t nanos) const { return cost_.Units(batch.key, nanos); }
-  // How long a launch of this batch will take on the device, as predicted.
+  // Returns how long a launch of this batch will take on the device, as predicted.
   int64_t PredictedNanos(const Batch& batch) const { return cost_.Nanos(batch.key, batch.units); }
   // Returns true if the KV rows that the request needs are there, so that it could be part of a
   // launch now.
   static bool Ready(const StreamRequest& request);
-  // Stage of the rows that are not launched yet.
+  // Returns the stage of the rows that are not launched yet.
   Stage StageOf(const StreamRequest& request) const;
   // Returns true if the request waits for KV rows, and then sets the missing ones, [first, last],
   // as row numbers of its step. Rows that are accepted but not launched yet are not missing.
   static bool WaitsForRows(const StreamRequest& request, int32_t* first, int32_t* last);
-  // Until when a request that could go waits for its sibling slices; in the past if it does not
-  // wait.
+  // Returns the time until which a request that could go waits for its sibling slices; in the past
+  // if it does not wait.
   MonotonicNanos HeldUntil(const StreamRequest& request) const;
   HeadSliceTable& slices() { return slices_; }
 
@@ -123,9 +123,10 @@ class BatchPolicy {
   bool MayLaunch(const StreamRequest& request, MonotonicNanos now) const;
   Demand DemandOf(const StreamRequest& request) const;
   int64_t PiecesOf(const StreamRequest& request) const;
-  // The queue whose requests decide the launch's key. Null if no request that computes is ready.
+  // Returns the queue whose requests decide the launch's key. Null if no request that computes is
+  // ready.
   RequestQueue* Leader(const Round& round) const;
-  // The oldest ready request that is not a decode and fits the batch's key, or null.
+  // Returns the oldest ready request that is not a decode and fits the batch's key, or null.
   const StreamRequest* OldestBulk(const Round& round) const;
   bool FitsKey(const RequestQueue& queue, const Batch& batch) const;
   // Returns false if the launch would make one client wait for another.

@@ -10,8 +10,9 @@ bool CanBeGated(const StreamRequest& request) {
   const Step& step = *request.engine.step;
   // Log-sum-exps would be copied to the client's memory even if the launch came too late.
   if (args.want_lse && args.on_device) return false;
-  // So would outputs of fused slices, and their queries are copied before the launch waits.
-  // EXPANDED has neither, because its projections read and write the slices where they are.
+  // Outputs of fused slices would be copied, too, and their queries are copied before the launch
+  // waits. EXPANDED has no such copies, because its projections read and write the slices where
+  // they are.
   if (step.participants > 1 && request.engine.group != nullptr && !IsExpanded(args.profile)) {
     return false;
   }

@@ -44,7 +44,7 @@ struct SliceGroup {
   Profile profile = Profile::kAbsorbed;
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
-  // --- Members, by arrival, except that one that brings the KV rows comes first.
+  // --- Members in the order of arrival. A member that brings the KV rows goes to the front.
   StreamRequest* first = nullptr;
   int32_t members = 0;
   int32_t heads = 0;     // of all members, without repeats
@@ -82,7 +82,8 @@ class HeadSliceTable {
   // Returns true if the KV rows that the group needs are there, so that it could be part of a
   // launch.
   static bool Ready(const SliceGroup& group);
-  // Until when the group waits for siblings; in the past (or 0) if it does not wait.
+  // Returns the time until which the group waits for siblings; it is in the past (or 0) if it does
+  // not wait.
   MonotonicNanos HeldUntil(const SliceGroup& group) const;
   static StreamRequest* Next(const StreamRequest* member) { return member->engine.sibling; }
 

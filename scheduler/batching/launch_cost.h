@@ -38,11 +38,12 @@ struct LaunchUnits {
   friend LaunchUnits operator+(LaunchUnits a, const LaunchUnits& b) { return a += b; }
 };
 
-// Workspace of a row of PROJECTED: its queries and outputs, and at most as much for both in latent
-// space. Batches of that profile have no other tensors there. 0 for other profiles.
+// Returns the workspace of a row of PROJECTED: its queries and outputs, and at most as much for
+// both in latent space. Batches of that profile have no other tensors there. 0 for other profiles.
 int64_t ProjectedRowBytes(const StreamRequest& request);
 
-// KV rows that `rows` query rows see on average, if the first of them sees `cached` + 1.
+// Returns the number of KV rows that `rows` query rows see on average, if the first of them sees
+// `cached` + 1.
 inline int64_t MeanKvRows(int64_t rows, int64_t cached) { return cached + (rows + 1) / 2; }
 
 // Cost of a request's rows in the absorbed form: for ABSORBED, and for EXPANDED including its
@@ -53,7 +54,8 @@ class AbsorbedCost {
   static constexpr int64_t kAllRows = std::numeric_limits<int64_t>::max();
   AbsorbedCost(const Model& model, Profile profile, int64_t heads, int64_t most_places = kAllRows);
 
-  // Units of `rows` query rows of one sequence, of which the first sees `cached` + 1 KV rows.
+  // Returns the number of units of `rows` query rows of one sequence, of which the first sees
+  // `cached` + 1 KV rows.
   int64_t Units(int64_t rows, int64_t cached) const {
     if (heads_ == 0) return 0;
     if (most_places_ != kAllRows && rows > 1) return rows * Units(1, cached + (rows + 1) / 2 - 1);
@@ -62,8 +64,9 @@ class AbsorbedCost {
   }
 
  private:
-  // KV bytes that the tiles of `packed` rows read, if one tile reads `bytes`. A backend with
-  // min_charged_rows_ charges a part of a tile as a part; others charge every tile as a whole.
+  // Returns the number of KV bytes that the tiles of `packed` rows read, if one tile reads `bytes`.
+  // A backend with min_charged_rows_ charges a part of a tile as a part; others charge every tile
+  // as a whole.
   int64_t Streamed(int64_t packed, int64_t bytes) const {
     if (min_charged_rows_ > 0) return std::max(packed, min_charged_rows_) * bytes / tile_rows_;
     return packed <= tile_rows_ ? bytes : (packed + tile_rows_ - 1) / tile_rows_ * bytes;
@@ -83,7 +86,8 @@ class LaunchCost {
       : initial_{.key = {}, .absorbed = nanos_per_kv_byte, .expanded = nanos_per_kv_byte},
         pages_(nanos_per_kv_byte / 3) {}
 
-  // Units of EXPANDED in the expanded form: K and V of all rows are projected up first.
+  // Returns the number of units of EXPANDED in the expanded form: K and V of all rows are projected
+  // up first.
   static int64_t ExpandedUnits(const Model& model, int64_t rows, int64_t heads, int64_t cached);
 
   struct Rates {
@@ -99,15 +103,15 @@ class LaunchCost {
   int64_t Nanos(const BatchKey& key, const LaunchUnits& units) const {
     return Nanos(Of(key), units);
   }
-  // KV bytes that are computed in this time.
+  // Returns the number of KV bytes that are computed in this time.
   int64_t Units(const BatchKey& key, int64_t nanos) const {
     return static_cast<int64_t>(static_cast<double>(nanos) / Of(key).absorbed);
   }
-  // Bytes of page work that are done in this time.
+  // Returns the number of bytes of page work that are done in this time.
   int64_t PageBytes(int64_t nanos) const {
     return static_cast<int64_t>(static_cast<double>(nanos) / pages_);
   }
-  // The launch took this long.
+  // Notes that a launch with this work took `nanos`, and adjusts the rates of the key.
   void Observe(const BatchKey& key, const LaunchUnits& units, int64_t nanos);
 
  private:

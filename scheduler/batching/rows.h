@@ -10,7 +10,7 @@
 
 namespace mla::scheduler {
 
-// Rows of the step that the request still has to compute: [FirstRow, EndRow).
+// Returns the number of rows of the step that the request still has to compute: [FirstRow, EndRow).
 inline int32_t FirstRow(const StreamRequest& request) {
   return request.attend.row_begin + request.engine.rows_done;
 }
@@ -21,7 +21,7 @@ inline int32_t EndRow(const StreamRequest& request) {
 inline bool Appends(const StreamRequest& request) {
   return request.attend.has_kv && !request.engine.repeat;
 }
-// The entry of the step that contains the row. REQUIRES: 0 <= row < step.total_rows.
+// Returns the entry of the step that contains the row. REQUIRES: 0 <= row < step.total_rows.
 inline const StepEntry* EntryOf(const Step& step, int32_t row) {
   const auto after =
       std::upper_bound(step.entries.begin(), step.entries.end(), row,

@@ -50,7 +50,7 @@ struct TenantShare {
 
 class WaitingRequests {
  public:
-  // The first of all requests; the order of this list does not matter.
+  // Returns the first of all requests, or null. Their order has no meaning.
   StreamRequest* front() const { return head_; }
   static StreamRequest* Next(const StreamRequest* request) { return request->engine.next; }
   // Walks over all requests; any request may be removed during the walk, even the one just

@@ -38,7 +38,7 @@ class AnswerCollector final {
   // Counts a request that arrives at `now` and is about to be handed over, or refuses it:
   // RESOURCE_EXHAUSTED when the tenant or the server has as many as it may. Any thread.
   absl::Status Admit(StreamRequest* request, MonotonicNanos now);
-  // Requests admitted and not yet answered. Any thread.
+  // Returns the number of requests admitted and not yet answered. Any thread.
   int32_t owned() const { return owned_; }
 
   void Answer(StreamRequest* request, const absl::Status& status);
@@ -50,8 +50,8 @@ class AnswerCollector final {
   // From this call on, answers are collected for TakeAnswers; before it, Done is called at once.
   void Collect() { collects_ = true; }
   bool has_answers() const { return !answers_.empty(); }
-  // The answers since the last call, in the order in which they were given. The caller must call
-  // Done for them.
+  // Returns the answers since the last call, in the order in which they were given. The caller must
+  // call Done for them.
   AnswerList TakeAnswers() { return std::exchange(answers_, {}); }
   // Reports of the launches that have ended since the last call. The caller passes them to the
   // observer once it has delivered the answers: metrics cost as much as a small reply.

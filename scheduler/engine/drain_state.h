@@ -23,7 +23,8 @@ class DrainState final {
   void Cancel();
   bool on() const { return on_; }
 
-  // The error of calls that open a sequence (`opens`), or that name sequences still on this server.
+  // Returns the error of calls that open a sequence (`opens`), or that name sequences still on this
+  // server.
   absl::Status Error(bool opens) const;
   // Reports instead that a named sequence has moved, if one has, because the client can then
   // continue on the other server.

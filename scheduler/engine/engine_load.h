@@ -17,7 +17,7 @@ class EngineLoad final {
   // The mean of waits moves by this part of the difference with each request.
   static constexpr int64_t kWaitPart = 16;
 
-  // A launch has taken a request that waited for so long.
+  // Notes that a launch has taken a request that had waited for `nanos`.
   void NoteWait(int64_t nanos) {
     const int64_t mean = wait_ns_.load(std::memory_order_relaxed);
     wait_ns_.store(mean + (nanos - mean) / kWaitPart, std::memory_order_relaxed);

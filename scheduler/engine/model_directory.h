@@ -43,7 +43,7 @@ class ModelDirectory {
     const auto found = models_.find(key);
     return found == models_.end() ? nullptr : found->second.second;
   }
-  // By tenant and id.
+  // Returns all models, sorted by tenant and id.
   std::vector<Entry> All() const {
     std::vector<Entry> entries;
     {

@@ -1,8 +1,9 @@
 // Exports and imports: chooses the rows of a sequence that move, checks their meaning, and holds
 // their pages during the move.
 //
-// An export holds its rows by means of a fork of the sequence. An import reserves the pages of its
-// rows, which are committed together when all have come. Launches carry the bytes (PageMover).
+// An export holds its rows by means of a fork of the sequence; one in place has no fork and relies
+// on the caller to leave the sequence alone. An import reserves the pages of its rows, which are
+// committed together when all have come. Launches carry the bytes (PageMover).
 //
 // Ownership: the objects in `parts` are borrowed. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_ENGINE_ROW_TRANSFERS_H_
@@ -48,12 +49,12 @@ class RowTransfers final {
         cache_(parts.cache),
         mover_(parts.mover) {}
 
-  // See engine.h for the meaning of these calls.
+  // Engine has the same calls and documents them.
   absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
   absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
   // Starts moving a part. The move is answered later unless this returns an error.
   absl::Status Start(PageMove* move);
-  // Commits the reserved rows. Rows from `not_finite_from` on may hold NaN or infinity.
+  // Commits the reserved rows.
   absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
                                          int64_t not_finite_from,
                                          const SequenceState* state = nullptr,

@@ -88,7 +88,7 @@ class SequenceControl final {
                                           int64_t first_row);
 
  private:
-  // The model of a sequence that may be opened now, or the error.
+  // Returns the model of a sequence that may be opened now, or the error.
   absl::StatusOr<Model*> ModelToOpen(const OpenArgs& args, const PrefixPlan& prefix);
   // Aborts the sequence's open step, then releases it.
   void End(Sequence* sequence, const char* why);

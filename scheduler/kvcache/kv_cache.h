@@ -131,19 +131,21 @@ class KvCache final {
                                                          std::span<uint32_t> page_tables);
   ~KvCache();
 
-  // RESOURCE_EXHAUSTED when one group does not fit the budget, INVALID_ARGUMENT for dims below 1.
-  // Allocates, so do not call it in the steady state. `account`: see SlabPool::AddLayout.
+  // Adds a layout of page groups. RESOURCE_EXHAUSTED when one group does not fit the budget,
+  // INVALID_ARGUMENT for dims below 1. Allocates, so do not call it in the steady state. `account`:
+  // see SlabPool::AddLayout.
   absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout, PoolAccount* account = nullptr);
-  // FAILED_PRECONDITION while sequences use it.
+  // Forgets the layout. FAILED_PRECONDITION while sequences use it.
   absl::Status RemoveLayout(LayoutId layout);
 
   // Layout of a sequence without a window.
   static constexpr LayoutId kNoWindow = -1;
-  // `window`: layout of the window's rows; `layout` is then the one of the compressed entries.
-  // RESOURCE_EXHAUSTED when max_sequences are open already. Takes no pages.
+  // Opens a sequence without rows; takes no pages. With a window, `window` is the layout of its
+  // rows and `layout` that of the compressed entries. RESOURCE_EXHAUSTED when max_sequences are
+  // open already.
   absl::StatusOr<SeqSlot> Open(LayoutId layout, TenantKey tenant, LayoutId window = kNoWindow);
-  // A child that shares the parent's first `length` rows (<= its committed length). Same tenant.
-  // INVALID_ARGUMENT below least_length, as for Truncate.
+  // Opens a sequence of the same tenant that shares the parent's first `length` rows (<= its
+  // committed length). INVALID_ARGUMENT below least_length, as for Truncate.
   absl::StatusOr<SeqSlot> Fork(SeqSlot parent, int32_t length);
   // For a sequence without rows, with a window: sets the length of the window's list to this many
   // whole pages, as if the window had passed their rows. The next Reserve and Commit bring both
@@ -161,36 +163,37 @@ class KvCache final {
   // wait for that layer's copy into copied_group(). A sequence with a reservation refuses another
   // one, Fork and Truncate (FAILED_PRECONDITION).
   absl::Status Reserve(std::span<const StepRows> rows);
-  // Until the reservation ends: the group that replaces the sequence's last page if others share
-  // that page, for work().TakeLayer; otherwise SlabPool::kNoEntry.
+  // Returns the group that replaces the sequence's last page during a reservation, for
+  // work().TakeLayer. SlabPool::kNoEntry if no other sequence shares that page.
   uint32_t copied_group(SeqSlot sequence, PageList list = PageList::kMain) const;
   CopiedGroups copied_groups(SeqSlot sequence) const;  // of all its lists
-  // The groups that Reserve would take for `rows` more rows, without copies of shared ones.
+  // Returns the groups that Reserve would take for `rows` more rows, without copies of shared ones.
   PageNeed NeedOf(SeqSlot sequence, int32_t rows) const;
-  // --- Prefixes
-  // The sequence's first `rows` rows, committed or still to come, are the rows of the chain;
-  // replaces an earlier declaration. Publishes the whole pages that are committed. REQUIRES: chain
-  // of the layout's page size, not null; rows within 0..chain->rows().
+  // --- Prefixes Declares that the sequence's first `rows` rows, committed or still to come, are
+  // the rows of the chain. Replaces an earlier declaration. Publishes the whole pages that are
+  // committed. REQUIRES: chain of the layout's page size, not null; rows within 0..chain->rows().
   void Declare(SeqSlot sequence, std::shared_ptr<const PrefixChain> chain, int32_t rows);
-  // Rows from here on are not declared any more.
+  // Takes the declaration of the rows from `from` on back.
   void Undeclare(SeqSlot sequence, int32_t from);
   // Appends cached rows to the committed ones as far as they are declared and found, up to
   // `most_rows` rows in total. Does nothing if the sequence ends inside a page. REQUIRES: no
   // reservation.
   PrefixMatch Match(SeqSlot sequence, int32_t most_rows);
-  // Null if nothing is declared.
+  // Returns the chain of the declaration, or null if nothing is declared.
   const std::shared_ptr<const PrefixChain>& chain(SeqSlot sequence) const;
   int32_t declared(SeqSlot sequence) const;
   // Forgets the layout's cached rows, because their contents are no longer valid.
   void DropCached(LayoutId layout);
   const PrefixStats& prefix_stats() const { return prefixes_.stats(); }
-  // From now on writes events of cached rows to the log; null: no events. It outlives the cache.
+  // Makes the cache write events of cached rows to the log from now on, or none if it is null. The
+  // log outlives the cache.
   void set_events(EventLog* events) {
     events_ = events;
     prefixes_.set_events(events);
   }
   EventLog* events() const { return events_; }
-  // The sequence's name in events, and the name of its model: several models may share its layout.
+  // Sets the names of the sequence and of its model for events, because several models may share a
+  // layout.
   void SetName(SeqSlot sequence, uint64_t name, std::shared_ptr<const std::string> model) {
     Sequence& named = Mutable(sequence);
     named.name = name;
@@ -208,14 +211,15 @@ class KvCache final {
     uint64_t id = 0;
     uint32_t entry = SlabPool::kNoEntry;
   };
-  // A group that the tenant's restored bytes will fill completely; kNoEntry if the pool is full
-  // even after evictions.
+  // Takes a group that the tenant's restored bytes will fill completely; kNoEntry if the pool is
+  // full even after evictions.
   RestoreRoom TakeToRestore(LayoutId layout, TenantKey tenant);
   // Call it when the bytes have come: gives the group to the demoted node.
   void Restore(int32_t node, uint64_t id, Tier from);
   // Gives up a restore that failed or is not needed any more. Does nothing if the layout is gone.
   void DropRestore(uint64_t id);
-  // Groups, slabs, keys and nodes visited since start; shows what an operation costs.
+  // Returns the number of groups, slabs, keys and nodes visited since start; shows what an
+  // operation costs.
   uint64_t steps() const { return pool_.steps() + prefixes_.stats().steps; }
 
   // Keeps the first `rows` reserved rows, returns the other pages and ends the reservation. If it
@@ -253,27 +257,27 @@ class KvCache final {
   int32_t length(SeqSlot sequence, PageList list = PageList::kMain) const {  // committed rows
     return Get(ListOf(sequence, list)).length;
   }
-  // Rows of the open reservation; 0 if there is none.
+  // Returns the number of rows of the open reservation; 0 if there is none.
   int32_t reserved(SeqSlot sequence, PageList list = PageList::kMain) const {
     return std::max(0, Get(ListOf(sequence, list)).rows_reserved);
   }
   bool has_reservation(SeqSlot sequence) const { return Get(sequence).rows_reserved != kNone; }
-  // The group that holds one page of the list. REQUIRES: the list has this page.
+  // Returns the group that holds one page of the list. REQUIRES: the list has this page.
   uint32_t group(SeqSlot sequence, int64_t page, PageList list = PageList::kMain) const;
   // Keeps the group from being handed out again until UnpinGroup, even if it has no references,
   // because its bytes are on their way.
   void PinGroup(uint32_t entry) { pool_.Pin(entry); }
   void UnpinGroup(uint32_t entry) { pool_.Unpin(entry); }
   int64_t group_offset(uint32_t entry) const { return pool_.offset(entry); }
-  // Index in the page tables of the entry of its first row. With a window, entries of kept rows are
-  // found relative to it too.
+  // Returns the index in the page tables of the entry of its first row. With a window, entries of
+  // kept rows are found relative to it too.
   int64_t page_table(SeqSlot sequence) const { return TableOrigin(WithWindow(sequence)); }
   // For a sequence with a window: the same for the page of its first compressed entry.
   int64_t compressed_table(SeqSlot sequence) const { return TableOrigin(sequence); }
-  // The least length that Fork and Truncate accept; above 0 once rows have left the window.
+  // Returns the least length that Fork and Truncate accept; above 0 once rows have left the window.
   int32_t least_length(SeqSlot sequence) const;
   int32_t max_rows(SeqSlot sequence) const;  // rows that its page table can address
-  // Page groups of this layout that could be allocated now.
+  // Returns the number of page groups of this layout that could be allocated now.
   int64_t free_groups(LayoutId layout) const;
   int64_t idle_groups(LayoutId layout) const { return pool_.idle_groups(layout); }
   int64_t pinned_groups() const { return pool_.stats().groups_pinned; }
@@ -343,7 +347,8 @@ class KvCache final {
   SeqSlot ListOf(SeqSlot slot, PageList list) const {
     return list == PageList::kMain ? slot : Get(slot).window;
   }
-  // The list from which rows leave once they are outside the window, if the sequence has one.
+  // Returns the list from which rows leave once they are outside the window, if the sequence has
+  // one.
   SeqSlot WithWindow(SeqSlot slot) const {
     const SeqSlot window = Get(slot).window;
     return window == kNone ? slot : window;

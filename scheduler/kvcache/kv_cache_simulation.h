@@ -47,7 +47,7 @@ inline int32_t Pages(const ModelSequence& m, size_t rows) {
   return static_cast<int32_t>((rows + page - 1) / page);
 }
 
-// The word that fills a row of the layer.
+// Returns the word that fills a row of the layer.
 inline uint64_t WordFor(TenantKey tenant, uint64_t row, size_t layer) {
   return (uint64_t{tenant} + 1) << 56 | row << 8 | static_cast<uint64_t>(layer);
 }

@@ -263,7 +263,7 @@ std::vector<uint64_t> Steps(int64_t groups) {
   count([&] { EXPECT_TRUE(cache->Truncate(fork, 8).ok()); });
   count([&] { append(fork, 4); });
   count([&] { cache->Release(fork); });
-  // Slabs that tenant 1 has used in part, for a layout of another size.
+  // Tenant 2 takes a group of another size out of slabs that tenant 1 has used in part.
   cache->Release(last);
   const GroupLayout wide = MakeLayout({.row_bytes = 64, .page_size = 8, .layers = 1});
   const LayoutId other = cache->AddLayout(wide).value();

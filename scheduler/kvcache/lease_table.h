@@ -41,7 +41,7 @@ class LeaseTable final {
   bool Has(int32_t id) const;
   // 0 if the lease has expired or does not run.
   int64_t left_ns(int32_t id, int64_t now_ns) const;
-  // Deadline of the lease that expires first; kNever if none runs.
+  // Returns the deadline of the lease that expires first; kNever if none runs.
   int64_t next_deadline_ns() const;
   // Ends one lease whose deadline has come and returns its id; kNone if there is none.
   int32_t PopExpired(int64_t now_ns);

@@ -104,8 +104,8 @@ struct MovingPages {
   SequenceState state;  // of the exported sequence, or of the one that gets the rows
 };
 
-// The first of the window's rows that move with a sequence: the first row of the page in which the
-// window begins.
+// Returns the first of the window's rows that move with a sequence: the first row of the page in
+// which the window begins.
 inline int64_t FirstWindowRow(const MovingPages& pages) {
   const int32_t page_size = pages.window_layout.page_size;
   return std::max<int64_t>(0, pages.tags.rows - pages.tags.window) / page_size * page_size;

@@ -22,24 +22,24 @@ inline constexpr int32_t kPlansPerSlot = 4;
 // except from layer to layer.
 inline constexpr int32_t kRoundPlansPerSlot = 2;
 
-// How many launches may be prepared or running at a time.
+// Returns how many launches may be prepared or running at a time.
 int32_t LaunchSlots(const kernels::AttentionBackend& backend);
-// Bytes that one launch has for bringing together queries and outputs of fused slices, and for what
-// lies between the products of PROJECTED.
+// Returns the number of bytes that one launch has for bringing together queries and outputs of
+// fused slices, and for what lies between the products of PROJECTED.
 int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend);
-// Sizes of everything that the backend and the plans need under `limits`.
+// Returns the sizes of everything that the backend and the plans need under `limits`.
 kernels::BackendLimits BackendLimitsOf(const Limits& limits,
                                        const kernels::AttentionBackend& backend);
-// Bound of the pieces in one batch if the backend's cuts are fixed: as many piece rows as packed
-// rows, plus one row of all heads at the longest context.
+// Returns the bound of the pieces in one batch if the backend's cuts are fixed: as many piece rows
+// as packed rows, plus one row of all heads at the longest context.
 PieceBudget PieceBudgetOf(const Limits& limits, const kernels::AttentionBackend& backend);
-// Capacity for any batch within the limits and PieceBudgetOf.
+// Returns the capacity for any batch within the limits and PieceBudgetOf.
 PlanCapacity PlanCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend);
-// Capacity for the rounds of any such plan; empty if the backend makes no rounds.
+// Returns the capacity for the rounds of any such plan; empty if the backend makes no rounds.
 RoundCapacity RoundCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend);
-// Page-table entries of all sequences together.
+// Returns the number of page-table entries of all sequences together.
 int64_t PageTableEntries(const Limits& limits);
-// Host bytes of the plans, page tables and buffers that the engine makes.
+// Returns the number of host bytes of the plans, page tables and buffers that the engine makes.
 int64_t LaunchHostBytes(const Limits& limits, const kernels::AttentionBackend& backend);
 
 }  // namespace mla::scheduler

@@ -24,8 +24,8 @@
 
 namespace mla::scheduler {
 
-// The number of keys that a query row sees, averaged over the rows and heads of `records`; 0 if
-// there are no rows.
+// Returns the number of keys that a query row sees, averaged over the rows and heads of `records`;
+// 0 if there are no rows.
 int64_t MeanSeenKeys(std::span<const kernels::SegmentRecord> records);
 
 class Launcher {
@@ -55,8 +55,8 @@ class Launcher {
   Launcher(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
            std::span<const uint32_t> page_tables, const ModelTable* models, const Clock* clock);
   absl::Status Plan(BatchLaunch* launch);
-  // If the rounds of the expanded form are more than a plan holds: plans all rows in the absorbed
-  // form, which does not need rounds.
+  // Plans all rows in the absorbed form, which does not need rounds. Called if the expanded form
+  // needs more rounds than a plan holds.
   absl::Status PlanAbsorbedAlone(BatchLaunch* launch);
   absl::Status PlanRecords(FormRecords& form, BatchLaunch* launch,
                            kernels::AttentionParams* params);

@@ -60,10 +60,10 @@ class RecordBuilder final {
     int64_t latent_rows = 0;
   };
 
-  // The template of the segment's request.
+  // Returns the template of the segment's request.
   SegmentTemplate TemplateOf(const Segment& segment, const TensorStager& staged,
                              const BatchKey& key) const;
-  // The segment's part of its request's KV rows.
+  // Returns the first byte of the segment's part of its request's KV rows.
   static const std::byte* KvOf(const Segment& segment, const SegmentTemplate& shared);
   static void SetTensors(const Segment& segment, const SegmentTemplate& shared,
                          kernels::SegmentRecord* record);

@@ -25,7 +25,7 @@ void CheckRepeats(const BatchLaunch& launch);
 // Marks requests whose results are not finite although their inputs are. Results that are not
 // finite because of their inputs are set to NaN.
 void CheckResults(BatchLaunch* launch, kernels::AttentionBackend* backend);
-// OK, or the error for what CheckRepeats and CheckResults found.
+// Returns OK, or the error for what CheckRepeats and CheckResults have found.
 absl::Status ResultOf(const StreamRequest& request);
 
 }  // namespace mla::scheduler

@@ -72,7 +72,8 @@ class TensorStager final {
   absl::Status StageExpandedSlices(BatchLaunch* launch, const FusedSlices& slices,
                                    StagedTensors* staged);
   absl::Status StageLse(BatchLaunch* launch, const FusedSlices& slices, StagedTensors* staged);
-  // Takes memory for log-sum-exps that no client wants: they are checked nevertheless.
+  // Takes memory for log-sum-exps that no client wants. CheckResults reads them, because a NaN
+  // shows there.
   absl::Status StageUnwantedLse(BatchLaunch* launch);
   // Stages queries, outputs and log-sum-exps of a run, each as one piece.
   absl::Status StageRun(BatchLaunch* launch, const RowRun& run);

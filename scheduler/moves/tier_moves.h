@@ -117,7 +117,7 @@ class TierMoves final {
     return tier == kvcache::TierIndex::kHost ? stats_.host : stats_.file;
   }
 
-  // How long restored pages are kept in the pool.
+  // Returns how long restored pages are kept in the pool.
   int64_t KeepNanos() const;
   // Keeps the node's group in the pool for that time.
   void Keep(int32_t node);
@@ -130,7 +130,7 @@ class TierMoves final {
   bool WantsRoom(kvcache::LayoutId layout) const;
   bool DemoteOne();
   bool DemoteWanted();
-  // False: not now.
+  // Begins to copy the group to a slower tier. Returns false if it cannot go now.
   bool DemoteGroup(kvcache::LayoutId layout, uint32_t entry);
   void OnCopied(Move* move, const kvcache::GroupDigest& digest);
   // --- Out of host memory
@@ -138,7 +138,7 @@ class TierMoves final {
   void OnWritten(Move* move);
   // --- Back
   void Want(const WaitingPage& page);
-  // The page was restored, or its restore was abandoned.
+  // Tells the waiting caller that its page was restored, or that its restore was abandoned.
   void Answer(const WaitingPage& page);
   void DropUnwanted();
   bool RestoreOne();

@@ -54,7 +54,7 @@ class WaitingPages final {
   static constexpr size_t kMost = 1 << 16;
   static constexpr size_t kMostOfTenant = 1 << 14;
 
-  // How many pages of the tenant Add would take now.
+  // Returns how many pages of the tenant Add would take now.
   size_t room(TenantKey tenant) const;
   bool empty() const { return size_ == 0; }
   size_t size() const { return size_; }
@@ -62,7 +62,7 @@ class WaitingPages final {
   bool Add(WaitingPage page);
   // Adds a page before all others of its tenant: its first move did not succeed.
   void AddFirst(WaitingPage page);
-  // The page whose turn it is. REQUIRES: not empty.
+  // Returns the page whose turn it is. REQUIRES: not empty.
   const WaitingPage& front() const { return Next()->second.front(); }
   WaitingPage Take();
   // Removes and returns the pages for which `dead` returns true.

@@ -80,7 +80,7 @@ class DealtWriter final {
   }
 
  private:
-  // First item of a unit.
+  // Returns the first item of a unit.
   int64_t Begin(int32_t unit) const {
     return unit * (pieces_ / units_) + std::min<int64_t>(unit, pieces_ % units_);
   }

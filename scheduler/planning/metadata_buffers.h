@@ -19,7 +19,7 @@ struct PlanCapacity {
   int64_t reduce_tiles = 0;
   int64_t reduce_partials = 0;
   int64_t partial_rows = 0;  // packed rows of the partial buffers
-  // Host bytes of a MetadataBuffers with this capacity.
+  // Returns the number of host bytes of a MetadataBuffers with this capacity.
   int64_t bytes() const;
   friend bool operator==(const PlanCapacity&, const PlanCapacity&) = default;
 };
@@ -42,7 +42,7 @@ class MetadataBuffers final {
   std::span<int32_t> reduce_indptr() { return reduce_indptr_; }
   std::span<kernels::ReduceTile> reduce_final_map() { return reduce_final_map_; }
   std::span<int32_t> reduce_partial_map() { return reduce_partial_map_; }
-  // A view of the filled part, without a generation. REQUIRES: within capacity().
+  // Returns a view of the filled part, without a generation. REQUIRES: within capacity().
   kernels::PlanView View(const PlanCapacity& filled) const;
 
  private:

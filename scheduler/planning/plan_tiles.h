@@ -52,7 +52,8 @@ inline TileShape ShapeOf(int32_t num_heads, const kernels::PlanTraits& traits) {
   return {heads, std::min(traits.tile_rows / heads, QueryRowLimit(traits))};
 }
 
-// The tile of a segment that has at most one, if all tiles are charged alike. REQUIRES: q_rows > 0.
+// Returns the tile of a segment that has at most one, if all tiles are charged alike. REQUIRES:
+// q_rows > 0.
 inline Tile OnlyTile(const PlanSegment& segment, int32_t index) {
   return {index,
           0,
@@ -89,14 +90,15 @@ void ForEachTile(const PlanSegment& segment, int32_t index, const kernels::PlanT
   }
 }
 
-// Rows between the cuts in fixed-split mode: the trait, rounded up to the granularity.
+// Returns the number of rows between the cuts in fixed-split mode: the trait, rounded up to the
+// granularity.
 inline int32_t SplitRows(const kernels::PlanTraits& traits) {
   const int64_t granularity = traits.kv_granularity;
   const int64_t rows = (traits.fixed_split_rows + granularity - 1) / granularity * granularity;
   return static_cast<int32_t>(std::min<int64_t>(rows, std::numeric_limits<int32_t>::max()));
 }
 
-// Pieces of a tile in fixed-split mode.
+// Returns the number of pieces of a tile in fixed-split mode.
 inline int32_t PiecesOf(const Tile& tile, int32_t split_rows) {
   return tile.first_sees > 0 ? 1 + (tile.first_sees - 1) / split_rows : 1;
 }

@@ -79,7 +79,7 @@ class PlanWriter final {
     return buffers_.View({units_, items, tiles, partials, at_.partial_row});
   }
 
-  // Charge of the KV rows only, without overheads.
+  // Returns the charge of the KV rows only, without overheads.
   int64_t busiest_charge() const { return busiest_charge_; }
 
  private:
@@ -100,8 +100,8 @@ class PlanWriter final {
     return tally.kv_charge + (kFixed ? tally.pieces : tally.tiles) * overhead_;
   }
 
-  // The charge that a unit may take: the smaller of two values, each of which lets the units hold
-  // the whole batch.
+  // Returns the charge that a unit may take: the smaller of two values, each of which lets the
+  // units hold the whole batch.
   int64_t BalancedPayload(const Tally& tally, const kernels::PlanTraits& traits,
                           int32_t sharing) const {
     if (tally.tiles == 0) return 0;
@@ -211,7 +211,8 @@ class PlanWriter final {
     EmitLast(cursor, tile, begin);
   }
 
-  // A piece goes to the unit in which the middle of its charge falls.
+  // Moves the cursor to the unit that gets the next piece: the one in which the middle of its
+  // charge falls.
   void SkipFullUnits(Cursor& cursor, int64_t kv_charge) {
     while (2 * cursor.room < kv_charge + overhead_) NextUnit(cursor);
   }

@@ -53,15 +53,16 @@ struct PlanLimits {
 
 class Planner final {
  public:
-  // KV rows between the cuts of fixed-split mode: traits.fixed_split_rows, rounded up to the
-  // granularity. A tile of `kv_rows` rows has at most DivideUp(kv_rows, SplitRows) pieces.
+  // Returns the number of KV rows between the cuts of fixed-split mode: traits.fixed_split_rows,
+  // rounded up to the granularity. A tile of `kv_rows` rows has at most DivideUp(kv_rows,
+  // SplitRows) pieces.
   static int32_t SplitRows(const kernels::PlanTraits& traits);
 
-  // Capacity of every array for any batch within `limits`: it runs the counting pass of Build
-  // itself on the worst batches, so that sizing and use cannot drift apart. REQUIRES: limits and
-  // traits in the ranges that their comments state. In fixed-split mode the worst batch has every
-  // segment at limits.kv_rows, so the result may be extremely large. A caller may lower it, and
-  // must then cut its batch when Build returns RESOURCE_EXHAUSTED.
+  // Returns the capacity of every array for any batch within `limits`: it runs the counting pass of
+  // Build itself on the worst batches, so that sizing and use cannot drift apart. REQUIRES: limits
+  // and traits in the ranges that their comments state. In fixed-split mode the worst batch has
+  // every segment at limits.kv_rows, so the result may be extremely large. A caller may lower it,
+  // and must then cut its batch when Build returns RESOURCE_EXHAUSTED.
   static PlanCapacity Capacity(const PlanLimits& limits, const kernels::PlanTraits& traits);
 
   // Fills `buffers` and returns views into it. RESOURCE_EXHAUSTED names the array, the needed and
@@ -72,8 +73,8 @@ class Planner final {
                                           const kernels::PlanTraits& traits,
                                           MetadataBuffers& buffers);
 
-  // Charged KV rows of the busiest unit / their mean over all units in the last plan; 1.0 if
-  // balanced.
+  // Returns the charged KV rows of the busiest unit divided by their mean over all units, of the
+  // last plan; 1.0 if balanced.
   double last_imbalance() const { return last_imbalance_; }
 
  private:

@@ -1,5 +1,5 @@
-// Random batches, each plan judged whole. The seed is fixed unless MLA_TEST_SEED is set; a failure
-// prints what repeats it. MLA_TEST_LONG runs twenty times as many.
+// Plans random batches, and judges each plan as a whole. The seed is fixed unless MLA_TEST_SEED is
+// set; a failure prints the seed that repeats it. MLA_TEST_LONG runs twenty times as many batches.
 #include <gtest/gtest.h>
 
 #include <algorithm>

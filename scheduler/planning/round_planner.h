@@ -35,7 +35,7 @@ struct RoundCapacity {
   int64_t items = 0;  // of all rounds together, like expansions
   int64_t expansions = 0;
   int32_t segments = 0;
-  // Host bytes of RoundBuffers with this capacity.
+  // Returns the number of host bytes of RoundBuffers with this capacity.
   int64_t bytes() const;
 };
 
@@ -99,7 +99,7 @@ class RoundPlanner final {
   absl::Status AddEntry(int32_t tile_index, int32_t expansion);
   int32_t RoundOf(const Entry& entry) const { return static_cast<int32_t>(entry.key >> 48); }
   kernels::ExpandedItem MakeItem(const Entry& entry) const;
-  // Bytes of a row of one head's keys and values.
+  // Returns the number of bytes of a row of one head's keys and values.
   int64_t PanelsBytes() const { return int64_t{kernels::kPanelRowBytes} * traits_.dims.panels(); }
 
   const RoundCapacity capacity_;

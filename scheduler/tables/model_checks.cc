@@ -12,7 +12,7 @@
 namespace mla::scheduler {
 namespace {
 
-// Checks of the fields that only models with a window have.
+// Checks the fields of a window. Without a window they must have their default values.
 absl::Status CheckWindow(const ModelSpec& spec) {
   const auto layers = static_cast<int64_t>(spec.ratios.size());
   if (layers != (spec.windowed() ? spec.layers : 0)) {

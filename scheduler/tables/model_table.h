@@ -119,7 +119,8 @@ class ModelTable {
   ModelTable(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
              TenantTable* tenants, const Clock* clock);
 
-  // The lease of models whose client asks for none; in force for those registered from now on.
+  // Sets the lease of models whose client asks for none, for models that are registered from now
+  // on.
   void set_default_lease_ms(int64_t lease_ms) { default_lease_ms_ = lease_ms; }
 
   // REQUIRES: the tenant has a row. `lease_ms` as in Engine::RegisterModel; a repeat with a lease
@@ -144,9 +145,9 @@ class ModelTable {
   // Unregisters the models whose lease has run out, and returns their number.
   int32_t ExpireLeases();
   void PostponeLeases(int64_t nanos);
-  // When ExpireLeases should next be called; max() if no lease runs.
+  // Returns when ExpireLeases should next be called; max() if no lease runs.
   MonotonicNanos NextExpiry() const;
-  // NOT_FOUND, with a reason, if the tenant does not have such a model.
+  // Returns the tenant's model; NOT_FOUND, with a reason, if there is none.
   absl::StatusOr<Model*> Find(TenantKey tenant, const std::string& id, const char* field) const;
   // As Find, for a call that uses the model: starts its lease again.
   absl::StatusOr<Model*> Use(TenantKey tenant, const std::string& id, const char* field) {
@@ -163,7 +164,7 @@ class ModelTable {
   // (ALREADY_EXISTS); missing ones may be set at any time.
   absl::Status SetSinks(Model& model, SinkSlice at, std::span<const float> sinks,
                         const std::string& field);
-  // Ascending; empty when sinks_complete.
+  // Returns the layers that still miss sinks, ascending; none when sinks_complete.
   std::vector<int32_t> LayersWithoutSinks(const Model& model) const;
   // Sets the scale of every layer's rows. Refuses what CheckKvScales refuses. Also refuses to
   // change scales while sequences are open (ALREADY_EXISTS), because rows are stored with them.
@@ -193,13 +194,13 @@ class ModelTable {
 
  private:
   absl::Status AddLayouts(const ModelSpec& spec, ModelContents* contents);
-  // The contents of a model of the tenant that is equal except for its name, or null.
+  // Returns the contents of a model of the tenant that is equal except for its name, or null.
   std::shared_ptr<ModelContents> ContentsOfEqual(TenantKey tenant, const ModelSpec& spec) const;
   absl::StatusOr<std::shared_ptr<ModelContents>> MakeContents(const ModelSpec& spec,
                                                               Tenant* account);
   absl::Status RemoveContents(const Model& model);
   void NameLayout(const ModelContents& contents);
-  // Open sequences of all models that share the contents.
+  // Returns the number of open sequences of all models that share the contents.
   int32_t SequencesOf(const ModelContents& contents) const;
   void NoteForms(const ModelSpec& spec, Model* model) const;
   absl::Status ChargeWeights(Model& model);

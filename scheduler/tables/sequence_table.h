@@ -49,7 +49,7 @@ struct SequenceOrigin {
 struct Sequence {
   static constexpr int64_t kNoRow = std::numeric_limits<int64_t>::max();
 
-  // Its rows are changing, so calls that need them unchanged are refused.
+  // Returns true if its rows are changing, so that calls that need them unchanged are refused.
   bool busy() const { return step != nullptr || imports; }
   // Call it when the rows from `length` on are gone.
   void ForgetRowsFrom(int64_t length) {
@@ -123,7 +123,7 @@ class SequenceTable {
   // As Release, for a sequence that the server at `peer` has now: FindOrRefuse then names the peer,
   // for the latest of such sequences.
   void ReleaseMoved(Sequence* sequence, const std::string& peer);
-  // The server that has the sequence now, or null if it has not moved.
+  // Returns the server that has the sequence now, or null if it has not moved.
   const std::string* MovedTo(TenantKey tenant, SequenceId id) const {
     const auto found = moved_.find(id);
     return found != moved_.end() && found->second.tenant == tenant ? &found->second.peer : nullptr;
@@ -139,7 +139,7 @@ class SequenceTable {
   // Returns null if the tenant does not have such a sequence.
   Sequence* Find(TenantKey tenant, SequenceId id) const;
   absl::StatusOr<Sequence*> FindOrRefuse(TenantKey tenant, SequenceId id, std::string field) const;
-  // The tenant's sequences, ordered by id; if `client_id` is not empty, only that client's.
+  // Returns the tenant's sequences, ordered by id; if `client_id` is not empty, only that client's.
   std::vector<Sequence*> OfTenant(TenantKey tenant, const std::string& client_id) const;
   std::vector<Sequence*> OfModel(const Model& model) const;
   std::span<const std::unique_ptr<Sequence>> slots() const { return by_slot_; }  // null: free
@@ -149,18 +149,18 @@ class SequenceTable {
   // Returns their number.
   int32_t ExpireLeases();
   void PostponeLeases(int64_t nanos) { leases_.Postpone(nanos); }
-  // When ExpireLeases should next be called; max() if no lease runs.
+  // Returns when ExpireLeases should next be called; max() if no lease runs.
   MonotonicNanos NextExpiry() const { return leases_.next_deadline_ns(); }
   int32_t size() const { return static_cast<int32_t>(by_id_.size()); }
 
  private:
   absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms) const;
   absl::Status CheckNames(const std::string& client_id, const std::string& request_id) const;
-  // The sequence that an earlier call with this request id opened, or null. ALREADY_EXISTS if that
-  // call had other arguments.
+  // Returns the sequence that an earlier call with this request id opened, or null. ALREADY_EXISTS
+  // if that call had other arguments.
   absl::StatusOr<Sequence*> Repeated(TenantKey tenant, const std::string& request_id,
                                      const SequenceOrigin& origin) const;
-  // Checks of Open that need only its arguments.
+  // Runs the checks of Open that need only its arguments.
   absl::StatusOr<Sequence*> CheckOpenArgs(TenantKey tenant, const Model& model,
                                           const OpenArgs& args, const PrefixPlan& prefix) const;
   // Counts the sequence and its declared rows for the tenant; on an error, counts nothing.

@@ -39,7 +39,7 @@ class StepOpener final {
         steps_(steps),
         default_lease_ms_(limits.step_lease_ms) {}
 
-  // The lease of steps whose client asks for none; in force for those begun from now on.
+  // Sets the lease of steps whose client asks for none, for steps that begin from now on.
   void set_default_lease_ms(int64_t lease_ms) { default_lease_ms_ = lease_ms; }
 
   // Opens the step that `request` begins: it is listed as open, its pages are reserved and its

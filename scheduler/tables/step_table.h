@@ -116,9 +116,10 @@ class StepTable {
  public:
   StepTable(const Limits& limits, TenantTable* tenants);
 
-  // The open step; or NOT_FOUND, or ABORTED with the reason.
+  // Returns the open step; or NOT_FOUND, or ABORTED with the reason.
   absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id) const;
-  // The tenant's open step with this id, whatever its participants are; null if there is none.
+  // Returns the tenant's open step with this id, whatever its participants are; null if there is
+  // none.
   Step* Lookup(TenantKey tenant, StepId id) const;
   // Takes an empty step from the pool and lists it as open. RESOURCE_EXHAUSTED if the tenant or the
   // server already has as many as its bound allows.
@@ -142,8 +143,8 @@ class StepTable {
   std::deque<AbortedStep> aborted_;  // the last few
 };
 
-// The rules of one Attend against its step; pure. Errors name fields of AttendArgs; `*repeat` is
-// set if its KV rows were accepted before.
+// Checks one Attend against its step; changes nothing. Errors name fields of AttendArgs. Sets
+// `*repeat` if its KV rows were accepted before.
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat);
 // Checks that the tails are for different sequences of the step and have the size that its model
 // asks for.
@@ -152,15 +153,15 @@ absl::Status CheckTails(const Step& step, const std::vector<TailArgs>& tails);
 absl::Status CheckRotations(const ModelSpec& spec, int64_t rows, const BeginStepArgs& args);
 // Returns true if both have equal contents: a repeat by the same stream or a join by another one.
 bool SameStep(const Step& step, const BeginStepArgs& args);
-// The most rows and entries that a row of the request attends to, whatever its context is.
+// Returns the most rows and entries that a row of the request attends to, whatever its context is.
 // INT64_MAX if only the context limits them.
 int64_t MostPlaces(const StreamRequest& request);
-// Number of compressed entries that rows [begin, end) of the step complete at a layer.
+// Returns the number of compressed entries that rows [begin, end) of the step complete at a layer.
 inline int64_t EntriesOfRows(const Step& step, int32_t layer, int32_t begin, int32_t end) {
   return EntriesOf(step.entries, step.model->spec->ratio(layer), begin, end);
 }
-// Committed rows of the sequence that the step's row belongs to. A row past the step's end counts
-// as its last sequence's; 0 for a step without sequences.
+// Returns the number of committed rows of the sequence that the step's row belongs to. A row past
+// the step's end counts as its last sequence's; 0 for a step without sequences.
 int64_t CommittedAt(const Step& step, int32_t row);
 // Returns "layer 3: rows 2..7, layer 4: ..." with the rows still to be stored, up to row
 // `rows_needed`, or an empty string if there are none.

@@ -36,7 +36,7 @@ class PrefixTurns final {
     // Returns the processor time that the calling thread has used, in nanoseconds.
     std::function<int64_t()> cpu_ns;
   };
-  // One turn for each kCpusATurn processors that this process may use.
+  // Returns one turn for each kCpusATurn processors that this process may use.
   static Options Defaults();
 
   explicit PrefixTurns(Options options);
@@ -60,8 +60,8 @@ class PrefixTurns final {
     int32_t waiting = 0;
   };
 
-  // A place that is free; if there is none, sets `*next` to the time at which the first one becomes
-  // free.
+  // Returns a place that is free; if there is none, sets `*next` to the time at which the first one
+  // becomes free.
   size_t FreePlace(Clock::time_point now, Clock::time_point* next) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   const Caller* Next() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -53,8 +53,8 @@ struct TensorMemory {
   static TensorMemory Of(const SharedRegion& region) {
     return {region.data(), region.arena_offset(), region.size()};
   }
-  // INVALID_ARGUMENT, with prefix + field as the field, unless these bytes are aligned and lie in
-  // the memory.
+  // Checks that these bytes are aligned and lie in the memory. INVALID_ARGUMENT names prefix +
+  // field.
   absl::Status Check(uint64_t offset, uint64_t length, const char* prefix,
                      const char* field) const {
     if (length == 0) return absl::OkStatus();
@@ -86,7 +86,7 @@ class AttendMessage final : public scheduler::StreamRequest {
   // Returns true if their sizes are known: the step is open, or about to be.
   bool IsSized() const { return attend.sized_for.num_heads != scheduler::AttendArgs::kUnsized; }
   SentLists Lists() const;
-  // Places in memory of the client, where the tensors lie as they are sent.
+  // Returns where the tensors lie in memory of the client: as they are sent.
   wire::AttendLayout SentLayout() const;
   StagedLayout Staged() const;
   // Points the attend at its tensors in `memory`, which must stay mapped until the attend is

@@ -39,9 +39,8 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   // Takes calls from now on. `poller` belongs to the gRPC server that serves this service, and must
   // exist until Stop returns.
   void Serve(CompletionPoller* poller);
-  // False: new streams have all tensors gathered into staging memory, even if the backend could
-  // read queries in pieces. True, the initial value: queries stay in place if the backend
-  // reads_fragments. For measurements. Any thread.
+  // Sets whether queries of new streams stay in place if the backend reads_fragments, as they do at
+  // first. If not, all tensors are gathered into staging memory. For measurements. Any thread.
   void set_reads_in_place(bool in_place) {
     reads_in_place_ = in_place && shared_.engine->backend_info().reads_fragments;
   }

@@ -185,14 +185,14 @@ struct ConfigKey {
   ConfigSlot (*slot)(Config&);
 };
 
-// The table, by groups and in the order in which documents show it.
+// Returns the table, by groups and in the order in which documents show it.
 const std::vector<ConfigKey>& ConfigKeys();
 
 std::string FlagName(const ConfigKey& key);         // "--kv-cache-bytes"
 std::string EnvironmentName(const ConfigKey& key);  // "MLA_KV_CACHE_BYTES"
 const char* TypeName(ConfigType type);
 std::string RangeText(const ConfigKey& key);  // "1 .. 64", "true or false", "a, b"; "" for text
-// The key's value in `config`, as a file would give it.
+// Returns the key's value in `config`, as a file would give it.
 std::string ValueText(const ConfigKey& key, const Config& config);
 
 // Modes of the command line other than running.
@@ -224,17 +224,17 @@ LoadedConfig LoadConfig(const std::vector<std::string>& arguments,
 // Checks the rules that involve more than one key. Appends to `faults`.
 void CheckConfig(const Config& config, std::vector<std::string>* faults);
 
-// The bounds of tenants that `config` leads to, with shares turned into numbers. REQUIRES:
+// Returns the bounds of tenants that `config` leads to, with shares turned into numbers. REQUIRES:
 // kv_cache.bytes is known.
 scheduler::TenantTableOptions TenantOptionsOf(const Config& config);
-// How many of the threads for control calls only leases and administration may use.
+// Returns how many of the threads for control calls only leases and administration may use.
 int32_t ControlReserve(const Config& config);
 // Sets a bound or the weight of one tenant from a key of the file, "tenants.quotas.NAME.RESOURCE".
 // Returns the fault, or an empty string.
 std::string SetTenantQuota(const std::string& key, const std::string& text, Config* config);
 inline constexpr char kTenantQuotas[] = "tenants.quotas.";
 
-// "4GiB" and the like, also used for sizes that are not keys.
+// Returns the size as text, e.g. "4GiB". Also used for sizes that are not keys.
 std::string BytesText(int64_t bytes);
 bool ParseBytes(std::string text, int64_t* bytes);
 
@@ -257,12 +257,12 @@ std::string HelpText();
 std::string ExampleYaml();
 std::string ReferenceMarkdown();
 
-// The path of the unix socket with "auto" resolved, or empty without a socket. `runtime_folder`
-// comes from socket_files.h.
+// Returns the path of the unix socket with "auto" resolved, or empty without a socket.
+// `runtime_folder` comes from socket_files.h.
 std::string UnixPath(const Config::Listen& listen, const std::string& runtime_folder);
 
-// The path of the shared-memory listener that goes with the unix socket at `unix_path`, or empty
-// without a listener.
+// Returns the path of the shared-memory listener that goes with the unix socket at `unix_path`, or
+// empty without a listener.
 std::string ShmSocketPath(const Config::Shm& shm, const std::string& unix_path);
 
 // Returns true if "host:port" is loopback: 127.0.0.0/8, ::1 or localhost.

@@ -46,12 +46,13 @@ inline ConfigKey Choice(const char* name, const char* choices, const char* meani
 
 // Adds keys of the sections checkpoint and tiers.
 void AddCacheKeys(std::vector<ConfigKey>* keys);
-// The keys of section gpu.
+// Adds the keys of section gpu.
 void AddGpuKeys(std::vector<ConfigKey>* keys);
-// The keys of section tracing, and the rules that they obey together with others.
+// AddTracingKeys adds the keys of section tracing. CheckTracing checks the rules that they obey
+// together with others.
 void AddTracingKeys(std::vector<ConfigKey>* keys);
 void CheckTracing(const Config& config, std::vector<std::string>* faults);
-// The keys of section ucx, and the rules that involve several of them.
+// AddUcxKeys adds the keys of section ucx. CheckUcx checks the rules that involve several of them.
 void AddUcxKeys(std::vector<ConfigKey>* keys);
 void CheckUcx(const Config& config, std::vector<std::string>* faults);
 

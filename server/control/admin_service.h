@@ -76,7 +76,7 @@ class AdminService final : public v1::Admin::Service {
   const std::chrono::steady_clock::time_point started_;
 };
 
-// The reply of GetStats; the status page shows it too.
+// Fills the reply of GetStats; the status page shows it too.
 void FillStats(const StatSources& stats, v1::GetStatsReply* reply);
 
 }  // namespace mla::server

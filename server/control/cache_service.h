@@ -57,8 +57,8 @@ class CacheService final : public v1::Cache::Service {
   // Runs `body` while holding one of the tenant's upload places.
   template <typename Body>
   absl::Status AsUpload(const std::string& tenant, grpc::ServerContext* context, Body body);
-  // The tenant whose events a caller may see: its own, or with `all` every tenant (nullopt).
-  // PERMISSION_DENIED if a caller that is not an operator sets `all`.
+  // Returns the tenant whose events a caller may see: its own, or with `all` every tenant
+  // (nullopt). PERMISSION_DENIED if a caller that is not an operator sets `all`.
   absl::StatusOr<std::optional<scheduler::TenantKey>> TenantToShow(const Identity& who,
                                                                    bool all) const;
   // Returns UNIMPLEMENTED without checkpoints, and an error if `ids` is more than the sequences

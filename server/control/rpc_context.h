@@ -77,8 +77,8 @@ struct RpcContext {
     return ToGrpcStatus(status, context, trace_id);
   }
 
-  // RESOURCE_EXHAUSTED if the tenant, or all tenants together, already have as many control calls
-  // under way as allowed.
+  // Counts a call until the result is destroyed. RESOURCE_EXHAUSTED if the tenant, or all tenants
+  // together, already have as many control calls under way as allowed.
   absl::StatusOr<scheduler::TenantUse> Admit(const Identity& who, CallClass call_class) const;
   // Counts the bytes of a request for its caller before it is parsed; for BoundedService.
   // RESOURCE_EXHAUSTED beyond wire.control_bytes or the tenant's control_bytes; otherwise the

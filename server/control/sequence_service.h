@@ -1,5 +1,7 @@
-// The Sequences service. Each RPC is parsed, makes one engine call, and replies. Any thread; waits
-// for a running launch at most.
+// The Sequences service. Each RPC is parsed, makes one engine call, and replies.
+//
+// Threading: any thread. A call waits for the engine's role, at most for a running launch. Open and
+// Match also wait for rows from slower tiers, for at most 90 % of their client's deadline.
 #ifndef MLA_SERVER_CONTROL_SEQUENCE_SERVICE_H_
 #define MLA_SERVER_CONTROL_SEQUENCE_SERVICE_H_
 

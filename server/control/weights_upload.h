@@ -30,10 +30,11 @@ class WeightsUpload final {
                 std::shared_ptr<const scheduler::ModelSpec> model, int64_t chunk_bytes);
   ~WeightsUpload();
 
-  // INVALID_ARGUMENT if parts are out of order or have wrong sizes, or a head is sent twice;
-  // otherwise the engine's errors.
+  // Adds a part of the upload. INVALID_ARGUMENT if parts are out of order or have wrong sizes, or a
+  // head is sent twice; otherwise the engine's errors.
   absl::Status Add(const v1::UploadWeightsRequest& message);
-  // DATA_LOSS if the digest differs; INVALID_ARGUMENT if there was no trailer.
+  // Ends the upload and fills the reply. DATA_LOSS if the digest differs; INVALID_ARGUMENT if there
+  // was no trailer.
   absl::Status Finish(v1::UploadWeightsReply* reply);
 
  private:

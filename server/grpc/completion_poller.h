@@ -55,9 +55,9 @@ struct CompletionPollerOptions {
   int32_t spin_us = 0;  // after an event; 0: sleep at once
 };
 
-// How long to spin by default: `cpus` is the number of CPUs of this process; `computes_on_cpus`
-// says whether the backend needs them for itself. 0 below four CPUs, where a spinning thread takes
-// its core from a thread that has work.
+// Returns how long to spin by default: `cpus` is the number of CPUs of this process;
+// `computes_on_cpus` says whether the backend needs them for itself. 0 below four CPUs, where a
+// spinning thread takes its core from a thread that has work.
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
 
 class CompletionPoller final {

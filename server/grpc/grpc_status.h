@@ -21,7 +21,7 @@ namespace mla::server {
 
 inline constexpr char kErrorDetailKey[] = "mla-error-detail-bin";
 
-// The detail of `status`, or an empty one.
+// Returns the detail of `status`, or an empty one.
 v1::ErrorDetail ToErrorDetail(const absl::Status& status);
 
 // Adds the trailer to `context` unless the status is OK or `context` is null. `trace_id`: of the

@@ -43,19 +43,19 @@ struct OperatorPolicy {
 absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes,
                                   const std::string& unix_tenant = "");
 
-// Tenant of a caller over a unix socket who has given `name` (may be empty): `unix_tenant` unless
-// that is empty or "*", else the name, else "default".
+// Returns the tenant of a caller over a unix socket who has given `name` (may be empty):
+// `unix_tenant` unless that is empty or "*", else the name, else "default".
 std::string UnixTenant(const std::string& unix_tenant, const std::string& name);
 
 // Returns true if `peer`, in gRPC's spelling of addresses, is a unix socket or a loopback address.
 bool IsLocalPeer(const std::string& peer);
 
-// OK if `who` may call operator RPCs: authenticated tenants of the policy, callers without TLS on
-// this host or others as far as the policy says so. Otherwise PERMISSION_DENIED with the reason
-// "not_an_operator".
+// Returns OK if `who` may call operator RPCs: authenticated tenants of the policy, callers without
+// TLS on this host or others as far as the policy says so. Otherwise PERMISSION_DENIED with the
+// reason "not_an_operator".
 absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy);
 
-// The trace context that a caller sent in metadata; invalid if there is none.
+// Returns the trace context that a caller sent in metadata; invalid if there is none.
 TraceContext TraceOf(const grpc::ServerContextBase& context);
 
 // Returns true if `name` is a valid name of a tenant.

@@ -51,7 +51,7 @@ struct AttendSizes {
 // Header bytes that every reply may need in addition to its payload.
 inline constexpr int64_t kReplyHeaderBytes = 512;
 
-// The most bytes of an Attend stream's request without its payload: a BeginStep of as many
+// Returns the most bytes of an Attend stream's request without its payload: a BeginStep of as many
 // sequences as a step may have, and what else a message carries. Its reader compares them before it
 // parses, since two bytes of an empty StepSequence become a hundred of memory.
 size_t MostHeaderBytes(const scheduler::Limits& limits);
@@ -87,7 +87,7 @@ static_assert(ToProto(kernels::KvFormat::kFp8Page) == v1::KV_FORMAT_FP8_PAGE);
 
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const scheduler::Limits& limits,
                             scheduler::ModelSpec* spec);
-// The opposite direction, for the spec in force.
+// Fills the message from the spec in force.
 void FillModel(const scheduler::ModelSpec& from, v1::ModelSpec* to);
 
 absl::Status ParseOpen(const v1::OpenRequest& message, const scheduler::Limits& limits,
@@ -110,8 +110,8 @@ absl::Status ParseRenew(const v1::RenewLeaseRequest& message, const scheduler::L
 absl::Status ParseRelease(const v1::ReleaseRequest& message, const scheduler::Limits& limits,
                           std::vector<scheduler::SequenceId>* ids);
 
-// A name of the client's choice: valid when 1 (or 0 if `optional`) .. max_name_bytes bytes without
-// characters that show nothing or turn text around, as operators read it on terminals.
+// Checks a name of the client's choice: valid when 1 (or 0 if `optional`) .. max_name_bytes bytes
+// without characters that show nothing or turn text around, as operators read it on terminals.
 absl::Status CheckName(const std::string& name, std::string_view field, bool optional,
                        const scheduler::Limits& limits);
 

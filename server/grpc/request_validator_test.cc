@@ -49,7 +49,7 @@ int RunTable(const Message& good, const std::vector<Row<Message>>& rows,
   EXPECT_EQ(parse(good), absl::OkStatus());
   int cases = 0;
   for (const Row<Message>& row : rows) {
-    // The bounds themselves and what lies just beyond: a wrong one is off by little.
+    // Tries the bounds and the values next to them, because a mistaken bound is mostly off by one.
     std::set<uint64_t> values(std::begin(kValues), std::end(kValues));
     values.insert({row.low, row.high});
     if (row.low > 0) values.insert(row.low - 1);

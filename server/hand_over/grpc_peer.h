@@ -25,8 +25,8 @@ inline constexpr size_t kMostPeerMessageBytes = 512;
 // Bound of a peer's reason token.
 inline constexpr size_t kMostPeerReasonBytes = 64;
 
-// Another server's words as this one repeats them: printable ASCII, with '?' for other bytes, and
-// "..." after the bytes that fit.
+// Returns a peer's message in a form that is safe in logs and errors: printable ASCII, with '?' for
+// each other byte. A message that is too long is cut, and ends with "...".
 std::string PrintablePeerMessage(absl::string_view message);
 // Returns `reason` if it consists of lower-case letters, digits and underscores, else
 // "peer_failed".

@@ -33,7 +33,7 @@ class RowCursor {
   }
 
  private:
-  // After the last row it may not be asked.
+  // REQUIRES: row_ is not past the last row, because no sequence follows.
   void Settle() {
     while (row_ >= sequence_->rows) {
       row_ -= sequence_->rows;

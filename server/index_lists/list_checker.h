@@ -71,7 +71,7 @@ class ListChecker final {
   // of the piece before.
   void CheckPiece(const Lists& lists, int32_t piece, int32_t pieces);
   void CheckAllRows(const Lists& lists);
-  // The error for a row whose count says that an entry is invalid.
+  // Returns the error for a row whose count says that an entry is invalid.
   absl::Status RefuseRow(const Lists& lists, int32_t row) const;
 
   wire::ThreadTeam* const team_;

@@ -19,7 +19,7 @@ namespace mla::server {
 // Instruction sets that the passes over lists are written for; each includes the one before it.
 enum class ListInstructions : uint8_t { kPortable, kAvx2, kAvx512 };
 
-// The best set that the processor has.
+// Returns the best set that the processor has.
 ListInstructions MostListInstructions();
 
 class ListMarks final {

@@ -25,9 +25,9 @@ class IdleCalls final {
   IdleCalls(const IdleCalls&) = delete;
   IdleCalls& operator=(const IdleCalls&) = delete;
 
-  // From now until Works or End the call waits for its client.
+  // Notes that the call waits for its client, until Works or End.
   void Waits(grpc::ServerContext* call);
-  // The server works for the call now, so the client is not keeping it waiting.
+  // Notes that the server works for the call, so that the wait for the client has ended.
   void Works(grpc::ServerContext* call);
   // Ends the account of a call that ends with `status`. Returns DEADLINE_EXCEEDED if the call was
   // cancelled here, else `status`.

@@ -34,15 +34,15 @@ class ServerState final {
     std::string why_unhealthy;
     std::chrono::steady_clock::time_point unhealthy_since;
     uint64_t version = 0;  // grows with every change
-    // Ready for new work.
+    // Returns true if the server takes new work.
     bool serving() const { return phase == Phase::kServing && healthy; }
   };
 
-  // Ignored if it would move the state back.
+  // Moves to a later phase. Does nothing if `phase` is an earlier one.
   void Move(Phase phase, int32_t percent, const std::string& message);
-  // From Draining back to Serving; ignored in other states.
+  // Moves from Draining back to Serving. Does nothing in other phases.
   void Reopen(const std::string& message);
-  // Ignored if the device is lost or nothing changes.
+  // Sets the health of the device. Does nothing if the device is lost or nothing changes.
   void SetHealth(bool healthy, const std::string& why);
   void SetLost(const std::string& why);
   Snapshot Get() const;

@@ -49,8 +49,8 @@ class Watchdog final {
   // In force from the next look at the clock on.
   void SetTimeout(std::chrono::milliseconds timeout);
 
-  // The engine's present stats, or the last ones if it does not answer in time. One call then waits
-  // for kAnswerWait, and later calls wait for the rest of that time.
+  // Returns the engine's present stats, or the last ones if it does not answer in time. One call
+  // then waits for kAnswerWait, and later calls wait for the rest of that time.
   scheduler::EngineStats Stats();
 
  private:

@@ -49,7 +49,7 @@ using LogFields = std::vector<std::pair<std::string, LogValue>>;
 // log.level.
 void ConfigureLogging(const std::string& format, const std::string& level);
 
-// From the next line on. `level` as for ConfigureLogging.
+// Sets the level from the next line on. `level` is as for ConfigureLogging.
 void SetLogLevel(const std::string& level);
 
 void Log(LogLevel level, const char* event, const LogFields& fields = {});
@@ -58,7 +58,7 @@ void Log(LogLevel level, const char* event, const LogFields& fields = {});
 // stopped. Call it before the process ends. After an error Log itself flushes for a moment.
 void FlushLog(std::chrono::milliseconds most);
 
-// The line that Log would write, without a time stamp. For tests.
+// Returns the line that Log would write, without a time stamp. For tests.
 std::string FormatLine(bool json, LogLevel level, const std::string& event,
                        const LogFields& fields);
 

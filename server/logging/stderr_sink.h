@@ -22,7 +22,7 @@ class StderrSink final : public spdlog::sinks::base_sink<spdlog::details::null_m
   // `dropped`: returns the number of lines dropped so far for lack of room; the text of the line
   // that says how many.
   StderrSink(std::function<uint64_t()> dropped, std::function<std::string(uint64_t)> notice);
-  // Number of lines that were written or could not be.
+  // Returns the number of lines that were written or could not be.
   uint64_t written() const { return written_; }
 
  protected:

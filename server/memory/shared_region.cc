@@ -214,7 +214,8 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
   }
   const size_t bytes = arena_offset + (arena_bytes + kPage - 1) / kPage * kPage;
   MLA_ASSIGN_OR_RETURN(scheduler::TenantRef row, account_->tenants->Enter(tenant));
-  // Counted in whole units of the device's allocator, as the allocator takes them.
+  // The account counts whole units of the device's allocator, because that is what the allocator
+  // takes.
   const int64_t device_bytes = (device.bytes + kDeviceUnit - 1) / kDeviceUnit * kDeviceUnit;
   MLA_RETURN_IF_ERROR(Reserve(*row, static_cast<int64_t>(bytes), device_bytes, wait));
   std::shared_ptr<SharedRegion> region(new SharedRegion);

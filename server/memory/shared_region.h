@@ -90,7 +90,7 @@ class SharedRegion final {
   size_t arena_offset() const { return arena_offset_; }
   const RegionHandle& handle() const { return handle_; }
   int descriptor() const { return descriptor_; }
-  // The region's device memory, or null.
+  // Returns the region's device memory, or null.
   kernels::SharedDeviceMemory* device() const { return device_.get(); }
   // Returns true if pages of the memory have been given back to the system. Only a process with the
   // descriptor can do this. The next access takes the pages again, for which the region's size

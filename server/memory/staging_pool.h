@@ -50,7 +50,7 @@ class StagingPool final {
   Block Take(size_t bytes);
   // Changes whenever memory has come back, so that callers can wait without trying to allocate.
   uint64_t releases() const;
-  // Bytes of the pool that a block of `bytes` takes.
+  // Returns the bytes of the pool that a block of `bytes` takes.
   static size_t BlockBytes(size_t bytes) { return bytes == 0 ? 0 : kUnit << OrderFor(bytes); }
   size_t used_bytes() const;
   size_t total_bytes() const { return units_ * kUnit; }

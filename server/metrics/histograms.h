@@ -61,7 +61,7 @@ class Histogram {
     ++counts_[BucketOf(value)];
     sum_ += value;
   }
-  // The exemplar replaces the one of its bucket. Allocates.
+  // Puts the exemplar in place of the one of its bucket. Allocates.
   void Show(Exemplar exemplar) {
     exemplars_.resize(counts_.size());
     Exemplar& slot = exemplars_[BucketOf(exemplar.value)];
@@ -71,7 +71,8 @@ class Histogram {
   const Label& label() const { return label_; }
   double sum() const { return sum_; }
   Distribution Get() const;
-  // One for each bucket, with an empty trace id if it has none; or empty.
+  // Returns an exemplar for each bucket, or none at all before Show. A bucket without one has an
+  // empty trace id.
   const std::vector<Exemplar>& exemplars() const { return exemplars_; }
 
  private:
@@ -104,7 +105,7 @@ class Histograms {
   void ShowTrace(scheduler::RequestKind kind, int64_t total_ns, int64_t queue_ns,
                  const std::string& trace_id, double unix_seconds);
 
-  // Seconds of Attend requests inside the server, and from arrival to launch.
+  // Return seconds of Attend requests: inside the server, and from arrival to launch.
   Distribution AttendTimes() const;
   Distribution QueueTimes() const;
   // Appends one family for each name, without help texts.

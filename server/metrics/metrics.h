@@ -88,7 +88,7 @@ class Metrics final : public scheduler::EngineObserver {
   void SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int64_t total_bytes);
   void SetCandidates(std::span<const kernels::BackendCandidate> candidates);
 
-  // The present answer of grpc.health.v1; 0 until the first call.
+  // Sets the metric of grpc.health.v1's present answer, which is 0 until the first call.
   void SetServing(bool serving);
 
   void SetTls(const TlsStats& stats);
@@ -99,9 +99,9 @@ class Metrics final : public scheduler::EngineObserver {
   // then those with the largest share of a bound. `most` of them are shown by name, and the others
   // summed as "other".
   void SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, int32_t most);
-  // By name; tenants beyond the bound are summed up as "other".
+  // Returns totals by tenant name; tenants beyond the bound are summed up as "other".
   std::vector<TenantTotals> Tenants() const;
-  // Seconds of Attend requests inside the server, and from arrival to launch.
+  // Return seconds of Attend requests: inside the server, and from arrival to launch.
   Distribution AttendTimes() const;
   Distribution QueueTimes() const;
 
@@ -113,7 +113,8 @@ class Metrics final : public scheduler::EngineObserver {
   // exemplars.
   std::string Expose(const scheduler::EngineStats& stats, bool open_metrics = false);
 
-  // Every metric, by name: dashboards and alerts may rely on them. docs/metrics.md lists the same.
+  // Returns every metric, by name: dashboards and alerts may rely on them. docs/metrics.md lists
+  // the same.
   static std::vector<MetricRow> Declared();
 
  private:

@@ -55,7 +55,7 @@ class OpsHttp final {
   ~OpsHttp();
   int port() const { return port_; }
 
-  // The answer to a GET of `path`; used by the port and by tests.
+  // Returns the answer to a GET of `path`; used by the port and by tests.
   HttpReply Answer(const std::string& method, const std::string& path,
                    const HttpRequest& request) const;
 

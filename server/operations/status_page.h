@@ -71,11 +71,11 @@ inline constexpr int kStatusRefreshSeconds = 5;
 std::string StatusHtml(const StatusPage& page);
 std::string StatusJson(const StatusPage& page);
 
-// "3 d 4 h", "12 min 3 s"; "1.5 GiB", "12 KiB"; "12,345", "0.25".
+// Texts for people, e.g. "3 d 4 h" or "12 min 3 s", "1.5 GiB" or "12 KiB", "12,345" or "0.25".
 std::string DurationText(int64_t seconds);
 std::string BytesText(double bytes);
 std::string NumberText(double number);
-// "180 us", "1.2 ms", "3.4 s".
+// Returns a time for people, e.g. "180 us", "1.2 ms" or "3.4 s".
 std::string LatencyText(double seconds);
 
 // Totals at one time, and their changes within a window of time.

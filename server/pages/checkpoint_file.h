@@ -31,7 +31,7 @@ using wire::FrameMac;
 
 class CheckpointWriter final {
  public:
-  // UNAVAILABLE names the file and the system's error.
+  // Creates the file. UNAVAILABLE names it and the system's error.
   static absl::StatusOr<std::unique_ptr<CheckpointWriter>> Create(const std::string& path,
                                                                   const std::string& aside,
                                                                   const CheckpointKey& key);
@@ -68,8 +68,8 @@ struct FrameBounds {
 
 class CheckpointReader final {
  public:
-  // NOT_FOUND; UNAVAILABLE if the system fails; DATA_LOSS, with the reason, if the file is not a
-  // checkpoint or has another version.
+  // Opens a checkpoint. NOT_FOUND; UNAVAILABLE if the system fails; DATA_LOSS, with the reason, if
+  // the file is not a checkpoint or has another version.
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& path,
                                                                 const CheckpointKey& key,
                                                                 const FrameBounds& bounds);

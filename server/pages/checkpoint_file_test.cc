@@ -22,7 +22,7 @@ namespace {
 std::set<ino_t> flushed;  // files and folders that fsync was called for
 }  // namespace
 
-// In place of the library's.
+// Takes the place of the C library's function, and notes what was flushed.
 extern "C" int fsync(int file) {
   struct stat about;
   if (fstat(file, &about) == 0) flushed.insert(about.st_ino);

@@ -55,7 +55,7 @@ class CheckpointStore final {
       const CheckpointStoreOptions& options);
   ~CheckpointStore();
 
-  // Secret for the engine's prefix keys, equal after every start.
+  // Returns the secret for the engine's prefix keys, which is the same after every start.
   kvcache::PrefixSecret prefix_secret() const;
 
   // Writes the committed rows of a sequence, and replaces an earlier checkpoint of it. `epoch`: the
@@ -105,7 +105,7 @@ class CheckpointStore final {
     int64_t bytes = 0;
     int64_t files = 0;
   };
-  // Room of an existing file; zero if the file does not exist.
+  // Returns room of an existing file; zero if the file does not exist.
   static Room RoomOf(const std::string& path);
   // Takes the additional room of a tenant, or refuses.
   absl::Status TakeRoom(const std::string& folder, const Room& more);

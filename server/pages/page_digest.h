@@ -34,8 +34,8 @@ class PageDigest final {
   // Forgets what was added.
   void Begin();
   void Add(absl::string_view bytes);
-  // The digest of all that was added since Begin: 32 bytes of SHA-256, or 16 of XXH3, the most
-  // significant first. Call Begin before the next Add.
+  // Returns the digest of all that was added since Begin: 32 bytes of SHA-256, or 16 of XXH3, the
+  // most significant first. Call Begin before the next Add.
   std::string End();
 
  private:

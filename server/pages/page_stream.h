@@ -25,17 +25,18 @@ inline constexpr uint32_t kPagesVersionWithSinks = 2;  // for models with a wind
 // With digests of XXH3 instead of SHA-256; with sinks if the model has a window.
 inline constexpr uint32_t kPagesVersionWithXxh3 = 3;
 
-// The digests of streams of that version.
+// Returns the digests of streams of that version.
 inline DigestKind DigestsOf(uint32_t version) {
   return version == kPagesVersionWithXxh3 ? DigestKind::kXxh3 : DigestKind::kSha256;
 }
 
-// Everything on which the meaning of the rows depends, as bytes with which digests begin.
+// Returns everything on which the meaning of the rows depends, as the bytes with which digests
+// begin.
 std::string TagText(const scheduler::PageTags& tags, DigestKind digests = DigestKind::kSha256);
 
 void FillHeader(const scheduler::ModelSpec& model, const scheduler::PageTags& tags,
                 v1::PagesHeader* header, DigestKind digests = DigestKind::kSha256);
-// INVALID_ARGUMENT names a field inside "part.header".
+// Reads the header of a stream. INVALID_ARGUMENT names a field inside "part.header".
 absl::Status ParseHeader(const v1::PagesHeader& header, const scheduler::Limits& limits,
                          scheduler::PageTags* tags);
 absl::Status ParseExport(const v1::ExportRequest& message, const scheduler::Limits& limits,
@@ -49,16 +50,17 @@ struct StreamGroup {
   int64_t first_row = 0;  // for a tail: its position
   int32_t rows = 0;       // 0 of a tail
 };
-// Order of groups: rows, window (if any), tail (if any).
+// Returns the number of groups of a stream. The rows come first, then the window and the tail if
+// there are any.
 int64_t GroupCount(const scheduler::MovingPages& pages);
 // REQUIRES: index below GroupCount.
 StreamGroup GroupAt(const scheduler::MovingPages& pages, int64_t index);
-// The pieces of the group's payload; a tail has one piece.
+// Returns the pieces of the group's payload; a tail has one piece.
 std::vector<kvcache::GroupPiece> PiecesOf(const scheduler::MovingPages& pages,
                                           const StreamGroup& group);
-// The most payload bytes of all groups together.
+// Returns the most payload bytes of all groups together.
 int64_t MostPayloadBytes(const scheduler::MovingPages& pages);
-// Rows of a page of the group's content. REQUIRES: the group is not a tail.
+// Returns the number of rows of a page of the group's content. REQUIRES: the group is not a tail.
 int32_t PageSizeOf(const scheduler::MovingPages& pages, const StreamGroup& group);
 
 // Computes the digests of one stream, group after group.
@@ -69,7 +71,7 @@ class PageDigests final {
   void BeginGroup(const StreamGroup& group);
   void Add(absl::string_view payload);
   std::string EndGroup();
-  // The digest over all groups so far; call it once.
+  // Returns the digest over all groups so far; call it once.
   std::string End();
 
  private:
@@ -92,10 +94,10 @@ class PageStreamReader final {
   PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes,
                    DigestKind digests = DigestKind::kSha256);
 
-  // INVALID_ARGUMENT: this part does not come next or has a wrong size. DATA_LOSS: a digest
-  // differs. For a chunk, sets `place` to where its payload belongs.
+  // Checks the next part. INVALID_ARGUMENT if it does not come next or has a wrong size, DATA_LOSS
+  // if a digest differs. For a chunk, sets `place` to where its payload belongs.
   absl::Status Add(const v1::PagesPart& part, std::optional<PagePlace>* place);
-  // INVALID_ARGUMENT while parts are missing.
+  // Returns OK if all parts have come, else INVALID_ARGUMENT.
   absl::Status Finish() const;
   uint64_t bytes() const { return bytes_; }
 

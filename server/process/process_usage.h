@@ -29,7 +29,7 @@ void RaiseDescriptorLimit();
 // the kernel gives the lowest free number, so all lower ones are taken then.
 inline constexpr int64_t kDescriptorReserve = 64;
 bool InDescriptorReserve(int descriptor);
-// Descriptors outside of the reserve.
+// Returns the number of descriptors outside of the reserve.
 int64_t DescriptorsForConnections();
 
 }  // namespace mla::server

@@ -14,7 +14,7 @@ namespace mla::server {
 // Returns true if a manager has got the text. Never blocks: a manager that does not read misses it.
 bool NotifyManager(const std::string& text);
 
-// "RELOADING=1" with the time that systemd asks for.
+// Returns "RELOADING=1" with the time that systemd asks for.
 std::string ReloadingText();
 
 }  // namespace mla::server

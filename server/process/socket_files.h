@@ -13,22 +13,22 @@
 
 namespace mla::server {
 
-// The group of this name, or of this number. INVALID_ARGUMENT naming server.socket_group if the
-// group does not exist.
+// Returns the group of this name, or of this number. INVALID_ARGUMENT naming server.socket_group if
+// the group does not exist.
 absl::StatusOr<gid_t> FindGroup(const std::string& name);
 
 // Lets only the owner and the members of `group` connect to the socket at `path`.
 // FAILED_PRECONDITION if this process may not give files to the group; it must be a member.
 absl::Status GiveToGroup(const std::string& path, const std::string& group);
 
-// The folder of sockets whose path is "auto": $XDG_RUNTIME_DIR if set, else /tmp/mla-server-UID,
-// which PrepareSocketFolder makes.
+// Returns the folder of sockets whose path is "auto": $XDG_RUNTIME_DIR if set, else
+// /tmp/mla-server-UID, which PrepareSocketFolder makes.
 std::string RuntimeFolder();
 
-// OK if a server of user `uid` can make a socket at `path` that stays its own: its folder exists
-// (RuntimeFolder's need not), and the path is free or has a socket of the user. Unless
-// `open_folder`, the folder must also not be writable for every user, who could replace the socket.
-// Otherwise INVALID_ARGUMENT naming `key`.
+// Returns OK if a server of user `uid` can make a socket at `path` that stays its own; otherwise
+// INVALID_ARGUMENT naming `key`. The folder must exist, unless it is RuntimeFolder. The path must
+// be free or have a socket of the user. Unless `open_folder`, the folder must not be writable for
+// every user, because others could then replace the socket.
 absl::Status CheckSocketPath(const std::string& key, const std::string& path, bool open_folder,
                              uid_t uid);
 

@@ -25,7 +25,7 @@ class LiveSettings final {
   scheduler::DefaultLeases leases() const;
   std::chrono::milliseconds restart_after() const;  // server.restart_after_ms; 0: never
 
-  // Why the configuration on disk is not in use; empty: it is.
+  // Sets the reason why the configuration on disk is not in use; empty if it is in use.
   void SetRefusal(const std::string& why);
   std::string refusal() const;
 

@@ -38,7 +38,7 @@ class ChainWords {
     return offset_;
   }
 
-  // The words of submission `index`, at the client's present choice of memory.
+  // Returns the words of submission `index`, at the client's present choice of memory.
   kernels::WordValue Ready(uint64_t index) const {
     return {&header_->ready, wire::PublishedSequence(index), Nearby(0)};
   }

@@ -21,10 +21,10 @@
 
 namespace mla::server {
 
-// Options of an arena that begins with the memory of `block`.
+// Returns options of an arena that begins with the memory of `block`.
 google::protobuf::ArenaOptions InitialBlock(std::vector<char>* block);
 
-// Number of sequences whose lengths fit an EndStepReply of this size.
+// Returns the number of sequences whose lengths fit an EndStepReply of this size.
 int32_t LengthsWithin(size_t bytes);
 
 class RingReplies {

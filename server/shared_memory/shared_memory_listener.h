@@ -60,7 +60,7 @@ struct SharedMemoryListenerOptions {
   Metrics* metrics = nullptr;
   std::shared_ptr<AttendMessagePool> pool;
   wire::ThreadTeam* team = nullptr;  // outlives the listener too; may be null
-  Tracer* tracer = nullptr;          // the same
+  Tracer* tracer = nullptr;          // outlives the listener; null: no spans
   uint64_t boot_id = 0;
   std::string path;          // of the socket
   std::string unix_tenant;   // server.unix_tenant

@@ -28,7 +28,7 @@ class UnsentConnections final {
   // positive.
   UnsentConnections(size_t most, size_t most_of_user) : most_(most), most_of_user_(most_of_user) {}
 
-  // The connection to remove before `user` may add one, or nullopt.
+  // Returns the connection to remove before `user` may add one, or nullopt.
   std::optional<Entry> Displaced(uid_t user) const;
   // REQUIRES: Displaced(user) is nullopt, and `descriptor` is not in the list.
   void Add(int descriptor, uid_t user) { entries_.push_back({descriptor, user}); }

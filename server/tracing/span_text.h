@@ -24,9 +24,9 @@ namespace otlp = ::opentelemetry::proto::collector::trace::v1;
 void ToOtlp(const TraceResource& resource, const std::vector<TraceSpan>& spans,
             otlp::ExportTraceServiceRequest* request);
 
-// One object of JSON on one line, without its end: trace_id, span_id, parent_span_id (absent for a
-// root), name, start_unix_ns, end_unix_ns, the attributes by their OTLP names, and error if it
-// failed.
+// Returns one object of JSON on one line, without the end of the line: trace_id, span_id,
+// parent_span_id (absent for a root), name, start_unix_ns, end_unix_ns, the attributes by their
+// OTLP names, and error if it failed.
 std::string ToJsonLine(const TraceResource& resource, const TraceSpan& span);
 
 }  // namespace mla::server

@@ -50,7 +50,7 @@ class StepTraces {
                      const std::string& model);
   // Returns false if no step is recorded at present, as is usual. Then Find is not worth its call.
   bool any() const { return open_count_.load(std::memory_order_relaxed) != 0; }
-  // The context of a recorded step; else an invalid one.
+  // Returns the context of a recorded step; else an invalid one.
   TraceContext Find(scheduler::StepId id) const;
   // Records the spans of a message whose reply has been written. `answer`: the message's.
   void Written(const scheduler::StreamRequest& message, const MessageTrace& trace,

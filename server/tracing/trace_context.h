@@ -32,14 +32,15 @@ struct TraceContext {
   bool valid() const { return trace.valid() && span != 0; }
 };
 
-// The context of a header; an invalid one if the text is not a header of version 00 or later.
+// Returns the context of a header; an invalid one if the text is not a header of version 00 or
+// later.
 TraceContext ParseTraceparent(std::string_view header);
-// "00-<32 hex digits>-<16 hex digits>-01", or -00 if it is not sampled.
+// Returns "00-<32 hex digits>-<16 hex digits>-01", with -00 at the end if it is not sampled.
 std::string Traceparent(const TraceContext& context);
 // 32 hex digits.
 std::string TraceIdText(const TraceId& id);
 
-// Bytes of the ids as OTLP sends them.
+// Return the bytes of the ids as OTLP sends them.
 std::string TraceIdBytes(const TraceId& id);
 std::string SpanIdBytes(SpanId id);
 

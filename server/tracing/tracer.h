@@ -92,7 +92,7 @@ class Tracer {
   ~Tracer();
 
   bool on() const { return !exporters_.empty(); }
-  // The time of spans: nanoseconds of the steady clock.
+  // Returns the time of spans: nanoseconds of the steady clock.
   static int64_t Now();
   // The context of a step or call whose caller sent `parent` (invalid: none). Invalid if it is not
   // recorded; else its span is the id for the span of the step or call itself, whose parent is

@@ -4,9 +4,10 @@
 
 Prints, for kernels, scheduler, server and client: rooms (folders with code), arrows (folders that a
 folder includes), arrows up (against the floors of test_rooms.py), floors (the longest way down) and
-cycles. For the whole tree: folders, files, folders over the bound of units, long files, classes
-whose functions lie in two or more sources, types a thousand lines, marked sentences of comments by
-folder (test_markers.py), and commits without a body.
+cycles. For the whole tree: folders, files, folders over the bound of units, long files and those of
+them that are not one class, classes whose functions lie in two or more sources, types a thousand
+lines, host files on the way of an Attend (WAY; of an older commit those that it had already),
+marked sentences of comments by folder (test_markers.py), and commits without a body.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 
 from test_markers import shares
 from test_rooms import FLOORS, MAX_UNITS, UNIT
+from test_tidy import CLASS_OF_FUNCTION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CODE = (".cc", ".h", ".hip", ".inc")
@@ -25,7 +27,83 @@ LONG, LONG_CLASS = 500, 1000
 INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.M)
 TYPE = re.compile(r"^\s*(?:struct|class|enum class|enum)\s+\w+[^;]*\{", re.M)
 OWN_CLASS = re.compile(r"^(?:class|struct) (\w+)[^;]*\{", re.M)  # one that only a source sees
-MEMBER = re.compile(r"^(?! )(?:[\w:<>,&* ]*[ *&])?([A-Z]\w+)::~?\w+\(", re.M)
+
+# The host files that a decode Attend passes on its way, each with a function that it calls there.
+# The Attend comes over gRPC with its tensors inline, in the absorbed form and with new KV rows, to
+# a server on a GPU; the thread that read it launches it, and the answer goes back to the stream. A
+# file is on the way if one of its functions does work for such a request or its launch. Files that
+# only define values and types are left out. test_architecture.py checks that the functions exist.
+WAY = {
+    # The message becomes a request.
+    "server/grpc/completion_poller.cc": "HandOver",
+    "server/grpc/stream_call.cc": "StartRead",
+    "server/attend/attend_stream.cc": "OnReadDone",
+    "proto/wire/attend_codec.cc": "ScanAttend",
+    "server/attend/attend_message.cc": "Take",
+    "server/attend/attend_request_builder.cc": "PrepareAttend",
+    "server/grpc/request_validator.cc": "ParseAttend",
+    "scheduler/request.cc": "CheckAttendRange",
+    "scheduler/model.cc": "q_dim",
+    "proto/wire/attend_layout.h": "AttendLayout",
+    "server/memory/staging_pool.cc": "Take",
+    "proto/wire/thread_team.cc": "Gather",
+    # The engine takes it.
+    "scheduler/engine/engine.cc": "Submit",
+    "scheduler/engine/engine_impl.h": "RunInline",
+    "scheduler/engine/answer_collector.cc": "Admit",
+    "scheduler/tenant_table.cc": "TryTake",
+    "scheduler/engine/inbox.h": "Push",
+    "base/pauses/pause_watch.cc": "Take",
+    "scheduler/engine/step_machine.cc": "AcceptAttend",
+    "scheduler/tables/step_table.cc": "CheckAttend",
+    # It waits and is chosen.
+    "scheduler/batching/waiting_requests.cc": "Add",
+    "scheduler/batching/head_slice_table.cc": "Join",
+    "scheduler/batching/batch_policy.cc": "Choose",
+    "scheduler/batching/batch.cc": "OrderByStage",
+    "scheduler/batching/launch_cost.cc": "Nanos",
+    "scheduler/batching/rows.h": "FirstRow",
+    "scheduler/moves/page_mover.cc": "Take",
+    "scheduler/kvcache/pool/page_work.cc": "TakeLayer",
+    "scheduler/kvcache/kv_cache.cc": "copied_groups",
+    # Its launch is put together and planned.
+    "scheduler/launching/launcher.cc": "Assemble",
+    "scheduler/launching/tensor_stager.cc": "Stage",
+    "scheduler/launching/batch_launch.cc": "Clear",
+    "scheduler/launching/record_builder.cc": "Build",
+    "scheduler/launching/records_origin.cc": "Matches",
+    "kernels/launch_layout.cc": "Input",
+    "scheduler/planning/cache/plan_cache.cc": "Pin",
+    "scheduler/planning/planner.cc": "Build",
+    "scheduler/planning/plan_writer.h": "PlaceBalanced",
+    "scheduler/planning/plan_tiles.h": "OnlyTile",
+    "scheduler/planning/metadata_buffers.cc": "View",
+    # The backend records and submits it.
+    "kernels/hip/hip_backend.cc": "Submit",
+    "kernels/hip/runtime/call_watch.h": "Scope",
+    "kernels/hip/launch/launch_builder.cc": "AddAttention",
+    "kernels/hip/launch/stream_work.cc": "Take",
+    "kernels/hip/launch/absorbed_work.cc": "Add",
+    "kernels/hip/launch/combine.cc": "AddCombine",
+    "kernels/hip/launch/gate_work.cc": "AddTimedSignals",
+    "kernels/hip/launch/page_work.cc": "AddAppends",
+    "kernels/hip/device_state/capabilities.cc": "CheckSupported",
+    "kernels/hip/args/arch_traits.h": "ChooseAttend",
+    "kernels/hip/slot/launch_slot.cc": "Submit",
+    "kernels/hip/slot/launch_recording.cc": "Begin",
+    "kernels/hip/slot/submitted_launch.cc": "Enqueue",
+    "kernels/hip/slot/tensor_copies.cc": "Reaches",
+    "kernels/hip/runtime/device_memory.cc": "Find",
+    "kernels/hip/runtime/plan_store.cc": "Get",
+    "kernels/hip/runtime/kernel_graphs.cc": "Learn",
+    "kernels/hip/runtime/gpu_runtime.cc": "Check",
+    # It is answered.
+    "base/pauses/nap.cc": "Nap",
+    "scheduler/launching/result_check.cc": "CheckResults",
+    "scheduler/engine/answer_queue.cc": "PushAndClaim",
+    "server/metrics/histograms.cc": "ObserveLaunch",
+    "server/attend/attend_reply.cc": "FillReply",
+}
 
 
 def git(*arguments):
@@ -114,7 +192,7 @@ def classes_cut(tree):
     for name in tree.code():
         if name.endswith(".cc") and not name.endswith("_test.cc"):
             own = set(OWN_CLASS.findall(tree.text[name]))
-            for match in set(MEMBER.findall(tree.text[name])) - own:
+            for match in set(CLASS_OF_FUNCTION.findall(tree.text[name])) - own:
                 found[(name.split("/")[0], match)].add(name)
     return {key[1]: sorted(names) for key, names in found.items() if len(names) > 1}
 
@@ -142,7 +220,10 @@ def report(tree, commit):
     yield f"folders over {MAX_UNITS} units: {len(full)} {dict(sorted(full.items()))}"
     long = {name: count for name in tree.code()
             if (count := tree.text[name].count("\n")) > LONG}
-    yield (f"files over {LONG} lines: {len(long)}, over {LONG_CLASS}: "
+    mixed = [name for name in long
+             if len(set(CLASS_OF_FUNCTION.findall(tree.text[name]))) != 1]
+    yield (f"files over {LONG} lines: {len(long)}, of these not one class: {len(mixed)} "
+           f"{sorted(mixed)}, over {LONG_CLASS}: "
            f"{sum(count > LONG_CLASS for count in long.values())}")
     cut = classes_cut(tree)
     yield f"classes in two or more sources: {len(cut)} {sorted(cut)}"
@@ -151,6 +232,9 @@ def report(tree, commit):
     lines = sum(tree.text[name].count("\n") for name in product)
     types = sum(len(TYPE.findall(tree.text[name])) for name in product)
     yield f"types {types} in {lines} lines of the product: {1000 * types / lines:.1f} a thousand"
+    way = [name for name in WAY if name in tree.text]
+    yield (f"host files on the way of an Attend: {len(way)} of {len(WAY)}, "
+           f"{sum(tree.text[name].count(chr(10)) for name in way)} lines")
     marks = shares({name: tree.text[name] for name in tree.code()})
     yield "marked sentences: " + ", ".join(f"{top} {100 * marked / total:.1f} % of {total}"
                                            for top, (marked, total) in sorted(marks.items()))

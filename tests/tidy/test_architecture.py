@@ -1,9 +1,10 @@
-"""Places that docs/architecture.md names exist, and it names every folder of the product."""
+"""Places that docs/architecture.md and house.py name exist, and the page names every folder."""
 
 import pathlib
 import re
 import unittest
 
+from house import WAY
 from test_tidy import ROOT, read, tracked
 
 PAGE = "docs/architecture.md"
@@ -26,6 +27,11 @@ class ArchitectureTest(unittest.TestCase):
                 for file, function in zip(files, functions):
                     self.assertTrue((ROOT / file).is_file(), file)
                     self.assertTrue(re.search(rf"\b{function}\b", read(file)), function)
+
+    def test_the_way_of_an_attend_exists(self):
+        for file, function in WAY.items():
+            with self.subTest(file):
+                self.assertRegex(read(file), rf"\b{function}\(")
 
     def test_every_folder_is_drawn(self):
         folders = {pathlib.PurePosixPath(path).parent.as_posix() + "/"

@@ -22,6 +22,8 @@ MAX_CLASS_LINES = 1000  # for a source that defines the functions of one class
 MAX_FUNCTION_LINES = 70
 MAX_COLUMNS = 100
 CPP = (".cc", ".h", ".hip")
+# The class of a function that is defined outside of it.
+CLASS_OF_FUNCTION = re.compile(r"^(?! )(?:[\w:<>,&* ]*[ *&])?([A-Z]\w+)::~?\w+\(", re.M)
 # Main loops of kernels are one function each, to save registers.
 LONG_FUNCTIONS_ALLOWED = re.compile(r"kernels/(cpu/[^/]+|hip/(gfx|sm)\w+)/")
 
@@ -71,7 +73,7 @@ def is_test(path):
 
 def is_one_class(path):
     """Returns true if a C++ source defines functions of exactly one class."""
-    classes = re.findall(r"^(?! )(?:[\w:<>,&* ]*[ *&])?([A-Z]\w+)::~?\w+\(", read(path), re.M)
+    classes = CLASS_OF_FUNCTION.findall(read(path))
     return path.endswith(".cc") and not path.endswith("_test.cc") and len(set(classes)) == 1
 
 

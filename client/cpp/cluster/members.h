@@ -43,8 +43,8 @@ using Seconds = std::function<double()>;
 double SteadySeconds();
 
 struct MemberListOptions {
-  double refresh_s = 1.0;  // the list is read again so often
-  double keep_s = 600.0;   // and used for so long while the registry does not answer
+  double refresh_s = 1.0;  // time from one reading of the list to the next
+  double keep_s = 600.0;   // how long the last list is used while the registry does not answer
   Seconds now = SteadySeconds;
 };
 

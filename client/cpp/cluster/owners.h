@@ -178,11 +178,11 @@ class Owners final {
   // Waits for the threads that connect.
   ~Owners();
 
-  // How members are connected to from now on.
+  // Remembers how to reach these members, for connections that are made from now on.
   void Know(const std::vector<Member>& members);
-  // The server of an address, a member or not.
+  // Returns the owner of the address, which need not be a member. Makes it at the first call.
   std::shared_ptr<Owner> At(const std::string& address);
-  // The owners that were used.
+  // Returns all owners that At has made.
   std::vector<std::shared_ptr<Owner>> All() const;
   std::vector<std::shared_ptr<Connection>> Connected() const;
   // Asks all of them at the same time, over the connections that there are; only a server without
@@ -190,7 +190,7 @@ class Owners final {
   // absent.
   std::vector<Answer> Probe(const std::vector<std::string>& addresses, const std::string& model_id,
                             const v1::Prefix& prefix, double timeout_s = kProbeSeconds);
-  // How full members are: by a fresh probe, else by what they have announced.
+  // Returns how full members are, by a fresh probe or else by what they have announced.
   Fills FillsOf(const std::vector<Member>& members);
 
  private:

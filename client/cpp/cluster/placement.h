@@ -1,8 +1,9 @@
 // Decides where a sequence is to be, by pure functions over what members say of themselves.
 //
 // A turn of a conversation asks at most kMostCandidates servers what they hold of its prefix: the
-// last owner; the first two by rendezvous hash of the prefix's first rows, among servers that are
-// not fuller than kBound times the mean; and the emptier of two random ones. The cheapest gets it.
+// server of the turn before, or the worker's home if the turn is the first; the first two by
+// rendezvous hash of the prefix's first rows, among servers that are not too full (Bounded); and
+// the emptier of two random ones. The cheapest gets the sequence.
 //
 // The Python client (mla_client/cluster/placement.py) makes the same keys and orders, so that a
 // worker of either language finds what the other has left. tests/cluster/placement_golden.txt holds
@@ -38,15 +39,15 @@ inline constexpr int kKeyRows = 256;
 inline constexpr size_t kPageNameBytes = 16;
 inline constexpr double kImpossible = std::numeric_limits<double>::infinity();
 
-// Costs that placement compares, in seconds. The defaults fit DeepSeek-V3 on one GPU. Only their
-// ratios matter.
+// Costs that placement adds up (CostOf). All but `requests` are seconds, and only their ratios
+// matter. The defaults fit DeepSeek-V3 on one GPU.
 struct Costs {
-  double prefill_row_s = 100e-6;  // of a row that is computed again, in the worker and here
-  double host_row_s = 4e-6;       // of a row that comes back from host memory
-  double file_row_s = 25e-6;      // and from a file
-  double requests = 61 * 16;      // of a turn, each of which waits in the queue
-  double full_s = 2.0;            // of a pool that is full; the square of its fill counts
-  double away_s = 2e-3;           // of a server that is not the worker's home
+  double prefill_row_s = 100e-6;  // to compute a row again, in the worker and in the server
+  double host_row_s = 4e-6;       // to bring a row back from host memory
+  double file_row_s = 25e-6;      // to bring a row back from a file
+  double requests = 61 * 16;      // a turn's requests; each waits for the server's wait_us
+  double full_s = 2.0;            // a full pool; a fill of one half costs a quarter of it
+  double away_s = 2e-3;           // a server that is not the worker's home
 };
 
 // A server's answer to a probe; nullopt: it did not answer.
@@ -64,6 +65,7 @@ using Fills = std::map<std::string, double>;
 
 // Part of `total` that is taken; 0 if `total` is 0.
 double FillOf(double free, double total);
+// Part of the server's pool that rows take, cached ones included.
 double FillOf(const v1::ProbeReply& probe);
 uint64_t RowsOf(const v1::ProbeReply& probe);  // rows that need not be computed again
 
@@ -74,9 +76,9 @@ std::string KeyOfPrefix(std::string_view model_id, const v1::Prefix& prefix);
 // A hash of 16 bytes. REQUIRES: at most 64 bytes of key.
 std::string ShortHash(std::string_view key, std::string_view bytes);
 
-// Names for whole pages, for Prefix.page_keys: each stands for its page's tokens and all before
-// them, and says nothing of them to who does not have the fleet's salt. INVALID_ARGUMENT unless the
-// salt has 1 to 64 bytes and page_size > 0.
+// Names for whole pages, for Prefix.page_keys. A name stands for the tokens of its page and of all
+// pages before it. It tells nothing about them to a reader without the fleet's salt.
+// INVALID_ARGUMENT unless the salt has 1 to 64 bytes and page_size > 0.
 absl::StatusOr<std::vector<std::string>> PageNames(std::span<const uint32_t> token_ids,
                                                    uint32_t page_size, std::string_view salt);
 
@@ -84,18 +86,22 @@ absl::StatusOr<std::vector<std::string>> PageNames(std::span<const uint32_t> tok
 // order of the others stays.
 std::vector<std::string> ByHash(std::string_view key, const std::vector<std::string>& addresses);
 
-// Servers that are not fuller than kBound times the mean of all of them.
+// Servers whose fill is at most kBound times the mean of all of them, or at most kSlack above it.
+// A server without an entry in `fills` counts as empty. The order stays.
 std::vector<std::string> Bounded(const std::vector<std::string>& addresses, const Fills& fills);
 
-// Whom to ask, without repeats. `addresses`: of members that take new sequences. Without a key (a
-// prompt that shares nothing) the home and a random one. `last`, `home`: empty if not known.
+// Whom to ask, without repeats, in the order of the first paragraph. `addresses` are the members
+// that take new sequences. `last` is the server of the turn before, or empty; `home` takes its
+// place then, and may be empty too. A prompt that shares nothing has no key, so none is chosen by
+// hash.
 std::vector<std::string> Candidates(const std::optional<std::string>& key,
                                     const std::vector<std::string>& addresses, const Fills& fills,
                                     std::mt19937_64* random, const std::string& last,
                                     const std::string& home);
 
-// Seconds that a turn of `rows` rows costs there; kImpossible if it drains, has no room or did not
-// answer. `bytes_wanted`: of the rows that it does not have.
+// Seconds that a turn of `rows` rows costs at the server of the probe. kImpossible if the server
+// drains, has less than `bytes_wanted` free or did not answer. `bytes_wanted` is the size of the
+// rows that it does not have.
 double CostOf(const MaybeProbe& probe, uint64_t rows, uint64_t bytes_wanted, const Costs& costs,
               bool at_home);
 

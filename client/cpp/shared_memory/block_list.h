@@ -14,7 +14,7 @@ namespace mla::client {
 
 class BlockList final {
  public:
-  // From `offset` on; once, before any other call.
+  // Gives the list its memory: `bytes` from `offset` on. To be called once, before any other call.
   void Add(uint64_t offset, uint64_t bytes);
   // Takes a block of at least this size and returns its offset; empty without a contiguous part of
   // that size.

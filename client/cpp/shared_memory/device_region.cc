@@ -45,7 +45,7 @@ struct DeviceRegion::State {
   int device = 0, server_device = 0;
   int amd_version = 0;
   void* context = nullptr;         // NVIDIA's, of `device`
-  void* server_context = nullptr;  // and of the server's device
+  void* server_context = nullptr;  // NVIDIA's, of the server's device
   void* at = nullptr;
   uint64_t allocation = 0;
   bool imported = false, reserved = false, mapped = false, opened = false;
@@ -460,7 +460,8 @@ absl::Status DeviceRegion::StoreWord(uint32_t* word, uint32_t value, void* strea
 
 absl::Status DeviceRegion::PassTurn(const Turn& turn, void* stream) {
   if (nvidia() && state_->api.batch_words != nullptr) {
-    // One call of the driver, and on an H200 half of the GPU's time for three.
+    // One call of the driver for all words. On an H200 it takes half of the GPU's time for three
+    // calls.
     auto operations = state_->OperationsOf(turn);
     const State::Current current(*state_, false);
     absl::Status s = current.status();

@@ -38,8 +38,8 @@ class DeviceRegion final {
   static absl::StatusOr<std::unique_ptr<DeviceRegion>> Map(std::span<const std::byte> part,
                                                            int descriptor, uint32_t entries,
                                                            const DeviceRegionOptions& options);
-  // None of the server's: lets streams of this process's device wait for words of its memory
-  // (MapWords). The vendor is the one whose runtime is found.
+  // Makes a region without memory of the server. It lets streams of this process's device wait for
+  // words of its memory (MapWords). The vendor is the one whose runtime is found.
   static absl::StatusOr<std::unique_ptr<DeviceRegion>> WithoutMemory(
       const DeviceRegionOptions& options);
   ~DeviceRegion();
@@ -47,11 +47,11 @@ class DeviceRegion final {
   std::span<std::byte> memory() const;  // device addresses; empty: there is none
   bool nvidia() const;
   bool chains() const;  // wire::DeviceHeader::chains
-  // A reason for slowness, in words for people, or empty: worker and server share one GPU, and the
-  // driver gives it to one process at a time.
+  // Returns a reason for slowness, in words for people, or empty: worker and server share one GPU,
+  // and the driver gives it to one process at a time.
   const std::string& warning() const;
 
-  // Aligned to 64 bytes; empty without a contiguous part of that size.
+  // Returns memory aligned to 64 bytes; empty without a contiguous part of that size.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
   bool Holds(const void* data, uint64_t bytes) const;
@@ -80,10 +80,11 @@ class DeviceRegion final {
   };
   // Stores the word once `stream` has finished its work so far. Does not wait itself.
   absl::Status StoreWord(uint32_t* word, uint32_t value, void* stream);
-  // Work given to `stream` from now on waits until the word is `value` or a later one, where 0
-  // follows 2^32 - 1. Does not wait itself.
+  // Makes work that `stream` gets from now on wait until the word is `value` or a later one, where
+  // 0 follows 2^32 - 1. Does not wait itself.
   absl::Status AwaitWord(uint32_t* word, uint32_t value, void* stream);
-  // StoreWord of each, and AwaitWord.
+  // As StoreWord of each of the turn's words and AwaitWord of the last, in one call if the driver
+  // has one.
   absl::Status PassTurn(const Turn& turn, void* stream);
   // As PassTurn on a stream whose work is captured in a graph. Returns the graph's node. The turn's
   // values are used by the graph's launches until SetTurn sets others.
@@ -91,8 +92,8 @@ class DeviceRegion final {
   absl::StatusOr<void*> CaptureTurn(const Turn& turn, void* stream);
   // Sets the turn of such a node in `exec`, an instance of its graph, for launches from now on.
   absl::Status SetTurn(const Turn& turn, void* exec, void* node);
-  // The device address of the word at `offset` of the words in device memory, for StoreWord and
-  // AwaitWord; null without such words, or if MapWords was not called.
+  // Returns the device address of the word at `offset` of the words in device memory, for StoreWord
+  // and AwaitWord; null without such words, or if MapWords was not called.
   uint32_t* Nearby(uint64_t offset) const;
   // Stores such words whatever the process's streams wait for, and waits for that. Takes a tenth of
   // a second: it makes a context.

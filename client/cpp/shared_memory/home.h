@@ -29,14 +29,14 @@ class Home final {
   const uint32_t forks_;
 };
 
-// A process makes channels of gRPC. From now on gRPC does not work in its children.
+// Notes that this process makes channels of gRPC, which does not work in its children from now on.
 void UseGrpc();
 // Returns true in a process that was forked from one that had made channels of gRPC.
 bool GrpcIsBroken();
 
-// While this exists, every forked child gets the socket closed, so that the server sees the
-// parent's end. It gets empty pages in place of the memory, so that its writes do not reach the
-// server.
+// While this exists, the socket is closed in every forked child, so that the server notices when
+// the parent ends. The child sees empty pages in place of the memory, so that its writes do not
+// reach the server.
 class ForkGuard final {
  public:
   // `socket` becomes -1 in a child. Both outlive this object.

@@ -34,7 +34,7 @@ class RingMemory {
 
   std::span<std::byte> region() const { return region_; }
   uint64_t arena_bytes() const { return region_.size() - arena_offset_; }
-  // Memory for tensors, aligned to 64 bytes; empty without a contiguous part of that size.
+  // Returns memory for tensors, aligned to 64 bytes; empty without a contiguous part of that size.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
   // True if [data, data + bytes) is arena memory.
@@ -43,7 +43,7 @@ class RingMemory {
     return static_cast<uint64_t>(static_cast<const std::byte*>(data) - region_.data());
   }
 
-  // Name of the transport: "ring" or "ucx".
+  // Returns the name of the transport: "ring" or "ucx".
   virtual std::string_view transport() const = 0;
   virtual uint32_t ring_entries() const = 0;
   // Null if none was requested, or device_status() has the reason. Without device memory of its own
@@ -51,7 +51,7 @@ class RingMemory {
   virtual DeviceRegion* device() const { return nullptr; }
   bool has_device_memory() const { return device() != nullptr && !device()->memory().empty(); }
   virtual absl::Status device_status() const;
-  // OK if calls with tensors in the arena can be chained, else the reason why not.
+  // Returns OK if calls with tensors in the arena can be chained, else the reason why not.
   virtual absl::Status pinned() const;
 
   // Publishes an entry, whose sequence is set here. Returns false if the ring is full: as many
@@ -80,11 +80,13 @@ class RingMemory {
   // next call of Poll or Wait, which gives its slot back.
   virtual bool Poll(wire::CompletionEntry* entry) = 0;
   std::string_view Message(const wire::CompletionEntry& entry) const;
-  // Poll that spins, then sleeps. DEADLINE_EXCEEDED; UNAVAILABLE when the connection has ended.
+  // As Poll, but spins and then sleeps until an entry comes. DEADLINE_EXCEEDED; UNAVAILABLE when
+  // the connection has ended.
   virtual absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) = 0;
-  // False once either side has given the connection up.
+  // Returns false once either side has given the connection up.
   virtual bool Connected() const = 0;
-  // Requests whose completions have not been given back; of the submitting thread.
+  // Returns the number of requests whose completions have not been given back; of the submitting
+  // thread.
   virtual uint64_t in_flight() const = 0;
 
   // Gives the connection up and returns once the server has ended its side (the ring's steps are

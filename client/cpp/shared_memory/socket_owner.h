@@ -20,15 +20,15 @@ struct TrustedUsers {
   bool Include(int64_t uid) const { return uid == 0 || uid == own_uid || uid == server_uid; }
 };
 
-// This process's user, and `server_uid` unless it is -1.
+// Returns this process's user, and `server_uid` unless it is -1.
 TrustedUsers TrustedUsersWith(int64_t server_uid);
 
 // PERMISSION_DENIED if the socket file at `path` belongs to another user and lies in a folder that
 // every user may write to. OK without a file: connecting will then fail.
 absl::Status CheckSocketFile(const std::string& path, const TrustedUsers& users);
 
-// The same check for the process at the other end of a connected socket, which the kernel vouches
-// for.
+// Checks in the same way the process at the other end of a connected socket, which the kernel
+// names.
 absl::Status CheckSocketPeer(int socket, const std::string& path, const TrustedUsers& users);
 
 }  // namespace mla::client

@@ -19,21 +19,23 @@ class Status;
 
 namespace mla::client {
 
-// The detail that the server sent with a failure, or nullopt.
+// Returns the detail that the server sent with a failure, or nullopt.
 std::optional<v1::ErrorDetail> DetailOf(const absl::Status& status);
 
 absl::Status MakeStatus(int32_t code, const std::string& message, const v1::ErrorDetail& detail);
 
-// The status of a finished unary call, with the detail from the trailing metadata of `context`.
+// Returns the status of a finished unary call, with the detail from the trailing metadata of
+// `context`.
 absl::Status FromGrpc(const grpc::Status& status, const grpc::ClientContext& context);
 
-// FAILED_PRECONDITION / "forked": a copy of an object of process `pid` was used in another one.
+// Returns FAILED_PRECONDITION / "forked": a copy of an object of process `pid` was used in another
+// one.
 absl::Status ForkedError(int64_t pid);
 
-// ABORTED / "server_restarted".
+// Returns ABORTED / "server_restarted".
 absl::Status RestartedError(uint64_t expected_boot_id, uint64_t got_boot_id);
 
-// DATA_LOSS unless an answer is about the requested object.
+// Returns DATA_LOSS unless an answer is about the requested object.
 absl::Status CheckSame(const char* what, uint64_t got, uint64_t wanted);
 
 }  // namespace mla::client

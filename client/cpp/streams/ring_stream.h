@@ -74,7 +74,7 @@ class RingStream final : public StepStream {
   // Waits until `until` at most. Returns false if the reply has not come yet; nothing has changed
   // then.
   bool WaitUntil(PendingReply* pending, std::chrono::steady_clock::time_point until);
-  // OK while the stream can be used, else the reason why it cannot.
+  // Returns OK while the stream can be used, else the reason why it cannot.
   absl::Status broken();
   RingMemory& memory() { return *memory_; }
   // Ends the stream. First waits, for `wait` at most, until requests under way have ended and the

@@ -45,7 +45,7 @@ struct PendingReply {
   std::atomic<int32_t> borrowed{0};
 };
 
-// DATA_LOSS if a reply that is not an error has another kind than the request.
+// Returns DATA_LOSS if a reply that is not an error has another kind than the request.
 absl::Status CheckAnswer(v1::AttendStreamRequest::BodyCase asked,
                          v1::AttendStreamReply::BodyCase answer);
 
@@ -60,7 +60,7 @@ class StepStream {
   // "inline": all of it in gRPC messages; "shm": tensors in shared memory; "ring": all of it there;
   // "ucx": all of it over UCX.
   virtual std::string_view transport() const = 0;
-  // Tensor bytes of one request or reply at most.
+  // Returns the most tensor bytes of one request or reply.
   virtual uint64_t message_bytes() const = 0;
   // Returns true if these tensors may go as one request whatever their size, because they are used
   // in place.
@@ -79,16 +79,18 @@ class StepStream {
   virtual absl::Status Close() = 0;
   // Session::Cancel.
   virtual void Cancel(const absl::Status& why) {}
-  // Memory in which tensors need not be copied, aligned to 64 bytes; empty if it has none left.
+  // Returns memory in which tensors need not be copied, aligned to 64 bytes; empty if it has none
+  // left.
   virtual std::span<std::byte> Allocate(uint64_t bytes) = 0;
   virtual void Free(std::span<std::byte> block) = 0;
-  // Device memory for the same purpose; null if it has none, for the reason in device_status().
+  // Returns device memory for the same purpose; null if it has none, for the reason in
+  // device_status().
   virtual DeviceRegion* device() const { return nullptr; }
   virtual absl::Status device_status() const {
     return absl::UnavailableError("device memory: rings alone have some");
   }
 
-  // Send and Wait without tensors.
+  // Sends a request without tensors and waits for its reply.
   absl::Status Call(v1::AttendStreamRequest* request, PendingReply* result) {
     auto pending = std::make_shared<PendingReply>();
     Send(request, {}, pending);

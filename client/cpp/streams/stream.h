@@ -53,8 +53,8 @@ struct StreamOptions {
   std::chrono::microseconds spin{0};         // how long a waiting thread spins before it sleeps
 };
 
-// How long to spin by default where this process may keep `cpus` busy: a spinning thread needs one
-// that no other thread wants.
+// Returns how long to spin by default where this process may keep `cpus` busy: a spinning thread
+// needs one that no other thread wants.
 std::chrono::microseconds DefaultStreamSpin(int32_t cpus);
 
 class Stream final : public StepStream {

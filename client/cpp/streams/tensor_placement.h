@@ -15,7 +15,8 @@
 
 namespace mla::client {
 
-// So many requests must find room at a time; each piece takes at most this part of the arena.
+// A piece of a request takes at most one of so many parts of the arena, so that several find room
+// at a time.
 inline constexpr uint64_t kPiecesInArena = 8;
 
 struct TensorPlacement {

@@ -37,7 +37,7 @@ struct SceneRun {
   bool interrupted = false;
 };
 
-// The trace that the options name or describe; INVALID_ARGUMENT describes the fault.
+// Returns the trace that the options name or describe; INVALID_ARGUMENT describes the fault.
 absl::StatusOr<Trace> SceneTrace(const BenchOptions& options);
 
 // REQUIRES: options.points has one entry. The model is registered, with weights if it needs them.

@@ -1,4 +1,6 @@
-// The results of a scene as text, JSON and SVG. README.md documents the JSON.
+// The results of `mlactl bench --scene` as text, JSON and SVG. agents/README.md documents them.
+//
+// Times and rows are those of turns that were done. Threading: any thread.
 #ifndef MLA_CLIENT_MLACTL_AGENTS_SCENE_REPORT_H_
 #define MLA_CLIENT_MLACTL_AGENTS_SCENE_REPORT_H_
 
@@ -10,9 +12,14 @@
 
 namespace mla::mlactl {
 
+// Returns lines for a terminal: rows found, where matches ended, times by the share that was found.
 std::string SceneText(const BenchOptions& options, const SceneRun& run);
+// Returns one object with the sums and a row a turn. `server` gives the names of version and
+// backend.
 std::string SceneJson(const BenchOptions& options, const v1::GetServerInfoReply& server,
                       const SceneRun& run);
+// Returns three charts: rows found and time to the first output by turn of the conversation, and
+// that time by percentile.
 std::string SceneSvg(const BenchOptions& options, const SceneRun& run);
 
 }  // namespace mla::mlactl

@@ -29,8 +29,8 @@ class TierEvents final {
   absl::Status Read(client::Client* client);
 
   const Rows& rows() const { return rows_; }
-  // When rows came back to the pool, in Unix milliseconds, and the tier that they came from;
-  // ordered by time.
+  // Returns the times at which rows came back to the pool, in Unix milliseconds, each with the tier
+  // that they came from; ordered by time.
   const std::vector<std::pair<int64_t, std::string>>& restored() const { return restored_; }
   bool complete() const { return complete_; }  // false: some events were lost
 

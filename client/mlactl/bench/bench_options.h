@@ -29,7 +29,7 @@ struct BenchPoint {
   uint32_t concurrency = 1;
   double rate_per_s = 0;  // steps; 0: closed loop
 
-  // E.g. "ring-spin EXPANDED batch 32 rows 1 context 4096, 4 workers".
+  // Returns e.g. "ring-spin EXPANDED batch 32 rows 1 context 4096, 4 workers".
   std::string Name() const;
 };
 

@@ -20,10 +20,10 @@ struct BenchRun {
   double copied_bytes_per_attend = 0;
 };
 
-// Server, model and load, printed before the first run.
+// Returns a text about server, model and load, which is printed before the first run.
 std::string BenchHeaderText(const BenchOptions& options, const v1::GetServerInfoReply& server);
 std::string BenchRunText(const BenchRun& run);
-// One line a run.
+// Returns one line a run.
 std::string BenchSummaryText(const std::vector<BenchRun>& runs);
 
 std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply& server,

@@ -56,7 +56,7 @@ class BenchWorker final {
   absl::Status FillContext(const std::function<bool(double done)>& progress);
   // Runs one step of all layers and times each. CANCELLED if the recorder is stopping.
   absl::Status Step(LoadRecorder* recorder);
-  // The session's transport: "inline", "shm", "ring" or "ucx".
+  // Returns the session's transport: "inline", "shm", "ring" or "ucx".
   std::string transport() const { return std::string(session_->transport()); }
 
  private:

@@ -28,7 +28,7 @@ struct Chart {
   std::vector<PlotLine> lines;
 };
 
-// One above the other.
+// Draws the charts one above the other.
 std::string RenderSvg(const std::string& title, const std::vector<Chart>& charts);
 
 }  // namespace mla::mlactl

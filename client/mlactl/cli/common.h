@@ -22,7 +22,7 @@ enum ExitCode {
 // As read from the command line.
 struct CommonOptions {
   std::string target;            // --target, else $MLA_TARGET, else the context's, else the default
-  client::ClientOptions client;  // likewise; leases are not renewed
+  client::ClientOptions client;  // found in the same order as `target`; leases are not renewed
   bool json = false;             // JSON instead of text on standard output
   bool yaml = false;             // the JSON's values as YAML; json is true, too
   bool wide = false;             // text with more columns, and numbers as they are

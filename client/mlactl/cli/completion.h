@@ -8,7 +8,7 @@
 
 namespace mla::mlactl {
 
-// The script for `shell`: "bash", "zsh" or "fish". Empty for any other shell.
+// Returns the script for `shell`: "bash", "zsh" or "fish". Empty for any other shell.
 std::string CompletionScript(const std::string& shell, const Program& program);
 
 }  // namespace mla::mlactl

@@ -17,17 +17,17 @@
 
 namespace mla::mlactl {
 
-// A client of the common options' target.
+// Returns a client of the common options' target.
 absl::StatusOr<std::unique_ptr<client::Client>> Connect(const CommonOptions& common);
 
-// A new model name: mlactl-PURPOSE-RANDOM.
+// Returns a new model name: mlactl-PURPOSE-RANDOM.
 std::string NewModelId(const std::string& purpose);
 
-// Lease of a step: 30 s, or the server's maximum if that is less. On a CPU the layers of a large
-// batch and their comparison are slow.
+// Returns the lease of a step: 30 s, or the server's maximum if that is less. On a CPU the layers
+// of a large batch and their comparison are slow.
 uint32_t StepLeaseMs(const client::Client& client);
 
-// The same status and detail, with the context before its message.
+// Returns the same status and detail, with the context before its message.
 absl::Status WithContext(const std::string& context, const absl::Status& status);
 
 // Prints the error with the server's reason and retry hint; returns the exit code for it.

@@ -59,11 +59,11 @@ class Command final {
  public:
   using RunFunction = std::function<int(const CommonOptions& common)>;
 
-  // A required word after the command, in the order of the calls.
+  // Adds a required word after the command, in the order of the calls.
   CLI::Option* Word(const std::string& name, const std::string& help, std::string* value);
   CLI::Option* Flag(const std::string& name, const std::string& help, bool* value);
   CLI::Option* Text(const OptionText& text, std::string* value);
-  // Decimal, `least`..`most`.
+  // Adds an option with a decimal number, `least`..`most`.
   template <typename Integer>
   CLI::Option* Number(const OptionText& text, uint64_t least, uint64_t most, Integer* value) {
     return AddNumbers(text, least, most, 1, [value](std::vector<uint64_t> read) {
@@ -71,14 +71,15 @@ class Command final {
     });
   }
   CLI::Option* Real(const OptionText& text, double least, double most, double* value);
-  // Numbers separated by commas; at most `count` of them.
+  // Adds an option with numbers separated by commas; at most `count` of them.
   CLI::Option* Numbers(const OptionText& text, uint64_t least, uint64_t most, size_t count,
                        std::vector<uint64_t>* values);
   CLI::Option* Reals(const OptionText& text, double least, double most, size_t count,
                      std::vector<double>* values);
   CLI::Option* Choice(const OptionText& text, const std::vector<std::string>& choices,
                       std::string* value);
-  // Separated by commas. "all" stands for `choices`; `others` may be given too.
+  // Adds an option with choices separated by commas. "all" stands for `choices`; `others` may be
+  // given too.
   CLI::Option* Choices(const OptionText& text, const std::vector<std::string>& choices,
                        const std::vector<std::string>& others, std::vector<std::string>* values);
   // Calls `read` with each part between commas, without empty ones. False: it must be `must`.
@@ -125,10 +126,10 @@ class Program final {
   // once.
   int Run(std::span<const char* const> words);
 
-  // Help of the program, or of one command.
+  // Returns the help of the program, or of one command.
   std::string Help(const std::string& command = "") const;
   const CLI::App& app() const { return *app_; }
-  // Values that an option takes, for completion; empty: any.
+  // Returns the values that an option takes, for completion; empty if it takes any.
   std::vector<std::string> ChoicesOf(const CLI::Option* option) const;
 
  private:

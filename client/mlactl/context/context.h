@@ -27,12 +27,12 @@ struct Contexts {
 // A variable of the environment; null: not set.
 using Environment = std::function<const char*(const char* name)>;
 
-// Empty: the user has no home.
+// Returns the path of the user's file; empty if the user has no home.
 std::string ContextsPath(const Environment& environment);
-// A file that is not there has no contexts. INVALID_ARGUMENT: it is none of this format, or larger
-// than a megabyte.
+// Reads the contexts of the file; none if it does not exist. INVALID_ARGUMENT if it is not such a
+// file, or larger than a megabyte.
 absl::StatusOr<Contexts> ReadContexts(const std::string& path);
-// Makes the folder if need be, and replaces the file as a whole; for the user alone.
+// Replaces the file as a whole, and makes its folder if there is none. Only the user may read them.
 absl::Status WriteContexts(const std::string& path, const Contexts& contexts);
 
 // Completes what the command line says, `given`, from MLA_TARGET and MLA_CLIENT_TENANT, _CA, _CERT,

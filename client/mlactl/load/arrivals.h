@@ -27,7 +27,7 @@ class Arrivals final {
   // REQUIRES: rate_per_s > 0. Equal seeds give equal gaps.
   Arrivals(ArrivalKind kind, double rate_per_s, uint64_t seed, Clock::time_point begin);
 
-  // The next arrival if it is before `end`; otherwise none, and a later call returns it.
+  // Returns the next arrival if it is before `end`; otherwise none, and a later call returns it.
   std::optional<Clock::time_point> TakeBefore(Clock::time_point end);
 
  private:

@@ -25,8 +25,8 @@ class LatencyHistogram final {
   int64_t max_ns() const { return max_; }  // exact; 0 when empty
   int64_t min_ns() const { return count_ == 0 ? 0 : min_; }
   double mean_ns() const;
-  // Largest duration that the bucket of the sample at `quantile` (0..1) may hold, never above the
-  // largest sample. 0 when empty.
+  // Returns the largest duration that the bucket of the sample at `quantile` (0..1) may hold, never
+  // above the largest sample. 0 when empty.
   int64_t ValueAt(double quantile) const;
   // Points of a latency curve: (quantile, ns) at 0, then five points for each halving of the
   // distance to 1 as far as there are samples beyond it, then 1.

@@ -35,10 +35,10 @@ struct Trace {
   uint32_t block_rows = 64;
   std::vector<Turn> turns;  // turns of a conversation, in order
 
-  // Tokens of the rows [first, end) of a turn. Rows after its blocks have no tokens, so the result
-  // is then shorter.
+  // Returns the tokens of the rows [first, end) of a turn. Rows after its blocks have no tokens, so
+  // the result is then shorter.
   std::vector<uint32_t> Tokens(const Turn& turn, uint32_t first, uint32_t end) const;
-  // The rows that both have in common at the beginning, in whole blocks.
+  // Returns the rows that both have in common at the beginning, in whole blocks.
   uint32_t Shared(const Turn& one, const Turn& other) const;
 };
 
@@ -46,8 +46,8 @@ inline constexpr uint32_t kMaxTraceRows = 1u << 24;  // per turn
 inline constexpr uint32_t kMaxBlockRows = 1u << 16;
 inline constexpr size_t kMaxTraceTurns = 1u << 20;
 
-// INVALID_ARGUMENT names the line and the key if this is not such a trace or a number is out of
-// bounds.
+// Reads a trace. INVALID_ARGUMENT names the line and the key if this is not a trace or a number is
+// out of bounds.
 absl::StatusOr<Trace> ParseTrace(absl::string_view text);
 std::string TraceText(const Trace& trace);
 
@@ -69,9 +69,9 @@ struct AgentsShape {
 // (output + 1), and at least one block of rows.
 Trace GenerateAgents(const AgentsShape& shape, uint64_t seed);
 
-// One turn of a long conversation, again and again: `repeats` times with none of its `context` rows
-// in the cache, and as often with `share` of them. An earlier turn puts them there. REQUIRES:
-// context is more than a block.
+// Makes one turn of a long conversation, again and again: `repeats` times with none of its
+// `context` rows in the cache, and as often with `share` of them. An earlier turn puts them there.
+// REQUIRES: context is more than a block.
 Trace GenerateTurn(uint32_t context, double share, uint32_t repeats, uint64_t seed);
 
 }  // namespace mla::mlactl

@@ -27,11 +27,11 @@ class RecordFields final {
   std::vector<uint64_t> Numbers(const char* key, uint64_t most);
 
   void Fault(std::string_view key, std::string_view got, std::string_view must);
-  // DATA_LOSS: "key: got ..., must be ...".
+  // Returns OK, or DATA_LOSS of the first fault: "key: got ..., must be ...".
   const absl::Status& status() const { return status_; }
 
  private:
-  // Null, and a fault, if the object does not have the key.
+  // Returns the value of the key; null, which is a fault, if the object does not have it.
   const nlohmann::json* Find(const char* key);
 
   nlohmann::json object_;

@@ -47,9 +47,9 @@ class Replayer final {
 
   const OutputComparison& comparison() const { return comparison_; }
   const ReplayCounts& counts() const { return counts_; }
-  // The server's names of the models that it has registered.
+  // Returns the server's names of the models that it has registered.
   std::vector<std::string> model_ids() const;
-  // "inline", "shm", "ring" or "ucx". REQUIRES: Run has begun.
+  // Returns "inline", "shm", "ring" or "ucx". REQUIRES: Run has begun.
   std::string transport() const { return std::string(session_->transport()); }
 
  private:

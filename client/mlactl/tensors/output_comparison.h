@@ -42,14 +42,15 @@ class OutputComparison final {
   const OutputRule& rule() const { return rule_; }
   uint64_t elements() const { return elements_; }
   uint64_t rows() const { return rows_; }  // row heads
-  // Number of elements, row heads by their cosine, and lse that do not agree.
+  // Returns how much does not agree: elements, row heads by their cosine, and log-sum-exps.
   uint64_t outside() const { return outside_elements_ + outside_cosines_ + outside_lse_; }
   uint64_t outside_elements() const { return outside_elements_; }
   uint64_t outside_cosines() const { return outside_cosines_; }
   uint64_t outside_lse() const { return outside_lse_; }
   const std::string& first_outside() const { return first_outside_; }
 
-  // |got - want| as a part of the allowed error (1 is just inside), and its absolute value.
+  // The worst |got - want|: of_allowed as a part of the allowed error (1 is just inside), abs as a
+  // number.
   const WorstError& of_allowed() const { return of_allowed_; }
   const WorstError& abs() const { return abs_; }
   const WorstError& abs_of_v() const { return abs_of_v_; }  // as a part of the largest |V|

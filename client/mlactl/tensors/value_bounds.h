@@ -22,7 +22,8 @@ class ValueProjection final {
   // `weights`: the bytes of UploadWeightsRequest.Chunk: bf16 W_UK, then W_UV.
   void Add(uint32_t layer, uint32_t head_begin, uint32_t head_count,
            std::span<const std::byte> weights);
-  // The largest |V| that one row of latent values has after the projection; 0 without weights.
+  // Returns the largest |V| that one row of latent values has after the projection; 0 without
+  // weights.
   float Largest(uint32_t layer, std::span<const float> latent);
 
  private:
@@ -40,7 +41,7 @@ class ValueBounds final {
   // row is ignored.
   void AddRow(uint32_t layer, uint64_t position, std::span<const float> latent,
               ValueProjection* projection);
-  // Over rows 0..position. REQUIRES: they have been added.
+  // Returns the largest |V| of rows 0..position. REQUIRES: they have been added.
   double Largest(uint32_t layer, uint64_t position, v1::Profile profile) const;
   bool Has(uint32_t layer, uint64_t position) const {
     return position < layers_[layer].latent.size();

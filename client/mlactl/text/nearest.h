@@ -7,12 +7,12 @@
 
 namespace mla::mlactl {
 
-// The one of `known` that begins with `word`, if that is one alone; else the one that differs from
-// it in the fewest letters (left out, added, changed, or swapped with the next), at most a third of
-// them. Empty: none is near enough.
+// Returns the one of `known` that begins with `word`, if that is one alone; else the one that
+// differs from it in the fewest letters (left out, added, changed, or swapped with the next), at
+// most a third of them. Empty: none is near enough.
 std::string Nearest(const std::string& word, const std::vector<std::string>& known);
 
-// "; did you mean WORD?" or nothing.
+// Returns "; did you mean WORD?" or nothing.
 std::string DidYouMean(const std::string& word, const std::vector<std::string>& known);
 
 }  // namespace mla::mlactl

@@ -18,7 +18,7 @@ struct ModelSize {
 
 // Models whose numbers are public; the first is the default.
 const std::vector<ModelSize>& KnownModels();
-// Null: no such model.
+// Returns null if no model has the name.
 const ModelSize* FindModel(const std::string& name);
 
 struct Load {

@@ -9,7 +9,7 @@ namespace mla::mlactl {
 void AddVersion(Program* program);
 void AddTop(Program* program);
 void AddSize(Program* program);
-// contexts, set-context, use-context, delete-context.
+// Adds the commands contexts, set-context, use-context and delete-context.
 void AddContexts(Program* program);
 
 }  // namespace mla::mlactl

@@ -40,7 +40,7 @@ struct RowProjectionContext {
   ProjectedPart part = ProjectedPart::kQueries;
 };
 
-// The weights of a slot.
+// Contents of one weights slot: the shape, and the memory that PackProjected has filled.
 struct ProjectedWeights {
   ProjectedShape shape;
   const std::byte* packed = nullptr;

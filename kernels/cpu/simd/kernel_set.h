@@ -2,9 +2,9 @@
 //
 // Control flow (which rows, which tiles, masking limits, merging) is written once in item_runner.cc
 // for the baseline instruction set; every loop that costs time is in this table. Each level has a
-// folder and compiler options of its own. Level sources define nothing with external linkage except
-// their table, and call no inline function of other headers. Otherwise the linker could keep a
-// level's instructions in code that other levels run.
+// source (cpu/levels/) and compiler options of its own. Level sources define nothing with external
+// linkage except their table, and call no inline function of other headers. Otherwise the linker
+// could keep a level's instructions in code that other levels run.
 //
 // Operands. A level multiplies either bf16 pairs (`bf16_operands`, accumulating in fp32) or fp32.
 //   rows    A operand: pointers to rows of `k` elements, contiguous, any alignment.

@@ -101,8 +101,8 @@ struct ArchTraits {
   std::span<const SplitVariant> split = {};
   std::span<const StreamVariant> stream = {};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // kind in the architecture's pools
-  // Where the absorbed form has 8-bit products, in the words of BackendInfo. Empty if neither form
-  // has any.
+  // Text of BackendInfo::fp8_compute: says for which rows and packed rows the absorbed form uses
+  // 8-bit products. Empty if neither form has any.
   std::string_view fp8_compute = {};
   // BackendInfo::fp8_prefill_keys; 0 if no kernel has 8-bit products.
   int32_t expanded_products_keys = 0;
@@ -236,8 +236,8 @@ constexpr bool WidensLists(const ArchTraits& arch, KvFormat format, int32_t rows
          places >= 2 * kv_rows;
 }
 
-// Keys of a block of mla_index_logits if query rows see `keys` in all: few enough that all units
-// have blocks, and enough that loading the queries costs little in comparison.
+// Returns the keys of a block of mla_index_logits if query rows see `keys` in all: few enough that
+// all units have blocks, and enough that loading the queries costs little in comparison.
 constexpr int32_t IndexKeysPerBlock(int64_t keys, int32_t units) {
   constexpr int32_t kLeast = 256, kMost = 8192;
   constexpr int64_t kBlocksPerUnit = 4;  // wanted
@@ -246,20 +246,20 @@ constexpr int32_t IndexKeysPerBlock(int64_t keys, int32_t units) {
   return chosen;
 }
 
-// Dynamic shared memory of mla_index_logits for queries of `heads` heads.
+// Returns the dynamic shared memory of mla_index_logits for queries of `heads` heads.
 constexpr int32_t IndexLogitsSharedBytes(const ArchTraits& arch, int32_t heads, DType dtype) {
   const int32_t of_queries = arch.index_queries_shared ? index_query_bytes(heads, dtype) : 0;
   return arch.index_logits_shared_bytes + of_queries;
 }
 
-// Number of dies of a device of `units` units, if it deals blocks to its dies in turn.
+// Returns the number of dies of a device of `units` units, if it deals blocks to its dies in turn.
 constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {
   const bool whole = arch.units_per_xcd > 0 && units % arch.units_per_xcd == 0;
   return whole ? units / arch.units_per_xcd : 1;
 }
 
-// Most packed rows of a block over rows of `format` with these products, or 0 if there is no such
-// kernel.
+// Returns the most packed rows of a block over rows of `format` with these products, or 0 if there
+// is no such kernel.
 constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType products,
                            AttentionKind kind) {
   int32_t largest = 0;
@@ -276,8 +276,8 @@ constexpr DType AbsorbedProducts(const ArchTraits& arch, KvFormat format, DType 
   return MostRows(arch, format, products, kind) > 0 ? products : DType::kBf16;
 }
 
-// Index in arch.expand of the kernel for attention with these products, or arch.expand.size() if
-// there is none.
+// Returns the index in arch.expand of the kernel for attention with these products, or
+// arch.expand.size() if there is none.
 constexpr size_t FindExpand(const ArchTraits& arch, const kernels::ExpandedDims& dims,
                             KvFormat format, DType products) {
   size_t i = 0;
@@ -289,8 +289,8 @@ constexpr size_t FindExpand(const ArchTraits& arch, const kernels::ExpandedDims&
   return i;
 }
 
-// Index in arch.expanded of attention with these products, or arch.expanded.size() if there is
-// none.
+// Returns the index in arch.expanded of attention with these products, or arch.expanded.size() if
+// there is none.
 constexpr size_t FindExpanded(const ArchTraits& arch, const kernels::ExpandedDims& dims,
                               DType products) {
   size_t i = 0;
@@ -301,7 +301,8 @@ constexpr size_t FindExpanded(const ArchTraits& arch, const kernels::ExpandedDim
   return i;
 }
 
-// Most blocks of attention in the expanded form that a unit holds at a time, over all dims.
+// Returns the most blocks of attention in the expanded form that a unit holds at a time, over all
+// dims.
 constexpr int32_t MostExpandedBlocks(const ArchTraits& arch) {
   int32_t most = 1;
   for (const ExpandedVariant& v : arch.expanded) most = v.blocks > most ? v.blocks : most;
@@ -312,8 +313,8 @@ constexpr bool HasExpandedForm(const ArchTraits& arch, const kernels::ExpandedDi
   return FindExpanded(arch, dims, DType::kBf16) < arch.expanded.size();
 }
 
-// The largest dims that kernels are written for and that models of at most `geometry` can have;
-// kDims128 if there are none.
+// Returns the largest dims that kernels are written for and that models of at most `geometry` can
+// have; kDims128 if there are none.
 constexpr kernels::ExpandedDims LargestDims(const ArchTraits& arch, const Geometry& geometry) {
   kernels::ExpandedDims largest = kernels::kDims128;
   for (const ExpandedVariant& v : arch.expanded) {
@@ -335,7 +336,8 @@ constexpr bool Takes(const ArchTraits& arch, const AttendVariant& v, KvFormat fo
   return true;
 }
 
-// Rows of the smallest kernel that such launches may use. REQUIRES MostRows(...) > 0.
+// Returns the number of rows of the smallest kernel that such launches may use. REQUIRES
+// MostRows(...) > 0.
 constexpr int32_t LeastRows(const ArchTraits& arch, KvFormat format, DType products,
                             AttentionKind kind) {
   int32_t least = MostRows(arch, format, products, kind);
@@ -345,11 +347,11 @@ constexpr int32_t LeastRows(const ArchTraits& arch, KvFormat format, DType produ
   return least;
 }
 
-// Index in arch.attend of the kernel for a launch whose widest work item has `rows` packed rows.
-// This is the smallest kernel that takes them in one block, or else the largest. If only `busy`
-// units have work and all blocks of a smaller kernel run at a time, it is that smaller one:
-// neighbours then read the same KV rows from the cache, and each has less to compute and to write.
-// REQUIRES MostRows(arch, format, AbsorbedProducts(arch, format, products, kind), kind) > 0.
+// Returns the index in arch.attend of the kernel for a launch whose widest work item has `rows`
+// packed rows. This is the smallest kernel that takes them in one block, or else the largest. If
+// only `busy` units have work and all blocks of a smaller kernel run at a time, it is that smaller
+// one: neighbours then read the same KV rows from the cache, and each has less to compute and to
+// write. REQUIRES MostRows(arch, format, AbsorbedProducts(arch, format, products, kind), kind) > 0.
 constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType products,
                               AttentionKind kind, int32_t rows, int32_t busy, int32_t units) {
   size_t chosen = arch.attend.size();
@@ -363,8 +365,8 @@ constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType pro
   return chosen;
 }
 
-// Index in arch.split of the kernel that replaces `v` and combine in a launch of one tile, or
-// arch.split.size() if there is none.
+// Returns the index in arch.split of the kernel that replaces `v` and combine in a launch of one
+// tile, or arch.split.size() if there is none.
 constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
   size_t i = 0;
   while (i < arch.split.size() &&
@@ -378,8 +380,8 @@ constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
 // Blocks of combine that fit a unit at a time, by their registers.
 inline constexpr int64_t kCombineBlocksPerUnit = 4;
 
-// Waves that merge one row, given the rows of a launch and the most parts of a row: one wave a
-// part, unless that makes more blocks than the device runs at a time.
+// Returns the number of waves that merge one row, given the rows of a launch and the most parts of
+// a row: one wave a part, unless that makes more blocks than the device runs at a time.
 constexpr int32_t CombineWavesPerRow(const ArchTraits& arch, int64_t rows, int32_t parts,
                                      int32_t units) {
   int32_t waves = arch.waves_per_block;
@@ -390,9 +392,9 @@ constexpr int32_t CombineWavesPerRow(const ArchTraits& arch, int64_t rows, int32
   return waves;
 }
 
-// Blocks that divide the columns of each row of such a launch: a power of two. It is more than one
-// only if units would otherwise have no block, and all blocks run at a time. A block has at least
-// four columns a lane.
+// Returns the number of blocks that divide the columns of each row of such a launch: a power of
+// two. It is more than one only if units would otherwise have no block, and all blocks run at a
+// time. A block has at least four columns a lane.
 constexpr int32_t CombineColumnBlocks(const ArchTraits& arch, int64_t rows, int32_t waves_per_row,
                                       int32_t o_dim, int32_t units) {
   const int32_t least_columns = 4 * 256 / arch.waves_per_block;
@@ -408,8 +410,9 @@ constexpr int32_t CombineColumnBlocks(const ArchTraits& arch, int64_t rows, int3
 // Parts whose values a wave of combine loads at a time if columns are divided.
 inline constexpr int32_t kCombinePartsAhead = 8;
 
-// Waves a row of such a launch if the attention kernel leaves `idle_units` units idle. It is fewer
-// if all blocks can then start before that kernel ends, and a wave still takes its parts at one go.
+// Returns the number of waves a row of such a launch if the attention kernel leaves `idle_units`
+// units idle. It is fewer if all blocks can then start before that kernel ends, and a wave still
+// takes its parts at one go.
 constexpr int32_t CombineWavesBeside(const ArchTraits& arch, int64_t rows, int32_t parts,
                                      int32_t waves_per_row, int32_t column_blocks,
                                      int32_t idle_units) {
@@ -439,9 +442,9 @@ constexpr int32_t ExpandBlocks(const ArchTraits& arch, int32_t pairs, int32_t he
   return share - least <= least / kSlack ? (pairs + share - 1) / share : all;
 }
 
-// ExpandArgs::first_tile_pairs of a round whose pairs `blocks` blocks up-project. If stores take
-// time of their own, a separate list pays as soon as a block has enough pairs that one more tile of
-// rows costs little.
+// Returns ExpandArgs::first_tile_pairs of a round whose pairs `blocks` blocks up-project. If stores
+// take time of their own, a separate list pays as soon as a block has enough pairs that one more
+// tile of rows costs little.
 constexpr int32_t FirstTilePairs(const ArchTraits& arch, int32_t pairs, int32_t heads,
                                  int32_t blocks) {
   constexpr int32_t kPairsOfBlock = 12;

@@ -22,8 +22,8 @@ void SetHostMemory(const GpuRuntime& runtime, const ArchTraits& arch, BackendInf
 absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
                             const AttentionDesc& desc);
 
-// How plans for `desc` are cut on a device of `units` units. The caller fills in `rounds`, except
-// cache_bytes.
+// Returns how plans for `desc` are cut on a device of `units` units. The caller fills in `rounds`,
+// except cache_bytes.
 PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDesc& desc);
 
 }  // namespace mla::kernels::hip

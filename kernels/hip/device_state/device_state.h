@@ -16,7 +16,7 @@ namespace mla::kernels::hip {
 
 inline constexpr uint32_t kBlockThreads = 256;  // for every kernel except attention
 
-// Blocks needed for `all` if each takes `share`.
+// Returns the number of blocks needed for `all` if each takes `share`.
 inline uint32_t BlocksFor(int64_t all, int64_t share) {
   return static_cast<uint32_t>((all + share - 1) / share);
 }
@@ -34,7 +34,8 @@ struct DeviceState {
   DeviceBuffer meetings;            // SplitArgs::meetings
   DeviceBuffer expanded_workspace;  // up-projected keys and values; unused between launches
 
-  // Scale that kernels use for the rows of a layer (kernel_args.h), given the host's `scale`.
+  // Returns the scale that kernels use for the rows of a layer (kernel_args.h), given the host's
+  // `scale`.
   float RowScale(KvFormat format, float scale) const {
     if (TraitsOf(format).scales != KvScales::kLayer) return 1.0f;
     return arch->fp8 == Fp8Kind::kE4m3Fn ? scale : ScaleToKind(scale, arch->fp8);

@@ -25,7 +25,7 @@ class WeightArena {
 
   int64_t bytes() const { return bytes_; }
   int64_t used() const { return used_; }
-  // Offset of the slot's extent, or kNowhere if it is empty.
+  // Returns the offset of the slot's extent, or kNowhere if it is empty.
   int64_t at(int32_t slot) const { return extents_[static_cast<size_t>(slot)].at; }
 
   // Gives an empty slot `bytes` >= 1 bytes in one piece, at the lowest offset where they fit.

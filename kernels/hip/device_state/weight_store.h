@@ -48,12 +48,12 @@ class WeightStore final {
     int32_t columns = 0, depth = 0, padded_depth = 0;
   };
   ProjectedMatrix Projected(int32_t slot, ProjectedPart part) const;
-  // Device addresses of the weights of a slot that has some.
+  // Return device addresses of the weights of a slot that has some.
   const uint16_t* UkOf(int32_t slot) const { return Published(slot); }
   const uint16_t* UvOf(int32_t slot) const {
     return Published(slot + static_cast<int32_t>(slots_.size()));
   }
-  // Device arrays of these addresses, by slot.
+  // Return device arrays of these addresses, by slot.
   const uint16_t* const* w_uk() const { return pointers_.As<const uint16_t*>(); }
   const uint16_t* const* w_uv() const { return w_uk() + slots_.size(); }
 
@@ -74,7 +74,8 @@ class WeightStore final {
   };
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status CheckRoom(int64_t bytes) const;
-  // Index in the arena of a slot's weights of PROJECTED. Its other weights have the slot's index.
+  // Returns the index in the arena of a slot's weights of PROJECTED. Its other weights have the
+  // slot's index.
   int32_t ExtentOfProjected(int32_t slot) const {
     return slot + static_cast<int32_t>(slots_.size());
   }

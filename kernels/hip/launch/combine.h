@@ -24,7 +24,8 @@ struct Attended {
   int32_t idle_units = 0;                 // units that attention leaves to the merge
 };
 
-// Packed rows (query rows x heads) of a work item or reduce tile; `heads` is packed as in WorkInfo.
+// Returns the number of packed rows (query rows x heads) of a work item or reduce tile; `heads` is
+// packed as in WorkInfo.
 int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads);
 
 // Returns a segment of `params` as kernels take it. Its layer and weights are relative to the first

@@ -22,11 +22,11 @@ class ExpandedWork final {
  public:
   explicit ExpandedWork(const DeviceState& device) : device_(device) {}
 
-  // Query rows from which this form is faster than the absorbed one; launch_rows + 1 if it never
-  // is.
+  // Returns the number of query rows from which this form is faster than the absorbed one;
+  // launch_rows + 1 if it never is.
   static int32_t MinRows(const Geometry& geometry, int32_t launch_rows);
-  // Bytes of the workspace for up-projected keys and values under these limits: at most `most`, but
-  // no less than one head needs; 0 without weights.
+  // Returns the number of bytes of the workspace for up-projected keys and values under these
+  // limits: at most `most`, but no less than one head needs; 0 without weights.
   static int64_t WorkspaceBytes(const ArchTraits& arch, const BackendLimits& limits, int64_t most);
 
   // FAILED_PRECONDITION if the launch lacks weights, rounds or a workspace.

@@ -23,16 +23,18 @@ class IndexWork final {
  public:
   explicit IndexWork(const DeviceState& device) : device_(device) {}
 
-  // Device memory that Allocate takes; 0 if no model may have an indexer or lists.
+  // Returns the bytes of device memory that Allocate takes; 0 if no model may have an indexer or
+  // lists.
   static int64_t WorkspaceBytes(const BackendLimits& limits, const BackendInfo& info);
-  // Most bytes of metadata that a launch takes here.
+  // Returns the most bytes of metadata that a launch takes here.
   static int64_t MetadataBytes(const BackendLimits& limits, const BackendInfo& info);
 
   // Call once; clears the workspace on `stream`.
   absl::Status Allocate(const BackendLimits& limits, Stream stream);
   absl::Status Add(LaunchRecording& recording, std::span<const SelectRecord> records);
 
-  // Workspace that nothing uses between the kernels of Add and the next launch; may be empty.
+  // Returns the workspace that nothing uses between the kernels of Add and the next launch; may be
+  // empty.
   const DeviceBuffer& scratch() const { return ranks_; }
 
  private:

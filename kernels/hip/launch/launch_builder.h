@@ -45,9 +45,9 @@ class LaunchBuilder final {
                                                                const BackendLimits& limits,
                                                                Stream stream);
 
-  // Most bytes of one launch's metadata.
+  // Returns the most bytes of one launch's metadata.
   static int64_t MetadataBytes(const BackendLimits& limits, const BackendInfo& info);
-  // Memory that Create takes, on the device and in pinned host memory.
+  // Return the bytes that Create takes, on the device and in pinned host memory.
   static int64_t WorkspaceBytes(const DeviceState& device, const BackendLimits& limits);
   static int64_t HostBytes(const DeviceState& device, const BackendLimits& limits);
 

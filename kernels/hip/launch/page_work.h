@@ -27,7 +27,7 @@ class PageWork final {
   // `device` outlives this; its table mirror has limits.page_table_entries entries.
   PageWork(const DeviceState& device, const BackendLimits& limits);
 
-  // Most bytes of metadata that a launch takes here.
+  // Returns the most bytes of metadata that a launch takes here.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
   // Add the kernels of a part of the launch to `recording`. INVALID_ARGUMENT for ranges that leave

@@ -22,7 +22,7 @@ class ProjectWork final {
  public:
   ProjectWork(const DeviceState& device, const BackendLimits& limits);
 
-  // Most bytes of metadata that a launch takes here.
+  // Returns the most bytes of metadata that a launch takes here.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
   // Returns true if the kernel of this projection reads only its weights and records until the

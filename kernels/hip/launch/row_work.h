@@ -24,9 +24,9 @@ class RowWork final {
  public:
   explicit RowWork(const DeviceState& device) : device_(device) {}
 
-  // Device memory that Allocate takes; 0 if no model may have weights.
+  // Returns the bytes of device memory that Allocate takes; 0 if no model may have weights.
   static int64_t WorkspaceBytes(const BackendLimits& limits);
-  // Most bytes of metadata that a launch takes here.
+  // Returns the most bytes of metadata that a launch takes here.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
   absl::Status Allocate(const BackendLimits& limits);

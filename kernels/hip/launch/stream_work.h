@@ -30,7 +30,7 @@ class StreamWork final {
 
   static absl::StatusOr<StreamWork> Create(const DeviceState& device, const BackendLimits& limits,
                                            Stream stream);
-  // Device memory that Create takes.
+  // Returns the bytes of device memory that Create takes.
   static int64_t WorkspaceBytes(const BackendLimits& limits);
   static int64_t HostBytes(const BackendLimits& limits);
 

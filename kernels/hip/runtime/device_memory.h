@@ -124,7 +124,7 @@ class StagedRegion {
   absl::StatusOr<int64_t> Take(int64_t bytes);
   std::byte* host(int64_t offset) const { return host_.data() + offset; }
   DevicePtr device(int64_t offset) const { return device_.at() + static_cast<uint64_t>(offset); }
-  // Offset of an address in the region's device memory.
+  // Returns the offset of an address in the region's device memory.
   int64_t OffsetOf(const std::byte* device) const {
     return static_cast<int64_t>(reinterpret_cast<DevicePtr>(device) - device_.at());
   }

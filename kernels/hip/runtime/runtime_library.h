@@ -11,10 +11,10 @@ namespace mla::kernels::hip {
 
 enum class Vendor { kAmd, kNvidia };
 
-// Names to try, in order. With an empty `path`: the library's name alone, which the loader searches
-// in its own places; then for AMD the name below $ROCM_PATH/lib and /opt/rocm/lib, because packages
-// of ROCm do not always register with the loader. Otherwise only `path`, which is a library or its
-// folder.
+// Returns the names to try, in order. With an empty `path`: the library's name alone, which the
+// loader searches in its own places; then for AMD the name below $ROCM_PATH/lib and /opt/rocm/lib,
+// because packages of ROCm do not always register with the loader. Otherwise only `path`, which is
+// a library or its folder.
 std::vector<std::string> RuntimeLibraries(Vendor vendor, const std::string& path);
 
 // Versions of ROCm as hipRuntimeGetVersion counts them (docs/kernels/rocm.md).

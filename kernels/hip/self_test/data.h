@@ -67,8 +67,8 @@ inline constexpr Shape kListShapes[] = {{150, 64, 96, 20, 0, true, false, true, 
                                         {150, 64, 96, 20, 0, true, false, true},
                                         {1600, 3, 800, 2, 0, false, true, true},
                                         {1600, 3, 800, 20, 0, true, true, true}};
-// A shape with as many pieces as units allow for tiles of few and of many packed rows, over rows
-// that no other shape has.
+// Returns a shape with as many pieces as units allow for tiles of few and of many packed rows, over
+// rows that no other shape has.
 inline Shape ShapeInPieces(int32_t queries, int32_t pieces) {
   Shape shape{600, 64, 0, queries, 0, false, false};
   shape.pieces = pieces;
@@ -105,7 +105,7 @@ inline constexpr double kCosinePrefill = 1.5 * kCosineProducts, kLsePrefill = 1.
 inline constexpr float kNarrow[] = {1.0f + 0x1p-10f, -1.0f};
 inline constexpr double kNarrowOff = 1e-5;
 
-// Small pseudo-random values, the same on every machine.
+// Returns small pseudo-random values, the same on every machine.
 inline std::vector<Bf16> Pattern(size_t count, uint32_t seed) {
   std::vector<Bf16> v(count);
   uint32_t state = seed;
@@ -221,7 +221,7 @@ struct Data {
     return list;
   }
 
-  // How many KV rows row `row` of q sees.
+  // Returns how many KV rows row `row` of q sees.
   int32_t Visible(int32_t row) const {
     if (row < queries && shape.lists) return shape.kv_rows - (shape.nan_row ? 1 : 0);
     if (row < queries) return shape.kv_rows - queries + row + 1;

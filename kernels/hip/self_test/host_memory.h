@@ -8,9 +8,9 @@
 
 namespace mla::kernels::hip {
 
-// OK if the runtime maps both memory that it pinned and memory that was registered with it at the
-// host's addresses, and a kernel has read and written both. Otherwise returns the reason without
-// touching host memory, because a kernel that reads an unmapped address ends the process.
+// Returns OK if the runtime maps both memory that it pinned and memory that was registered with it
+// at the host's addresses, and a kernel has read and written both. Otherwise returns the reason
+// without touching host memory, because a kernel that reads an unmapped address ends the process.
 absl::Status ProbeHostMemory(const DeviceState& device, Stream stream);
 
 }  // namespace mla::kernels::hip

@@ -87,7 +87,7 @@ inline double ExpectedSum(const RowProductData& d, int32_t row, int32_t column) 
   return sum;
 }
 
-// The expected value of a pair's first element, or of its second.
+// Returns the expected value of a pair's first element, or of its second.
 inline double ExpectedRotated(const RowProductData& d, int32_t row, int32_t column, bool halves) {
   const int32_t place = column - kProjectedGeometry.nope_dim;
   const double x = ExpectedSum(d, row, column);

@@ -56,7 +56,7 @@ inline absl::Status ProjectRow(AttentionBackend& backend, RowData& d) {
   return s.ok() ? backend.Wait(0).status() : s;
 }
 
-// The expected column `c` of a head's absorbed query.
+// Returns the expected column `c` of a head's absorbed query.
 inline double ExpectedAbsorbed(const RowData& d, const Weights& w, int32_t head, int32_t c) {
   const int32_t nope = d.geometry.nope_dim;
   const Bf16* q = &d.q[static_cast<size_t>(head) * d.geometry.expanded_q_dim()];

@@ -27,7 +27,7 @@ struct SelfTestOptions {
   std::function<std::chrono::steady_clock::time_point()> now;
 };
 
-// Names of the parts, in the order in which they run.
+// Returns the names of the parts, in the order in which they run.
 std::span<const std::string_view> SelfTestParts();
 
 // One test of a device, in up to four calls of the functions below, which share its time limit.
@@ -48,7 +48,7 @@ class SelfTestRun {
   std::vector<std::string> passed_;
 };
 
-// Limits for Configure during the test; some tens of megabytes.
+// Returns limits for Configure during the test; some tens of megabytes.
 BackendLimits SelfTestLimits(const AttentionBackend& backend);
 
 // Moves pages, with digests and without. Then it appends, absorbs, attends with a split plan,

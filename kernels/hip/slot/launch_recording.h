@@ -100,20 +100,20 @@ class LaunchRecording final {
   // until the next Begin. Empty if copy commands make them.
   std::span<const TensorMove> input_moves() const { return input_moves_; }
   std::span<const TensorMove> output_moves() const { return output_moves_; }
-  // The launch is one sequence of kernels, copies included.
+  // Returns true if the launch is one sequence of kernels, copies included.
   bool one_sequence() const { return one_sequence_; }
   // Where the copies of a launch that is one sequence store its times (CopyTensorsArgs); null for
   // other launches.
   uint64_t* kernels_begun() const { return one_sequence_ ? &gate_outcome()->ended : nullptr; }
   uint64_t* kernels_lasted() const { return one_sequence_ ? &gate_report()->ended : nullptr; }
-  // Stream of the launch's inputs. Its kernels wait for that stream if it has work; NoteInput says
-  // that some was enqueued.
+  // Returns the stream of the launch's inputs. Its kernels wait for that stream if it has work;
+  // NoteInput says that some was enqueued.
   Stream input_stream() const { return input_stream_; }
   void NoteInput() { has_input_ = true; }
   bool has_input() const { return has_input_; }
   // Returns true if the timed kernels store all outputs of the launch in place.
   bool outputs_in_place() const { return outputs_in_place_; }
-  // The copy that the signal must make for that, or no bytes.
+  // Returns the copy that the signal must make for that, or no bytes.
   const TensorMove& signal_copy() const { return signal_copy_; }
 
   // --- Inputs that are copied while the kernels run, which see them arrive. Until they arrive,

@@ -37,7 +37,7 @@ class LaunchSlot final {
     work.copied_bytes = copies_.copied_bytes();
     return work;
   }
-  // Fill the recording between its Begin and Submit or Abandon.
+  // REQUIRES to fill it: its Begin was called, and neither Submit nor Abandon since.
   LaunchRecording& recording() { return *recording_; }
   const LaunchRecording& recording() const { return *recording_; }
   void Abandon() { copies_.End(); }

@@ -54,7 +54,8 @@ class TensorCopies {
   // Keeps memory that kernels use in place pinned. INTERNAL if it is not pinned.
   absl::Status HoldInPlace(const LaunchTensors& tensors);
 
-  // Bytes of the tensors that are copied; and whether they lie in at most `most` pieces of memory.
+  // BytesOf returns the bytes of the tensors that are copied. InFewPieces returns true if they lie
+  // in at most `most` pieces of memory.
   static int64_t BytesOf(std::span<const HostInput> inputs);
   static int64_t BytesOf(std::span<const HostOutput> outputs);
   static bool InFewPieces(std::span<const HostInput> inputs, size_t most);

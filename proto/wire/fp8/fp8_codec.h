@@ -43,8 +43,9 @@ constexpr uint8_t EncodeFp8(float value) {
   return static_cast<uint8_t>(code == 0 ? 0 : sign | code);
 }
 
-// The smallest power of two within the bounds of scales under which none of the values saturates.
-// Infinities and NaN do not count. Magnitudes above 448 x kLargestFp8Scale always saturate.
+// Returns the smallest power of two within the bounds of scales under which none of the values
+// saturates. Infinities and NaN do not count. Magnitudes above 448 x kLargestFp8Scale always
+// saturate.
 float Fp8ScaleOf(const float* values, size_t count);
 
 // Writes the codes of `count` values and returns their scale, Fp8ScaleOf.

@@ -23,7 +23,7 @@ struct KvPlane {
   int32_t rows = 0;         // of a page
   int32_t token_ratio = 1;  // tokens that one row stands for
   kernels::KvFormat format = kernels::KvFormat::kBf16;
-  // Bytes that hold a page's first `tokens` tokens, if rows lead.
+  // Returns the number of bytes that hold a page's first `tokens` tokens, if rows lead.
   int64_t bytes_of(int32_t tokens) const {
     return (int64_t{tokens} + token_ratio - 1) / token_ratio * row_stride;
   }
@@ -41,7 +41,8 @@ struct GroupLayout {
   const KvPlane& rows(int32_t layer) const { return layers[static_cast<size_t>(layer)].front(); }
   // REQUIRES that the layer has index keys.
   const KvPlane& index_keys(int32_t layer) const { return layers[static_cast<size_t>(layer)][1]; }
-  // Bytes that the pool allocates for a group. REQUIRES bytes <= INT64_MAX - kPageGranuleBytes.
+  // Returns the number of bytes that the pool allocates for a group. REQUIRES bytes <= INT64_MAX -
+  // kPageGranuleBytes.
   int64_t group_bytes() const {
     const int64_t granule = kernels::kPageGranuleBytes;
     return (bytes + granule - 1) / granule * granule;

@@ -106,7 +106,7 @@ class PageWorkQueue {
   bool Take(TenantKey tenant, WorkTicket until, WorkRoom* room, LaunchWork* work);
   // As Take, for work of any tenant, to make progress with it.
   void TakeAny(WorkRoom* room, LaunchWork* work);
-  // The launch has completed.
+  // Marks the work as done, once the launch that carried it has completed.
   void Acknowledge(LaunchWork* work);
   // Returns true if the launch carries work into the group.
   bool Fills(const LaunchWork& work, uint32_t target) const;

@@ -52,9 +52,10 @@ class PoolAccount {
   virtual bool TakeSlab(int64_t bytes) = 0;
   virtual void ReturnGroup(int64_t bytes) = 0;
   virtual void ReturnSlab(int64_t bytes) = 0;
-  // Bytes of groups that the owner may still take under its own bound; negative beyond it.
+  // Returns the number of bytes of groups that the owner may still take under its own bound;
+  // negative beyond it.
   virtual int64_t GroupRoom() const = 0;
-  // Bound of the account in bytes.
+  // Returns the bound of the account in bytes.
   virtual int64_t GroupBound() const { return std::numeric_limits<int64_t>::max(); }
   // Layouts with the same owner share its bounds; null: no owner.
   virtual const void* owner() const { return nullptr; }
@@ -110,9 +111,9 @@ class SlabPool final {
   // For every kLifetimeSample-th freed group, calls `on_freed` with the nanoseconds, measured by
   // `now`, between its Take and its last Drop. Neither function may call back or allocate.
   void WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed);
-  // RESOURCE_EXHAUSTED if not even one group fits the budget. REQUIRES: all dimensions are
-  // positive. `account`, if not null, is told of every group and slab that the layout takes and
-  // returns; it must outlive the layout.
+  // Adds a layout of groups. RESOURCE_EXHAUSTED if not even one group fits the budget. REQUIRES:
+  // all dimensions are positive. `account`, if not null, is told of every group and slab that the
+  // layout takes and returns; it must outlive the layout.
   absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout, PoolAccount* account = nullptr);
   // REQUIRES: none of its groups has a reference. Groups that are pinned by page work keep their
   // slabs until they are unpinned.
@@ -140,31 +141,32 @@ class SlabPool final {
   // As Pin, for the source of a copy: its first `rows` rows may not be written until UnpinSource.
   void PinSource(uint32_t entry, int32_t rows);
   void UnpinSource(uint32_t entry);
-  // Rows of each of the group's pages that waiting or running copies still have to read.
+  // Returns the number of rows of each of the group's pages that waiting or running copies still
+  // have to read.
   int32_t pinned_rows(uint32_t entry) const;
-  // The piece of work that fills the group, or -1.
+  // Returns the piece of page work that fills the group, or -1.
   int32_t work(uint32_t entry) const;
   void set_work(uint32_t entry, int32_t piece) { GroupOf(entry).work = piece; }
   // Restores the mark that the group had before the latest Take.
   void RestoreMark(uint32_t entry);
   // Notes that the group may hold bytes of any tenant.
   void MarkMixed(uint32_t entry) { GroupOf(entry).mark = kMixed; }
-  // The tenant that took the group last. REQUIRES: the group is in use.
+  // Returns the tenant that took the group last. REQUIRES: the group is in use.
   TenantKey tenant(uint32_t entry) const { return GroupOf(entry).mark; }
   int64_t offset(uint32_t entry) const { return int64_t{entry} * kernels::kPageGranuleBytes; }
   int64_t group_bytes(LayoutId layout) const { return Of(layout).group_bytes; }
 
-  // Groups of this layout that Take could return now.
+  // Returns the number of groups of this layout that Take could return now.
   int64_t free_groups(LayoutId layout) const {
     return free_in_slabs(layout) + CountRuns(Of(layout), nullptr);
   }
   int64_t free_in_slabs(LayoutId layout) const {  // part of it that needs no further slab
     return Of(layout).groups_total - Of(layout).groups_used;
   }
-  // Bytes of such groups, by a look at the last slab alone. For groups larger than a slab the
-  // result may be too large: free slabs count as neighbours.
+  // Returns the bytes of the groups that Take could return now, by a look at the last slab alone.
+  // For groups larger than a slab the result may be too large: free slabs count as neighbours.
   int64_t BytesLeft(LayoutId layout) const;
-  // Why the latest failing Take failed.
+  // Returns the reason why the latest failing Take failed.
   TakeRefusal refusal() const { return refusal_; }
 
   // --- Groups that the prefix cache holds: it has one of their references. A cached group is idle
@@ -183,19 +185,22 @@ class SlabPool final {
   int64_t GroupBound(LayoutId layout) const;  // of its account, in bytes
   // Makes an idle group the youngest of its layout's idle groups.
   void Touch(uint32_t entry);
-  // free_groups if the layout's idle groups, and all slabs with idle groups only, of any layout,
-  // were free; with `own_only`, only of layouts with the same owner.
+  // Returns what free_groups would be if the layout's idle groups were free, and all slabs that
+  // hold only idle groups. Such slabs may belong to any layout, or with `own_only` to layouts of
+  // the same owner.
   int64_t FreeWithoutIdle(LayoutId layout, bool own_only) const;
-  // Entries of all groups of one slab or run with idle groups only; empty if there is none.
+  // Returns the entries of all groups of a slab or run that holds only idle groups; empty if there
+  // is none.
   std::vector<uint32_t> IdleSlab(LayoutId layout, bool own_only) const;
   const SlabPoolStats& stats() const { return stats_; }
-  // Groups and slabs visited since start; shows what an operation costs.
+  // Returns the number of groups and slabs visited since start; shows what an operation costs.
   uint64_t steps() const { return steps_; }
 
   // Compares all accounts with the reference counts of the page tables, given by entry. Returns a
   // description of the fault; empty if there is none.
   std::string CheckInvariants(const std::unordered_map<uint32_t, int32_t>& references) const;
-  // The cheap part of this check, a few additions for each layout, run after every mutation.
+  // Returns true if the sums of counters agree: the cheap part of CheckInvariants, a few additions
+  // for each layout, run after every mutation.
   bool CountersHold() const;
 
  private:
@@ -283,8 +288,8 @@ class SlabPool final {
   int32_t RunSlabs(int64_t group_bytes) const;
   // Slabs that count as free in addition to the free ones.
   using AlsoFree = std::function<bool(int32_t)>;
-  // The run of slabs from this one on that the layout would take; none if the slab is not free or
-  // no group fits.
+  // Returns the run of slabs from `first` on that the layout would take; none if the slab is not
+  // free or no group fits.
   Run RunAt(int32_t first, const Layout& layout, const AlsoFree* also_free = nullptr) const;
   int64_t CountRuns(const Layout& layout, const AlsoFree* also_free) const;  // groups in them
   // Returns true if only idle groups keep the slab; with `own_only`, only idle groups of this

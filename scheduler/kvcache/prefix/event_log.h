@@ -102,11 +102,12 @@ class EventLog final {
   struct Cursor {
     uint64_t next = 0;  // position in the log
   };
-  // A cursor after the tenant's event `after`, or before all kept events if that one is not known.
+  // Returns a cursor after the tenant's event `after`, or before all kept events if that one is not
+  // known.
   Cursor After(TenantKey tenant, uint64_t after) const;
-  // A cursor after all events.
+  // Returns a cursor after all events.
   Cursor End() const;
-  // A cursor before all kept events.
+  // Returns a cursor before all kept events.
   Cursor Begin() const;
   // Returns the next events, at most `most`; moves the cursor past them.
   std::vector<Event> Read(std::optional<TenantKey> tenant, size_t most, Cursor* cursor) const;
@@ -122,7 +123,7 @@ class EventLog final {
   };
   const Layout* Find(LayoutId layout) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t FirstNumber() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Position of the oldest event kept.
+  // Returns the position of the oldest event kept.
   uint64_t Oldest() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   mutable Mutex mutex_;

@@ -32,7 +32,8 @@ class PageDirectory final {
  public:
   static constexpr size_t kShards = 64;
 
-  // The page is found from now on, or is somewhere else. REQUIRES of all: pool, host or file.
+  // Notes that the page lies in `tier` from now on. REQUIRES: the tier is the pool, the host's
+  // memory or the file.
   void Put(const PrefixKey& key, Tier tier) {
     Shard& shard = ShardOf(key);
     const MutexLock lock(shard.mutex);

@@ -48,7 +48,7 @@ struct PrefixStats {
   uint64_t superseded = 0;  // nodes dropped because a node with more rows contains theirs
   uint64_t evicted = 0;     // groups whose room was needed, in the pool or in the last tier
   uint64_t demoted = 0;     // groups that left the pool while their rows stay in a slower tier
-  uint64_t restored = 0;    // and came back
+  uint64_t restored = 0;    // demoted groups that came back to the pool
   uint64_t freed = 0;       // groups that came back to the pool, for any reason
   int64_t nodes = 0;
   uint64_t steps = 0;  // keys and nodes visited; shows what an operation costs
@@ -61,9 +61,9 @@ class CopiesOutside {
   virtual bool Has(int32_t node) const = 0;
   // Returns true if its rows are being restored, or wait for that.
   virtual bool Comes(int32_t node) const = 0;
-  // The fastest of the tiers that have its rows. REQUIRES: Has.
+  // Returns the fastest of the tiers that have its rows. REQUIRES: Has.
   virtual Tier Fastest(int32_t node) const = 0;
-  // The node is gone: its index may be used again for another one.
+  // Forgets the node, whose index may then be used for another one.
   virtual void Forget(int32_t node) = 0;
 };
 
@@ -89,13 +89,13 @@ class PrefixCache final {
 
   PrefixCache(SlabPool* pool, PageWorkQueue* work);
 
-  // The group of the chain's whole page `page`, or none.
+  // Returns the group of the chain's whole page `page`, or none.
   Found Find(LayoutId layout, const PrefixChain& chain, int32_t page);
-  // The group that agrees with most of the page's first `rows` rows, from the first one on; none if
-  // not even that one agrees. `in_pool`: demoted nodes are passed over.
+  // Returns the group that agrees with most of the page's first `rows` rows, from the first one on;
+  // none if not even that one agrees. `in_pool`: demoted nodes are passed over.
   Found FindRows(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
                  bool in_pool = false);
-  // Why Find found nothing.
+  // Returns the reason why Find has found nothing.
   MatchEnd WhyAbsent(LayoutId layout, const PrefixChain& chain, int32_t page) const;
   void CountMatch(MatchEnd end, int32_t asked, int32_t found);
 
@@ -104,7 +104,8 @@ class PrefixCache final {
   // of the pool has the same rows. REQUIRES: rows = page_size, or fewer if the chain has tokens.
   bool Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
                uint32_t entry);
-  // From now on evictions are events of the log; null: no events. It outlives the cache.
+  // Makes evictions events of the log from now on, or of none if it is null. The log outlives the
+  // cache.
   void set_events(EventLog* events) { events_ = events; }
   // Evicts idle groups so that `groups` more can be taken for the layout, which Take has just
   // refused for `why`. Counts first: if that would not give enough room, evicts nothing and returns
@@ -115,7 +116,7 @@ class PrefixCache final {
   static constexpr int32_t kMostPriority = 3;
   // The most groups that are passed over to find the one to evict.
   static constexpr int32_t kMostPassedOver = 16;
-  // The node's group is passed over this many times before it is evicted.
+  // Sets how often the node's group is passed over before it is evicted.
   void SetPriority(int32_t node, int32_t priority) { At(node).priority = priority; }
   // Keeps the group in the pool until Unpin. Returns the pin's id; every pin has a new one.
   // REQUIRES: the node is not demoted.
@@ -126,7 +127,8 @@ class PrefixCache final {
   int64_t pinned_groups() const { return pinned_groups_; }
   int64_t pinned_bytes() const { return pinned_bytes_; }
   int64_t pinned_bytes(TenantKey tenant) const;
-  // The idle group that is evicted next; passes over groups with priority. REQUIRES: there is one.
+  // Returns the idle group that is evicted next; passes over groups with priority. REQUIRES: there
+  // is one.
   uint32_t OldestIdle(LayoutId layout);
 
   // --- Rows in slower tiers
@@ -144,7 +146,7 @@ class PrefixCache final {
   // Removes a node whose rows are gone. Either its group was evicted, or it was demoted and has
   // lost its last copy, which was damaged or whose room was needed.
   void Lose(int32_t node, EventKind why, Tier tier);
-  // The copies of a demoted node are in other tiers than before.
+  // Tells the directory that the copies of a demoted node have moved to other tiers.
   void NoteCopies(int32_t node) {
     if (At(node).entry == SlabPool::kNoEntry) List(node);
   }
@@ -159,7 +161,7 @@ class PrefixCache final {
   const PageDirectory& directory() const { return directory_; }
   // Adds the cache's own references to the counts by entry.
   void AddReferences(std::unordered_map<uint32_t, int32_t>* references) const;
-  // Empty when right.
+  // Returns a description of the fault, or empty if all accounts agree.
   std::string CheckInvariants() const;
 
  private:
@@ -187,7 +189,7 @@ class PrefixCache final {
   // sibling with the same rows, if there is one.
   bool ReplaceContainedSibling(LayoutId layout, const PrefixKey& parent,
                                std::span<const uint32_t> tokens, int32_t* same);
-  // The rows of a demoted node were computed again.
+  // Gives a demoted node the group in which its rows were computed again.
   bool PublishAgain(int32_t node, uint32_t entry);
   // Tells the directory where the rows of a whole page are.
   void List(int32_t node);

@@ -36,7 +36,8 @@ struct PrefixChain {
   const PrefixKey& parent(int32_t page) const {
     return page == 0 ? root : keys[static_cast<size_t>(page) - 1];
   }
-  // Tokens of the page's first `rows` rows. REQUIRES: not opaque, and that many rows are known.
+  // Returns the tokens of the page's first `rows` rows. REQUIRES: not opaque, and that many rows
+  // are known.
   std::span<const uint32_t> page_tokens(int32_t page, int32_t rows) const {
     return std::span(tokens).subspan(static_cast<size_t>(page) * static_cast<size_t>(page_size),
                                      static_cast<size_t>(rows));

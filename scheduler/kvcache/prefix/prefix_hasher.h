@@ -28,8 +28,8 @@ class PrefixHasher final {
 
   explicit PrefixHasher(const PrefixSecret& secret) : secret_(secret) {}
 
-  // The key before the first page. `fields`: everything that separates rows which must not be
-  // confused; both their order and where one ends count.
+  // Returns the key before the first page. `fields`: everything that separates rows which must not
+  // be confused; both their order and where one ends count.
   PrefixKey Root(std::span<const absl::string_view> fields) const;
   // Appends rows to the chain, and the keys of the pages that they complete. REQUIRES: the chain is
   // not opaque.

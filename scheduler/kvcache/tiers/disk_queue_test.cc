@@ -174,7 +174,7 @@ void RefusedAndTaken(const char* path) {
   if (!RefuseOne()) std::exit(1);
   std::array<std::byte, 3> bytes = {std::byte{1}, std::byte{2}, std::byte{3}};
   const std::span<const std::byte> from = bytes;
-  for (uint64_t round = 0; round < 10; ++round) {  // more than there are entries
+  for (uint64_t round = 0; round < 10; ++round) {  // more rounds than the ring has entries
     if (ring->StartWrite(file, from.first(3), 1, 7)) std::exit(2);
     if (!ring->StartWrite(file, from.first(1), 0, 8 + round)) std::exit(3);
     const IoRing::Ended ended = ring->Next();

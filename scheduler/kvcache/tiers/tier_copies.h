@@ -45,7 +45,7 @@ class TierCopies final : public CopiesOutside {
   void set_seal(int32_t node, const GroupSeal& seal) { At(node).seal = seal; }
   bool held(int32_t node) const;
   void Hold(int32_t node);
-  // The move has ended.
+  // Notes that a move that held the node has ended.
   void Release(int32_t node, uint64_t life);
   // Notes that someone waits for the node's rows to come back. Each Want needs one Unwant.
   void Want(int32_t node) { ++At(node).wanted; }
@@ -63,7 +63,7 @@ class TierCopies final : public CopiesOutside {
   // to make room; returns kNoRoom if that is not enough.
   uint32_t TakeRoom(TierIndex tier, LayoutId layout);
   void FreeRoom(TierIndex tier, uint32_t room, int64_t group_bytes);
-  // The node of the oldest copy that is not held, or kNone.
+  // Returns the node of the oldest copy that is not held, or kNone.
   int32_t Oldest(TierIndex tier) const { return OldestOf(tier, kNone); }
   uint64_t dropped(TierIndex tier) const { return dropped_[Index(tier)]; }
 

@@ -22,7 +22,7 @@ namespace mla::kvcache {
 // Sizes, offsets and addresses are multiples of this.
 inline constexpr int64_t kTierBlock = 4096;
 
-// The part of the memory from its first multiple of kTierBlock on.
+// Returns the part of the memory from its first multiple of kTierBlock on.
 inline std::span<std::byte> FromBlock(std::span<std::byte> memory) {
   constexpr auto kBlock = static_cast<uintptr_t>(kTierBlock);
   const auto at = reinterpret_cast<uintptr_t>(memory.data());
@@ -44,7 +44,7 @@ class TierFile final {
 
   // REQUIRES: `at`, and size and address of `from` or `to`, are multiples of kTierBlock.
   absl::Status Write(int64_t at, std::span<const std::byte> from);
-  // A file that ends before the last byte is an error.
+  // Reads `to.size()` bytes from offset `at` on. A file that ends before is an error.
   absl::Status Read(int64_t at, std::span<std::byte> to);
   // Writes a block, reads it back and compares.
   absl::Status SelfTest();

@@ -41,7 +41,7 @@ class TierRooms final {
   static constexpr uint32_t kNone = SlabPool::kNoEntry;
 
   explicit TierRooms(int64_t bytes) : pool_(bytes, 0, SlabPool::Books::kAsNeeded) {}
-  // Bytes of a group's room.
+  // Returns the number of bytes of a group's room.
   static int64_t Rounded(int64_t bytes) {
     return (bytes + kTierBlock - 1) / kTierBlock * kTierBlock;
   }
@@ -108,9 +108,9 @@ class TierStore final {
     return TierFile::kHeaderBytes + file_rooms_->offset(room);
   }
 
-  // The caller owns the job and gets it back from Collect.
+  // Starts the job, which the caller owns and gets back from Collect.
   void Start(TierJob* job);
-  // The jobs that have ended since the last call.
+  // Returns the jobs that have ended since the last call.
   std::vector<TierJob*> Collect();
   bool has_ended() const { return has_ended_.load(std::memory_order_acquire); }
   // `wake` is called from the store's threads when a job has ended. Call this before the first

@@ -26,8 +26,8 @@ namespace {
 bool cannot_allocate = false;  // as on file systems that only write
 }  // namespace
 
-// In place of the library's. The library's own fallback, for file systems that cannot allocate,
-// does not work with O_DIRECT.
+// These two take the place of the C library's functions. On file systems that cannot allocate, the
+// library falls back to writes, which O_DIRECT refuses.
 extern "C" int fallocate(int file, int mode, off_t at, off_t bytes) {
   if (!cannot_allocate) return static_cast<int>(syscall(SYS_fallocate, file, mode, at, bytes));
   errno = EOPNOTSUPP;

@@ -14,10 +14,10 @@ namespace mla::scheduler {
 
 class ExecutionPlan final {
  public:
-  // The value for AttentionParams::plan. The i-th segment record of the launch must have the
-  // lengths and heads of segments()[i].
+  // Returns the value for AttentionParams::plan. The i-th segment record of the launch must have
+  // the lengths and heads of segments()[i].
   const kernels::PlanView& view() const { return view_; }
-  // The segments that the plan was made for; valid as long as the plan.
+  // Returns the segments that the plan was made for; valid as long as the plan.
   std::span<const PlanSegment> segments() const { return segments_; }
   // Planner::last_imbalance of this plan: the busiest unit over the mean; 1.0 is best.
   double imbalance() const { return imbalance_; }

@@ -59,8 +59,8 @@ class PlanCache final {
   static absl::StatusOr<std::unique_ptr<PlanCache>> Create(
       const PlanCacheOptions& options, std::vector<std::unique_ptr<MetadataBuffers>> buffers);
 
-  // The plan of this batch, pinned for `launch_slot`: an existing one, or a new one that replaces
-  // the unpinned plan unused for longest. A slot may pin several plans. Errors are as for
+  // Returns the plan of this batch, pinned for `launch_slot`: an existing one, or a new one that
+  // replaces the unpinned plan unused for longest. A slot may pin several plans. Errors are as for
   // Planner::Build; also RESOURCE_EXHAUSTED if every plan is pinned.
   absl::StatusOr<const ExecutionPlan*> Pin(std::span<const PlanSegment> segments,
                                            const kernels::PlanTraits& traits, int32_t launch_slot);

@@ -49,7 +49,7 @@ struct CodeWave : Wave<kRows_> {
       s.c += of_pairs[0] + of_pairs[1];
     }
   }
-  // The row's sum, in all lanes that share it.
+  // Returns the row's sum, in all lanes that share it.
   MLA_DEVICE static float total(const Sums& s) {
     if constexpr (kSumsByProducts) {
       return s.c[0];

@@ -81,7 +81,8 @@ class Combine {
         wave(tile::wave_index() % a.waves_per_row),
         count((part_count - wave + a.waves_per_row - 1) / a.waves_per_row) {}
 
-  // First partial row of the part that this lane looks up, among the wave's parts from `at` on.
+  // Returns the first partial row of the part that this lane looks up, among the wave's parts from
+  // `at` on.
   MLA_DEVICE int part(int at) const {
     return at + lane < count ? parts[(at + lane) * args.waves_per_row + wave] : 0;
   }

@@ -169,8 +169,8 @@ class RowProduct {
         split(block_index_y()),
         stages(tile::shared_base<kSharedBytes>()) {}
 
-  // Row of an operand that this lane copies the i-th time. Its chunk is the same each time, because
-  // the rows are multiples of 32 apart.
+  // Returns the row of an operand that this lane copies the i-th time. Its chunk is the same each
+  // time, because the rows are multiples of 32 apart.
   MLA_DEVICE int copied_row(int i) const {
     return i * kRowsAtOnce + wave * kRowsPerCopy + (lane >> 3);
   }

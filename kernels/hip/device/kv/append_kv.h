@@ -41,7 +41,7 @@ class AppendKv {
     if (lane == 0) *as_global<int32_t>(r.differs + source_row) = any > 0.0f ? 1 : 0;
   }
 
-  // A pair of elements in the form of kernels::Stored.
+  // Returns a pair of elements in the form of kernels::Stored.
   MLA_DEVICE static uint32_t stored_pair(uint32_t pair) {
     const uint32_t low = (pair & 0x7fffu) < kStoredBound ? pair & 0xffffu : kStoredNaN;
     const uint32_t high =
@@ -148,7 +148,7 @@ class AppendKv {
     }
     return KvSharedScale(-wave_max(-least), wave_max(most), kPoolFp8);
   }
-  // The largest magnitude of a group, ignoring values that a row cannot hold.
+  // Returns the largest magnitude of a group, ignoring values that a row cannot hold.
   template <int kGroupLanes>
   MLA_DEVICE static float largest_of_group(const Values& v) {
     float largest = 0.0f;

@@ -50,7 +50,7 @@ class Digest {
   // Byte offsets in the secret of the keys of some steps.
   static constexpr int kScrambleKeys = 128, kLastKeys = 121, kLowKeys = 11, kHighKeys = 117;
 
-  // A word of the secret, from any byte offset.
+  // Returns a word of the secret, from any byte offset.
   MLA_DEVICE static uint64_t secret(int byte) {
     static constexpr uint64_t kSecret[] = {
         0xbe4ba423396cfeb8u, 0x1cad21f72c81017cu, 0xdb979083e96dd4deu, 0x1f67b3b7a4a44072u,

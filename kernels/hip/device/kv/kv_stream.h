@@ -176,7 +176,8 @@ class KvStream {
   }
 
  private:
-  // Position of this lane's row g of tile n. The last g is the row whose scale the lane copies.
+  // Returns the position of this lane's row g of tile n. The last g is the row whose scale the lane
+  // copies.
   MLA_DEVICE int position(int n, int g) const {
     const int row = g < kCopyRows ? (g * kWaves + wave) * kRowsPerCopy + (lane >> 3)
                                   : (wave * tile::kWave + lane) % kTileKv;
@@ -254,7 +255,7 @@ class KvStream {
       land_from<kIndex + 1>(to);
     }
   }
-  // Offset of copy (g, block) of a wave from its first copy; a constant.
+  // Returns the offset of copy (g, block) of a wave from its first copy; a constant.
   MLA_DEVICE static constexpr int offset(int g, int block) {
     return block * (kTileKv * 128) + g * kWaves * kRowsPerCopy * 128;
   }

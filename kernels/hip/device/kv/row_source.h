@@ -55,8 +55,9 @@ class RowSource {
   }
   MLA_DEVICE int position_of(int of_place) const { return sees_entry(of_place) ? of_place : 0; }
   MLA_DEVICE const uint8_t* row_of(int of_place) const { return pages.row(position_of(of_place)); }
-  // The same look-up in steps, for a position: its page's address in the page table, its row inside
-  // the page, and the address of that row.
+  // row_of in three steps, so that loads of several rows can overlap. table_at returns the address
+  // of the page-table entry of a position, which the caller loads. inside returns the row inside
+  // the page, and address the address of that row from both.
   MLA_DEVICE const uint32_t* table_at(int position) const {
     return pages.table + pages.place(position).page;
   }

@@ -107,7 +107,8 @@ struct Fp8Rows {
   using lds_t = tile::lds_t;
   static constexpr int kTileKv = Layout::kTileKv;
 
-  // Address of the scale of row `row` in group `group`; the scales of the next rows follow it.
+  // Returns the address of the scale of row `row` in group `group`; the scales of the next rows
+  // follow it.
   MLA_DEVICE static lds_t scale_at(lds_t tile, int group, int row) {
     return tile + Layout::kScalesAt + (group * kTileKv + row) * 4;
   }

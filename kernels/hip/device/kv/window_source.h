@@ -62,8 +62,8 @@ class RowSource<AttentionKind::kWindow> {
     return sees_entry(of_place) ? of_place : ~(seen - 1);
   }
 
-  // Address of a row or an entry, and of its exponents if the format keeps them after the page's
-  // rows.
+  // Returns the address of a row or an entry, and of its exponents if the format keeps them after
+  // the page's rows.
   MLA_DEVICE const uint8_t* row_of(int of_place, const uint8_t*& exponents) const {
     const bool is_entry = of_place >= 0;
     const int position = is_entry ? of_place : of_place == kNone ? seen - 1 : ~of_place;

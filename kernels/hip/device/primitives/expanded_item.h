@@ -7,7 +7,7 @@
 
 namespace mla::kernels::hip {
 
-// The fields that the helpers of item.h read in any attention launch.
+// Returns the fields that the helpers of item.h read in any attention launch.
 MLA_DEVICE AttendArgs results_of(const ExpandedArgs& args) {
   AttendArgs a = {};
   a.segments = args.segments;

@@ -54,8 +54,8 @@ class ExpandPairs {
     return PagedRows(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                      r.page_size, args.granule_bytes);
   }
-  // Position in the segment of row `row` of the tile. Rows past the expansion's end repeat its last
-  // row.
+  // Returns the position in the segment of row `row` of the tile. Rows past the expansion's end
+  // repeat its last row.
   MLA_DEVICE int position(int row) const {
     const int inside = tile * kExpandedRows + row;
     return current().kv_begin + (inside < current().rows ? inside : current().rows - 1);
@@ -63,11 +63,11 @@ class ExpandPairs {
   // Rows of the tile that exist; may exceed a tile.
   MLA_DEVICE int existing_rows() const { return current().rows - tile * kExpandedRows; }
   MLA_DEVICE bool exists(int row) const { return row < existing_rows(); }
-  // Address of the tile's first row in a panel of the pair's head.
+  // Returns the address of the tile's first row in a panel of the pair's head.
   MLA_DEVICE uint8_t* panel(int panel_index) const {
     return head_at(head) + tile * (kExpandedRows * kPanelRowBytes) + panel_index * panel_bytes();
   }
-  // Address of the values' rests, or null if the tile has none.
+  // Returns the address of the values' rests, or null if the tile has none.
   MLA_DEVICE uint8_t* rest_panel(int panel_index) const {
     if (current().kv_begin > 0 || tile > 0) return nullptr;
     return head_at(head) + kDims.panels() * panel_bytes() + panel_index * kRestPanelBytes;

@@ -38,7 +38,7 @@ MLA_DEVICE uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// The lesser of each pair of binary16 numbers; of a number and NaN, the number.
+// Returns the lesser of each pair of binary16 numbers; of a number and NaN, the number.
 MLA_DEVICE uint32_t less_of_f16_pairs(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("min.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));

@@ -43,7 +43,7 @@ MLA_DEVICE void f16_to_floats(uint32_t pair, float& low, float& high) {
       : "=f"(low), "=f"(high)
       : "r"(pair));
 }
-// Bytes 0, 2, 1, 3 of a word.
+// Returns the bytes 0, 2, 1, 3 of a word, in this order.
 MLA_DEVICE uint32_t exchange_middle_bytes(uint32_t x) {
   uint32_t out;
   asm("prmt.b32 %0, %1, %1, 0x3120;" : "=r"(out) : "r"(x));

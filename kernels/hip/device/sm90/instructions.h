@@ -21,7 +21,7 @@ template <int kBytes>
 MLA_DEVICE lds_t shared_base() {
   return static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
 }
-// Address of a byte of the block's shared memory, for ordinary reads and writes.
+// Returns the address of a byte of the block's shared memory, for ordinary reads and writes.
 MLA_DEVICE uint8_t* shared_pointer(int offset) { return dynamic_shared + offset; }
 
 MLA_DEVICE void sync_warp() { __syncwarp(); }
@@ -39,10 +39,10 @@ MLA_DEVICE uint32_t exchange_word(uint32_t x) {
 
 MLA_DEVICE uint32_t bits_set(uint32_t x) { return static_cast<uint32_t>(__popc(x)); }
 
-// Sum over the lanes of a warp.
+// Returns the sum over the lanes of a warp.
 MLA_DEVICE uint32_t sum_of_warp(uint32_t x) { return __reduce_add_sync(0xffffffffu, x); }
 
-// The greater of each pair of 16-bit halves, as unsigned numbers.
+// Returns the greater of each pair of 16-bit halves, as unsigned numbers.
 MLA_DEVICE uint32_t greater_halves(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -254,7 +254,7 @@ MLA_DEVICE void store_matrices(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2, 
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
-// The larger of x and zero; NaN stays NaN.
+// Returns the larger of x and zero; NaN stays NaN.
 MLA_DEVICE float positive(float x) {
   float out;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(out) : "f"(x));

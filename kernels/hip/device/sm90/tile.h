@@ -40,7 +40,7 @@ struct Copies {
   }
 };
 
-// Address of chunk `chunk` of row `row` in a tile of `kRows` rows a column block.
+// Returns the address of chunk `chunk` of row `row` in a tile of `kRows` rows a column block.
 template <int kRows>
 MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {
   return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ swizzle(row)) << 4);
@@ -106,7 +106,7 @@ struct Wave {
   MLA_DEVICE static int out_col(int lane, int fragment, int i) {
     return fragment * kOutCols + ((i >> 2) & 1) * 8 + 2 * (lane & 3) + (i & 1);
   }
-  // Maximum over the lanes that share a row.
+  // Returns the maximum over the lanes that share a row.
   MLA_DEVICE static float row_max(float x) {
     x = max_f(x, exchange<1>(x));
     return max_f(x, exchange<2>(x));

@@ -57,7 +57,7 @@ struct Lane {
   int index = 0;   // in the block
   int number = 0;  // in the wave
   Wave* wave = nullptr;
-  void* slot = nullptr;      // operands and results of the instruction it meets at
+  void* slot = nullptr;      // operands and results of the instruction that Meet waits for
   uint32_t uniform_sum = 0;  // checksum of values that all lanes of the wave must share
   uint64_t awaited = 0;
   const uint64_t* generation = nullptr;  // counter of the barrier it waits for
@@ -128,7 +128,7 @@ extern Lane* the_lane;  // the lane that runs
 void Watch(void (*sink)(const SharedAccess& access));
 extern void (*the_watch)(const SharedAccess& access);
 void NoteAccess(const char* instruction, const void* at);
-// A lane's access to shared memory, as part of its wave's.
+// Notes an access of the lane to shared memory, as part of its wave's access.
 inline void Access(const char* instruction, const void* at) {
   if (the_watch != nullptr) NoteAccess(instruction, at);
 }
@@ -139,10 +139,10 @@ inline void Access(const char* instruction, const void* at) {
 
 // Waits for all lanes of the wave, each with its slot. The last lane carries `instruction` out.
 void Meet(Instruction instruction, void* slot);
-// The barrier of the block.
+// Waits at the barrier of the block.
 void BlockBarrier();
-// A barrier of `threads` threads. Without `waits` the lane only arrives. Returns true if `x` was
-// true in any of them.
+// Arrives at a barrier of `threads` threads, and with `waits` waits for all of them. Returns true
+// if `x` was true in any of them.
 bool Barrier(NamedBarrier& barrier, int threads, bool waits, bool x);
 // The lane's wave asks for `count` registers a lane. A block of sm_90 starts with equal parts of
 // kRegisters, in multiples of eight. Waves that need more than the others release wait forever.

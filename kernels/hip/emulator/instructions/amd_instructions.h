@@ -22,7 +22,7 @@ inline lds_t flip(lds_t at, int bits) {
   const lds_t base = host::the_block->shared.base();
   return base + ((at - base) ^ bits);
 }
-// Name of the instruction that moves kBytes bytes a lane.
+// Returns the name of the instruction that moves kBytes bytes a lane.
 template <int kBytes>
 constexpr const char* read_instruction() {
   return kBytes == 16 ? "ds_read_b128" : kBytes == 8 ? "ds_read_b64" : "ds_read_b32";

@@ -69,7 +69,8 @@ class IndexLogits {
   static constexpr int kTerms = kF32 ? 2 : 1;  // binary16 operands a query
 
   MLA_DEVICE int quarter() const { return lane & 3; }
-  // Position of one of this lane's rows in a turn; positions past the end repeat the last one.
+  // Returns the position of one of this lane's rows in a turn; positions past the end repeat the
+  // last one.
   MLA_DEVICE int position(int turn, int i) const {
     const int at = first + turn * kStride + i * 8 + (lane >> 2);
     return at < end ? at : end - 1;

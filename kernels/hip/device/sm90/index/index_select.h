@@ -250,7 +250,7 @@ class IndexSelect {
     const uint32_t in_warp = scan(x);
     return sum_of_warps_before(tile::from_lane(in_warp, tile::kWave - 1), all) + in_warp - x;
   }
-  // Sum of x over the lanes up to this one.
+  // Returns the sum of x over the lanes up to this one.
   MLA_DEVICE uint32_t scan(uint32_t x) const {
 #pragma unroll
     for (int step = 1; step < tile::kWave; step *= 2) {

@@ -78,7 +78,7 @@ class Fp8Keys {
   using lds_t = tile::lds_t;
   static constexpr int kProduct = C::kRows / 2;
 
-  // Key of the tile in this lane's row (half 0) and in the row eight further (half 1).
+  // Returns the key of the tile in this lane's row (half 0) and in the row eight further (half 1).
   MLA_DEVICE static int key(int warp, int lane, int half) {
     return warp * 16 + half * 8 + key_of_row(lane >> 2);
   }

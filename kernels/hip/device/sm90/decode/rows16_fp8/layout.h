@@ -103,7 +103,7 @@ struct Fp8Layout {
   }
 };
 
-// KV tiles of an item.
+// Returns the number of KV tiles of an item.
 template <class C>
 MLA_DEVICE int fp8_tiles(const RowSource<C::kAttention>& source) {
   return (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;

@@ -17,7 +17,7 @@ class Fp8Values {
   static constexpr int kBlocks = C::kLora / 2 / 64;  // blocks of 64 columns of a group
   static constexpr int kProduct = C::kRows / 2;
 
-  // First of the 16 columns that a warp multiplies in a block.
+  // Returns the first of the 16 columns that a warp multiplies in a block.
   MLA_DEVICE static int column(int group, int block, int warp) {
     return group * (C::kLora / 2) + block * 64 + warp * 16;
   }

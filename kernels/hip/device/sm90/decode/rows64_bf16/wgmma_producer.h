@@ -171,8 +171,8 @@ class WgmmaProducer {
       }
     }
   }
-  // Distance in bytes from the device's copy of a segment's queries to the originals in host
-  // memory.
+  // Returns the distance in bytes from the device's copy of a segment's queries to the originals in
+  // host memory.
   MLA_DEVICE static int64_t away(MLA_RECORD const SegmentRecord& r) {
     return reinterpret_cast<const uint8_t*>(r.list) - static_cast<const uint8_t*>(r.q);
   }
@@ -193,7 +193,7 @@ class WgmmaProducer {
   const L shared;
   const int lane, warp;
   const uint8_t* kv_rows[kCopyRows];     // addresses of this lane's chunks of the next tile
-  const uint8_t* query_rows[kCopyRows];  // and of the item's queries
+  const uint8_t* query_rows[kCopyRows];  // addresses of its chunks of the item's queries
   uint32_t seen = 0;                     // bit g: the query row sees row(g)
   bool queries_aligned = true;
   uint32_t used[2] = {0, 0};

@@ -35,7 +35,7 @@ class E4m3Columns {
         warp(tile::wave_index() & 3),
         lane(tile::lane_index()) {}
 
-  // First of the 16 columns that a warp multiplies in a block.
+  // Returns the first of the 16 columns that a warp multiplies in a block.
   MLA_DEVICE int column(int block) const { return group * (C::kLora / 2) + block * 64 + warp * 16; }
   // Packed row of accumulators 4 j + e and 4 j + 2 + e.
   MLA_DEVICE int row(int j, int e) const { return 8 * j + 2 * (lane & 3) + e; }

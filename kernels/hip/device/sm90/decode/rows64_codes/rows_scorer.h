@@ -195,7 +195,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
     }
   }
 
-  // The first of this lane's two keys in a group of eight.
+  // Returns the first of this lane's two keys in a group of eight.
   MLA_DEVICE int key(int eight) const { return 8 * eight + 2 * (lane & 3); }
 
   // Computes origins from the maxima of a tile. `before` holds the origins of the previous tile.

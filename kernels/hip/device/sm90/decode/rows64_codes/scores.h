@@ -40,7 +40,7 @@ class E4m3Scores {
       }
       positive = of[0] > 0.0f && of[1] > 0.0f;
     }
-    // The factor that is still to be applied to scores.
+    // Returns the factor that is still to be applied to scores.
     MLA_DEVICE float rest(int slot) const { return positive ? of[slot] : 1.0f; }
   };
 

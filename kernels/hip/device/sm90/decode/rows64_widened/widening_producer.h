@@ -144,7 +144,7 @@ class WideningProducer {
     MLA_DEVICE bool ends_turn() const { return rotated != 0; }
   };
 
-  // The i-th column block: the second slot begins with the other half.
+  // Returns the i-th column block: the second slot begins with the other half.
   MLA_DEVICE static int block(int step, int i) { return i ^ slot_of(step) * kOtherHalf; }
 
   MLA_DEVICE void bring_queries(const Item& item) {

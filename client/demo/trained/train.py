@@ -1,6 +1,6 @@
-"""Trains the demo's model with torch on one GPU and stores it; trained/README.md says how it went.
+"""Trains the demo's model with torch on one GPU and stores it; README.md says how it went.
 
-    python3 client/demo/train.py --out FOLDER [--seconds 400]
+    python3 client/demo/trained/train.py --out FOLDER [--seconds 400]
 
 Learning ends after --steps or --seconds, whichever comes first: the learning rate falls to zero by
 then. With the same seed and number of steps a run sees the same windows; on a GPU sums still differ
@@ -18,7 +18,8 @@ import sys
 import time
 from typing import Callable, ContextManager, Dict, Tuple
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+DEMO = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(DEMO), str(DEMO.parent / "python")]
 
 import corpus
 import numpy as np

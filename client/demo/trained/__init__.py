@@ -17,7 +17,7 @@ from corpus import Text
 from mla_client import bf16
 from model import Array, Config, FeedForward, Layer, Model
 
-PATH = pathlib.Path(__file__).with_name("trained") / "weights.npz"
+PATH = pathlib.Path(__file__).with_name("weights.npz")
 # All blocks are dense: a router would turn rounding in the cache into jumps between experts, and a
 # comparison of cache formats would measure those.
 CONFIG = Config(hidden=256, layers=4, dense_layers=4, heads=4, q_lora=128, dense_width=640)
