@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint32_t kLeaseMs = 120000;
+constexpr uint32_t kLeaseMs = 60000;
 constexpr int kWarmUps = 2, kLeastSteps = 3;
 constexpr char kModel[] = "two_servers";
 
