@@ -95,6 +95,8 @@ METRICS = {
     "more_us": Metric(Better.LESS, False),
     "token_bytes": Metric(Better.COUNT, False),
     "launch_polling_us": Metric(Better.LESS, False),
+    "rows_per_s": Metric(Better.MORE, True),
+    "layer_us": Metric(Better.LESS, False),
 }
 # Figures that name a row, references that are measured together with the product, and figures that
 # follow from other metrics.
@@ -107,7 +109,7 @@ NOT_COMPARED = {
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held",
     "merged_tiles", "whole_group_bytes", "groups_apart", "step_us", "one_us", "one_p99_us",
-    "floor_us"}
+    "floor_us", "of_one"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
 # These values do not name a row either, because older programs leave them out.
 DEFAULTS = {("kv", "bf16"), ("compute", "bf16"), ("nope", 128), ("v", 128)}

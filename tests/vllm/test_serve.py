@@ -1,6 +1,7 @@
 """`vllm serve` with attention on a server, asked through its OpenAI API by token ids; with
 processes of its own for the engine, as users start it."""
 
+import concurrent.futures
 import http.client
 import json
 import os
@@ -36,6 +37,13 @@ def tokenizer(folder):
         "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}))
 
 
+def free_port():
+    """A port that nothing listened to a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class OverSocket(http.client.HTTPConnection):
     """HTTP over a unix socket."""
 
@@ -50,15 +58,21 @@ class OverSocket(http.client.HTTPConnection):
 class Serve(unittest.TestCase):
     """`vllm serve` with some more arguments."""
 
-    def serve(self, *arguments, kind=()):
+    def serve(self, *arguments, kind=(), servers=1):
+        """Starts servers and vLLM; with several servers its target is their cluster."""
         scratch = tempfile.TemporaryDirectory()
         self.addCleanup(scratch.cleanup)
         folder = pathlib.Path(scratch.name)
         self.model = folder / "model"
         shutil.copytree(cases.model("deepseek_v3", *kind), self.model)
         tokenizer(self.model)
-        self.server = server_binary.start()
-        self.addCleanup(self.server.stop)
+        self.servers = {}  # by the target of each
+        for _ in range(servers):
+            address = f"127.0.0.1:{free_port()}" if servers > 1 else ""
+            server = server_binary.start(listen=address)
+            self.addCleanup(server.stop)
+            self.servers[address or server.target] = server
+        self.server = next(iter(self.servers.values()))
         environment = {**os.environ, **engine.SETTINGS, "MLA_TEST_ASYNC": "1"}
         del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
         with unittest.mock.patch.dict(os.environ, environment), \
@@ -66,8 +80,8 @@ class Serve(unittest.TestCase):
             engine.entry_points(folder)
             environment = dict(os.environ)
         target = {"kv_connector": "MlaServerConnector", "kv_role": "kv_both",
-                  "kv_connector_extra_config": {"target": self.server.target, "model_id": "served",
-                                                "timeout_s": 5.0}}
+                  "kv_connector_extra_config": {"target": ",".join(self.servers),
+                                                "model_id": "served", "timeout_s": 5.0}}
         self.socket = folder / "api.sock"
         self.log = open(folder / "log", "wb+")  # pylint: disable=consider-using-with
         self.addCleanup(self.log.close)
@@ -126,18 +140,20 @@ class Serve(unittest.TestCase):
             raise OSError(f"status {answer.status}: {text}")
         return json.loads(text) if text else {}
 
-    def rows(self):
+    def rows(self, at_once=1):
         """What the API says of each prompt, as compare.py reads it."""
-        found = []
-        for prompt in json.loads((self.model / "prompts.json").read_text()):
-            said = self.completed({
-                "model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0,
-                "logprobs": TOP, "ignore_eos": True, "return_token_ids": True,
-                "return_tokens_as_token_ids": True})
-            found.append({"prompt": [], "tokens": said["token_ids"], "tops": [
-                {name.removeprefix("token_id:"): value for name, value in step.items()}
-                for step in said["logprobs"]["top_logprobs"]]})
-        return found
+        prompts = json.loads((self.model / "prompts.json").read_text())
+        with concurrent.futures.ThreadPoolExecutor(at_once) as threads:
+            return list(threads.map(self.row, prompts))
+
+    def row(self, prompt):
+        said = self.completed({
+            "model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0,
+            "logprobs": TOP, "ignore_eos": True, "return_token_ids": True,
+            "return_tokens_as_token_ids": True})
+        return {"prompt": [], "tokens": said["token_ids"], "tops": [
+            {name.removeprefix("token_id:"): value for name, value in step.items()}
+            for step in said["logprobs"]["top_logprobs"]]}
 
     def completed(self, body):
         """The one completion of a request. Fails with the end of vLLM's log."""
@@ -170,6 +186,37 @@ class Serve(unittest.TestCase):
         self.check()
         self.end()
         self.assertEqual(self.left(), (0, 0), self.said())
+
+    def kill_one_in_use(self, until):
+        """Kills a server that has sequences; returns its target, or None once `until` is true."""
+        clients = {target: mla_client.Client.connect(server.target, timeout_s=60)
+                   for target, server in self.servers.items()}
+        try:
+            while not until():
+                for target, client in clients.items():
+                    if client.stats().sequences > 0:
+                        self.servers[target].kill()
+                        return target
+            return None
+        finally:
+            for client in clients.values():
+                client.close()
+
+    def test_two_engines_over_four_servers_of_which_one_is_killed(self):
+        self.serve("--data-parallel-size", "2", "--shutdown-timeout", str(END_S // 2), servers=4)
+        self.check()
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            answers = thread.submit(self.rows, at_once=8)
+            killed = self.kill_one_in_use(answers.done)
+            rows = answers.result()
+        self.assertIsNotNone(killed, "no server had a sequence")
+        cases.check(self, rows, self.model)
+        self.check()  # with three
+        self.end()
+        del self.servers[killed]
+        for target in self.servers:
+            with mla_client.Client.connect(target) as client:
+                self.assertEqual((len(client.models()), client.stats().sequences), (0, 0), target)
 
 
 if __name__ == "__main__":

@@ -487,8 +487,8 @@ absl::StatusOr<uint64_t> ClusterClient::RenewLeases() {
   return renewed;
 }
 
-std::unique_ptr<ClusterSession> ClusterClient::OpenSession() {
-  return std::make_unique<ClusterSession>(this);
+std::unique_ptr<ClusterSession> ClusterClient::OpenSession(const std::string& home) {
+  return std::make_unique<ClusterSession>(this, home);
 }
 
 ClusterClient::Counts ClusterClient::counts() const {

@@ -121,8 +121,10 @@ class ClusterClient final {
   absl::StatusOr<Recovery> Recover(ClusterSequence* sequence, const v1::Prefix& prefix = {});
   absl::StatusOr<uint64_t> RenewLeases();  // on all servers that were used; returns how many
 
-  // Opens streams where steps need them.
-  std::unique_ptr<ClusterSession> OpenSession();
+  // Opens streams where steps need them. `home`: address of the server whose memory the session has
+  // (Allocate); empty: this worker's home. A worker whose steps go to several servers at the same
+  // time has a session for each, so that no tensor is copied.
+  std::unique_ptr<ClusterSession> OpenSession(const std::string& home = "");
 
   struct Counts {
     uint64_t opened = 0, asked = 0, spilled = 0, recovered = 0;

@@ -150,7 +150,8 @@ std::shared_ptr<OwnerSession> ClusterSession::HomeSession() {
     const MutexLock lock(mutex_);
     if (home_ != nullptr) return home_;
   }
-  const auto home = client_->Home();
+  auto home = client_->Home();  // also tells the owners how to connect
+  if (!home_address_.empty()) home = home_address_;
   if (!home.ok()) return nullptr;
   const auto connection = client_->owners_->At(*home)->connection();
   if (!connection.ok()) return nullptr;

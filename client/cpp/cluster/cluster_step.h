@@ -6,7 +6,7 @@
 //
 // Tensors are as session.h says, for all rows of the step. Rows of one owner that lie together are
 // sent from where they are, and outputs are written in place; others are copied. So sequences of
-// one server should stand next to each other in a step. Memory of a session (Allocate) is the
+// one server should stand next to each other in a step. Memory of a session (Allocate) is its
 // home's: other servers get what lies there by message. Tensors in memory of a GPU belong to one
 // server.
 //
@@ -22,6 +22,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -145,14 +146,16 @@ class ClusterStep final {
 class ClusterSession final {
  public:
   // Use ClusterClient::OpenSession.
-  explicit ClusterSession(ClusterClient* client) : client_(client) {}
+  ClusterSession(ClusterClient* client, std::string home)
+      : client_(client), home_address_(std::move(home)) {}
 
   // All sequences are of `model_id`. Sequences that their server says a drain has moved are looked
   // for at their new server.
   absl::StatusOr<std::unique_ptr<ClusterStep>> Begin(const std::string& model_id,
                                                      const std::vector<ClusterRows>& rows,
                                                      const ClusterBeginOptions& options = {});
-  // As Session's, for the session with the home. They open that session if needed.
+  // As Session's, for the session with its home. They open that session if needed, and have no
+  // memory to give where the home does not answer.
   std::string_view transport();
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
@@ -175,6 +178,7 @@ class ClusterSession final {
   bool FollowMoved(const std::vector<ClusterRows>& rows, const ClusterStep::Part& part);
 
   ClusterClient* const client_;
+  const std::string home_address_;  // empty: the client's home
   Mutex mutex_;
   std::map<const Connection*, std::shared_ptr<OwnerSession>> sessions_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<OwnerSession> home_ ABSL_GUARDED_BY(mutex_);  // whose memory is used

@@ -302,7 +302,9 @@ class Client(Steps, Pages, Operations, Following):
         request = sequence_pb2.ProbeRequest(model_id=model_id)
         if prefix.max_rows != 0:
             request.prefix.CopyFrom(messages.prefix_to_proto(prefix))
-        answer = self._sequences.Probe.future(request, metadata=self._metadata, timeout=timeout_s)
+        with self._calls.while_open():
+            answer = self._sequences.Probe.future(request, metadata=self._metadata,
+                                                  timeout=timeout_s)
 
         def wait() -> Probe:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -52,9 +53,10 @@ class Calls:
         deadline = time.monotonic() + timeout_s
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                reply = method(requests() if requests else request,
-                               metadata=self.metadata + tracing.metadata(),
-                               timeout=max(0.001, deadline - time.monotonic()))
+                with self.while_open():
+                    reply = method(requests() if requests else request,
+                                   metadata=self.metadata + tracing.metadata(),
+                                   timeout=max(0.001, deadline - time.monotonic()))
             except grpc.RpcError as rpc_error:
                 error = errors.from_rpc(rpc_error)
                 pause = max(error.detail.retry_after_ms / 1e3,
@@ -71,6 +73,17 @@ class Calls:
                 return reply
         raise AssertionError("unreachable: the last attempt returns or raises")
 
+    @contextlib.contextmanager
+    def while_open(self) -> Iterator[None]:
+        """Calls of gRPC in its block raise Unavailable if another thread has closed the client: a
+        cluster's client does so with a server that does not answer, under calls that begin."""
+        try:
+            yield
+        except ValueError as error:  # gRPC's for a channel that is closed
+            if not self.closed.is_set():
+                raise
+            raise errors.Unavailable("the client is closed") from error
+
     def check(self, reply: Any) -> None:
         """The same of a reply to a call that was made elsewhere. Raises ServerRestarted or
         AnotherServer."""
@@ -82,9 +95,10 @@ class Calls:
         """Waits before a repeat; false if the client was closed. A connection makes progress only
         while a thread looks after it: here that of a call which waits for the connection. The
         thread of channel_ready_future would end by an error if the client is closed meanwhile."""
-        connecting = admin_pb2_grpc.AdminStub(self._channel).GetServerInfo.future(
-            admin_pb2.GetServerInfoRequest(), metadata=self.metadata, timeout=seconds,
-            wait_for_ready=True)
+        with self.while_open():
+            connecting = admin_pb2_grpc.AdminStub(self._channel).GetServerInfo.future(
+                admin_pb2.GetServerInfoRequest(), metadata=self.metadata, timeout=seconds,
+                wait_for_ready=True)
         try:
             return not self.closed.wait(seconds)
         finally:
@@ -106,8 +120,9 @@ class Calls:
         if isinstance(other, errors.ServerRestarted) and not other.detail.reason:
             reason = "server_restarted"
             try:
-                info = admin_pb2_grpc.AdminStub(self._channel).GetServerInfo(
-                    admin_pb2.GetServerInfoRequest(), metadata=self.metadata, timeout=ASK_S)
+                with self.while_open():
+                    info = admin_pb2_grpc.AdminStub(self._channel).GetServerInfo(
+                        admin_pb2.GetServerInfoRequest(), metadata=self.metadata, timeout=ASK_S)
                 since = asked - self._answered
                 if info.boot_id == self.boot_id or info.uptime_ms / 1e3 > since + ASK_S:
                     reason = "another_server"

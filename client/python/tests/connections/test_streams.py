@@ -165,6 +165,9 @@ class StreamTests(Transport):
                 step.attend(0, None, self.worker.kv(1), Profile.APPEND_ONLY)
             with self.assertRaises(mla_client.Unavailable):
                 client.step([(mine, 1)]).begin()
+            for call in (client.stats, lambda: client.probe(model)):
+                with self.assertRaises(mla_client.Unavailable):
+                    call()
             self.assertFalse(sequence.refresh().in_step)
 
 
