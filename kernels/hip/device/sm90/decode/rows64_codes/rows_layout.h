@@ -52,6 +52,7 @@ struct E4m3RowsLayout {
 
   static constexpr int kGroupThreads = 128, kThreads = 3 * kGroupThreads;
   static constexpr int kGroupWarps = 4, kQueryWarps = 2 * kGroupWarps;
+  static constexpr int kQueriesAtOnce = 8;  // rows of queries that a warp loads at a time: all
 
   lds_t base;
 
