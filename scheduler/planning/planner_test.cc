@@ -164,7 +164,7 @@ TEST_F(PlannerTest, ABatchOfOneTileHasABoundOfItsOwn) {
   // Two tiles of as many rows in all are cut by the bound of other batches.
   EXPECT_EQ(Plan({{1, 8192, 128}, {1, 8192, 128}}, traits).work_info.size(), 16u);
   traits.small.lone_kv_rows = 0;
-  EXPECT_EQ(Plan({{1, 10241, 128}}, traits).work_info.size(), 16u);
+  EXPECT_EQ(Plan({{1, 10241, 128}}, traits).work_info.size(), 15u);
 }
 
 TEST_F(PlannerTest, PaddedSegmentYieldsNothing) {
