@@ -140,6 +140,9 @@ struct ArchTraits {
   // measured over bf16 rows, and over rows of 8 bits. 0: it never is. For PlanTraits::small.
   int32_t spread_kv_rows = 0;
   int32_t spread_code_rows = 0;
+  // The same over rows of 8 bits for launches of one tile, if the larger kernel then merges its
+  // parts itself (MergesAlone), so that more parts cost less.
+  int32_t spread_lone_code_rows = 0;
   // Units of a die with its own L2 (XCD); 0: all units share one L2.
   int32_t units_per_xcd = 0;
   // expand_keeps_rows: the up-projection keeps a tile's rows over all heads. expand_hides_stores:
@@ -183,6 +186,7 @@ inline constexpr ArchTraits kSm90Traits{
     .spreads_few_items = true,
     .spread_kv_rows = 320,
     .spread_code_rows = 1280,
+    .spread_lone_code_rows = 640,
     .expand_keeps_rows = true,
     .expand_hides_stores = true,
     .kv_granularity = 64,
@@ -375,6 +379,15 @@ constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
     ++i;
   }
   return i;
+}
+
+// Returns true if the kernel of `rows` packed rows over such rows by position merges the parts of a
+// launch of one tile itself.
+constexpr bool MergesAlone(const ArchTraits& arch, KvFormat format, DType products, int32_t rows) {
+  for (const SplitVariant& v : arch.split) {
+    if (v.rows == rows && v.format == format && v.products == products) return true;
+  }
+  return false;
 }
 
 // Blocks of combine that fit a unit at a time, by their registers.

@@ -328,7 +328,8 @@ absl::Status Bench::Time(const Shape& shape) {
   if (flags_.top_k > 0) MakeLists(shape);
   kernels::PlanTraits traits = backend_->Traits(desc);
   if (flags_.whole) traits.item_overhead_rows = kNeverCutRows;
-  if (flags_.small_rows >= 0) traits.small.unit_kv_rows = flags_.small_rows;
+  kernels::SmallBatches& small = traits.small;
+  if (flags_.small_rows >= 0) small.unit_kv_rows = small.lone_kv_rows = flags_.small_rows;
   auto plan = planner_.Build(requests, traits, *buffers_);
   if (!plan.ok()) return plan.status();
   std::vector<int64_t> times, launches;

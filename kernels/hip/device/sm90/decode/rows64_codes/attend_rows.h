@@ -32,11 +32,12 @@ class E4m3RowsGroup {
 
   // The item is loaded again for its results, because keeping it would take registers.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
-    float o[Values::kBlocks][Values::kProduct];
-    Values::clear(o);
     typename Scorer::State state;
     const RowSource<C::kAttention> source(args, item);
     scorer.begin(item, state);
+    // Sums come after the queries, which take their registers while they are loaded.
+    float o[Values::kBlocks][Values::kProduct];
+    Values::clear(o);
     const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
     const typename Scorer::Tiles places(source, item, index, share);
     // Tiles whose keys are all seen. Other tiles may have values that are NaN; with lists, any tile

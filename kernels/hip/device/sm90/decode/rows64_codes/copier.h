@@ -13,7 +13,9 @@ namespace mla::kernels::hip {
 // page-table word two tiles ahead, so that no load stalls it.
 //
 // It also converts scales of fp8_row to the forms that scorers and summing groups use; rows are not
-// changed. Copies of up to kBehind tiles run ahead of the conversion, if slots are free.
+// changed. Copies of up to kBehind tiles run ahead of the conversion, if slots are free. In a
+// kernel that merges parts itself, which has few tiles, the scorers convert them instead
+// (kConverts): the first tile is then not held up by the issue of later copies.
 //
 // L: the layout of shared memory.
 template <class C, class L, class Args = AttendArgs>
@@ -34,7 +36,7 @@ class E4m3Copier {
       wait_emptied();
       if constexpr (L::kLists) write_seen(ring.at, finder.seen);
       copy_tile(ring.at, finder.row);
-      if constexpr (L::kScaledRows) {
+      if constexpr (kConverts) {
         tile::close_copies();
         if (++open > kBehind) finish<kBehind>();
       } else {
@@ -47,10 +49,10 @@ class E4m3Copier {
   }
 
  private:
-  static constexpr int kRows = 16;           // rows of a tile, a warp
-  static constexpr int kLaneRows = 4;        // rows of a tile that a lane copies chunks of
-  static constexpr int kBehind = 2;          // tiles
-  static constexpr float kLeast = 0x1p-60f;  // least scale of a key
+  static constexpr int kRows = 16;     // rows of a tile, a warp
+  static constexpr int kLaneRows = 4;  // rows of a tile that a lane copies chunks of
+  static constexpr int kBehind = 2;    // tiles
+  static constexpr bool kConverts = L::kScaledRows && !Args::kSplit;
   static_assert(4 * kRows == L::kKeys);
 
   // Finds this lane's row of a tile.
@@ -126,11 +128,11 @@ class E4m3Copier {
   // Waits until the next slot is free. It may become free only after copied tiles are finished.
   MLA_DEVICE void wait_emptied() {
     const lds_t barrier = shared.emptied(ring.at);
-    if (L::kScaledRows && !tile::any(tile::barrier_ended(barrier, ring.parity ^ 1))) finish_all();
+    if (kConverts && !tile::any(tile::barrier_ended(barrier, ring.parity ^ 1))) finish_all();
     tile::barrier_wait(barrier, ring.parity ^ 1);
   }
   MLA_DEVICE void finish_all() {
-    if constexpr (L::kScaledRows) {
+    if constexpr (kConverts) {
       static_assert(kBehind == 2);
       if (open > 1) finish<1>();
       if (open > 0) finish<0>();
@@ -142,59 +144,17 @@ class E4m3Copier {
     --open;
     tile::wait_for_copies<kYounger>();
     tile::sync_warp();
-    sort_scales(finished.at);
+    shared.convert_scales(finished.at, warp, lane);
     tile::publish_shared();
     tile::barrier_arrive(shared.filled(finished.at));
     finished.next();
-  }
-  // Addresses are made from a lane that the compiler does not know, because keeping them over the
-  // loop would take registers.
-  MLA_DEVICE void sort_scales(int slot) const {
-    const int own = static_cast<int>(tile::unknown(static_cast<uint32_t>(lane))) & (kRows - 1);
-    const int key = warp * kRows + own;
-    const Chunk raw = tile::load_chunk_shared(shared.raw_scales(slot) + key * 16);
-    float scale[L::kBlocks], top = kLeast;
-#pragma unroll
-    for (int b = 0; b < L::kBlocks; ++b) {
-      scale[b] = stored_scale(bits_to_float(raw.w[b]));
-      top = max_f(top, scale[b]);
-    }
-    const uint32_t power = (float_to_bits(top) + 0x7fffffu) & 0x7f800000u;
-    const float inverse = bits_to_float((254u << 23) - power);
-    bool one = float_to_bits(top) == power;  // implies that it is at least kLeast
-#pragma unroll
-    for (int b = 0; b < L::kBlocks; ++b) one = one && scale[b] == top;
-    const uint32_t of_rows = tile::ballot(one);
-    if (lane == 0) tile::store_word(shared.one_scale(slot) + warp * 4, of_rows == ~0u ? 1u : 0u);
-    tile::sync_warp();
-    if (lane >= kRows) return;
-    shared.write_key_scale(slot, key, power);
-    const int place = (own & 7) / 2 * 4 + own / 8 * 2 + (own & 1);
-#pragma unroll
-    for (int b = 0; b < L::kBlocks; ++b) {
-      tile::store_half_word(shared.ratios(slot, warp, b) + place * 2,
-                            tile::pack_f16(scale[b] * inverse, 0.0f) & 0xffffu);
-    }
-    // Factors for the scorers: each rescales the sum of one block to the scale of the next block.
-    // So that factors stay bounded, a scale counts as at least 2^-40 of the largest before it.
-    float most = scale[0], before = scale[0];
-#pragma unroll
-    for (int b = 1; b < L::kBlocks; ++b) {
-      const float least = max_f(most * 0x1p-40f, 0x1p-100f);
-      const float taken = scale[b] < least ? least : scale[b];
-      tile::store_float(shared.block_scales(slot, warp, b - 1) + own * 4,
-                        before * tile::reciprocal(taken));
-      most = max_f(most, taken);
-      before = taken;
-    }
-    tile::store_float(shared.block_scales(slot, warp, L::kBlocks - 1) + own * 4, before);
   }
 
   const Args& args;
   const L shared;
   const int warp, lane;
   Ring<L::kSlots> ring, finished;
-  int open = 0;  // tiles copied or in flight, and not finished
+  int open = 0;  // if kConverts: tiles copied or in flight, and not finished
 };
 
 }  // namespace mla::kernels::hip

@@ -58,6 +58,7 @@ struct E4m3Layout {
 
   static constexpr int kGroupThreads = 128, kThreads = 4 * kGroupThreads;
   static constexpr int kGroupWarps = 4, kQueryWarps = kGroupWarps;
+  static constexpr int kQueriesAtOnce = 4;  // rows of queries that a warp loads at a time
   static constexpr int kValueWarps = 2 * kGroupWarps;
 
   lds_t base;

@@ -43,7 +43,7 @@ class E4m3Queries {
   }
 
  private:
-  static constexpr int kAtOnce = 4;
+  static constexpr int kAtOnce = L::kQueriesAtOnce;
   static constexpr int kLatentChunks = C::kLora / 8;
   static constexpr int kRowChunks = kLatentChunks + C::kRope / 8;
   static constexpr int kChunks = (kRowChunks + 31) / 32;  // chunks a lane

@@ -48,8 +48,11 @@ struct E4m3RowsLayout {
   static_assert(kKeys == 64 && C::kLora == 512 && C::kRope == 64);
   static_assert(kSlotBytes % 1024 == 0 && kQueryBytes % 1024 == 0);
 
+  static constexpr float kLeastScale = 0x1p-60f;  // of a key
+
   static constexpr int kGroupThreads = 128, kThreads = 3 * kGroupThreads;
   static constexpr int kGroupWarps = 4, kQueryWarps = 2 * kGroupWarps;
+  static constexpr int kQueriesAtOnce = 8;  // rows of queries that a warp loads at a time: all
 
   lds_t base;
 
@@ -76,6 +79,51 @@ struct E4m3RowsLayout {
     const float exponent = static_cast<float>(static_cast<int>(power >> 23) - 127);
     const uint32_t inverse = (254u << 23) - power;
     tile::store_word(key_scales(s) + key * 4, float_to_bits(exponent) | inverse >> 16);
+  }
+  // Converts the scales of a warp's 16 keys, which have been copied to a slot, to the forms above.
+  // All lanes of the warp call it, once a tile; other warps' keys are not read. Addresses are made
+  // from a lane that the compiler does not know, because keeping them over a loop would take
+  // registers.
+  MLA_DEVICE void convert_scales(int slot, int warp, int lane) const {
+    constexpr int kWarpKeys = 16;
+    const int own = static_cast<int>(tile::unknown(static_cast<uint32_t>(lane))) & (kWarpKeys - 1);
+    const int key = warp * kWarpKeys + own;
+    const Chunk raw = tile::load_chunk_shared(raw_scales(slot) + key * 16);
+    float scale[kBlocks], top = kLeastScale;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      scale[b] = stored_scale(bits_to_float(raw.w[b]));
+      top = max_f(top, scale[b]);
+    }
+    const uint32_t power = (float_to_bits(top) + 0x7fffffu) & 0x7f800000u;
+    const float inverse = bits_to_float((254u << 23) - power);
+    bool one = float_to_bits(top) == power;  // implies that it is at least kLeastScale
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) one = one && scale[b] == top;
+    const uint32_t of_rows = tile::ballot(one);
+    if (lane == 0) tile::store_word(one_scale(slot) + warp * 4, of_rows == ~0u ? 1u : 0u);
+    tile::sync_warp();
+    if (lane >= kWarpKeys) return;
+    write_key_scale(slot, key, power);
+    const int place = (own & 7) / 2 * 4 + own / 8 * 2 + (own & 1);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      tile::store_half_word(ratios(slot, warp, b) + place * 2,
+                            tile::pack_f16(scale[b] * inverse, 0.0f) & 0xffffu);
+    }
+    // Factors for the scorers: each rescales the sum of one block to the scale of the next block.
+    // So that factors stay bounded, a scale counts as at least 2^-40 of the largest before it.
+    float most = scale[0], before = scale[0];
+#pragma unroll
+    for (int b = 1; b < kBlocks; ++b) {
+      const float least = max_f(most * 0x1p-40f, 0x1p-100f);
+      const float taken = scale[b] < least ? least : scale[b];
+      tile::store_float(block_scales(slot, warp, b - 1) + own * 4,
+                        before * tile::reciprocal(taken));
+      most = max_f(most, taken);
+      before = taken;
+    }
+    tile::store_float(block_scales(slot, warp, kBlocks - 1) + own * 4, before);
   }
   MLA_DEVICE lds_t seen(int s) const { return key_scales(kSlots) + s * kSeenBytes; }
   MLA_DEVICE lds_t stats(int i) const { return seen(kSlots) + i * kStatBytes; }

@@ -48,6 +48,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
     const int slot = static_cast<int>(number % L::kSlots);
     Scores s;
     tile::barrier_wait(shared.filled(slot), number / L::kSlots & 1);
+    if constexpr (Args::kSplit) convert_scales(slot);
     if (shared.has_one_scale(slot)) {
       score_at_once(slot, s.c);
     } else {
@@ -105,7 +106,8 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
   using typename Base::lds_t, typename Base::Rows, typename Base::Scores;
   static constexpr float kShift = 7.0f;  // together with kSlack, below binary16's largest number
   static constexpr float kSlack = 8.0f;
-  static constexpr int kGroupsBarrier = 1;
+  // Named barriers; the merge has one between them.
+  static constexpr int kGroupsBarrier = 1, kScalesBarrier = 3;  // the latter for each group
 
   MLA_DEVICE static float finite(float origin) {
     return origin == negative_infinity() ? 0.0f : origin;
@@ -114,6 +116,15 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
     const lds_t at = shared.origin(static_cast<int>(number % L::kSlots));
     origin[0] = tile::load_float(at + row(0) * 4);
     origin[1] = tile::load_float(at + row(1) * 4);
+  }
+  // Converts the scales of a tile's keys, which the copying group has left as they are.
+  MLA_DEVICE void convert_scales(int slot) const {
+    shared.convert_scales(slot, warp, lane);
+    if (group == 0) {
+      tile::named_sync<kScalesBarrier, L::kGroupThreads>();
+    } else {
+      tile::named_sync<kScalesBarrier + 1, L::kGroupThreads>();
+    }
   }
   // Blocks of columns have their own scales, so the sum so far is rescaled to the scale of each
   // next block (E4m3RowsLayout::block_scales).
