@@ -382,13 +382,12 @@ absl::Status Bench::Time(const Shape& shape) {
   if (flags_.small_rows >= 0) traits.small.unit_kv_rows = flags_.small_rows;
   auto plan = planner_.Build(requests, traits, *buffers_);
   if (!plan.ok()) return plan.status();
-  MLA_ASSIGN_OR_RETURN(const Times of_kernels, Repeat(shape, *plan, Timed::kKernels));
-  MLA_ASSIGN_OR_RETURN(const Times launch, Repeat(shape, *plan, Timed::kHostLaunch));
-  Times on_device;
-  if (on_device_ != nullptr) {
-    MLA_ASSIGN_OR_RETURN(on_device, Repeat(shape, *plan, Timed::kDeviceLaunch));
+  Times times[3];
+  for (const Timed timed : {Timed::kKernels, Timed::kHostLaunch, Timed::kDeviceLaunch}) {
+    if (timed == Timed::kDeviceLaunch && on_device_ == nullptr) continue;
+    MLA_ASSIGN_OR_RETURN(times[static_cast<int>(timed)], Repeat(shape, *plan, timed));
   }
-  Report(shape, *plan, of_kernels, launch, on_device);
+  Report(shape, *plan, times[0], times[1], times[2]);
   return absl::OkStatus();
 }
 
@@ -400,8 +399,7 @@ void Bench::Report(const Shape& shape, const kernels::PlanView& plan, const Time
   const double flop = 2.0 * static_cast<double>(shape.rows) * shape.heads * meets * (576 + 512);
   const std::string name = PeerShape(shape);
   const PeerTime* const peer = name.empty() ? nullptr : peers_.Best(name);
-  const double ratio = peer == nullptr ? 0 : peer->us / kernels.us;
-  if (peer != nullptr) ratios_.Add(name, ratio);
+  if (peer != nullptr) ratios_.Add(name, peer->us / kernels.us);
   std::printf(
       "%s%s%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, launch from host "
       "memory %.1f us, from device memory %s, %zu items, %zu merged tiles%s\n",
@@ -415,7 +413,8 @@ void Bench::Report(const Shape& shape, const kernels::PlanView& plan, const Time
       plan.work_info.size(), plan.reduce_final_map.size(),
       peer == nullptr
           ? ""
-          : absl::StrFormat(", %.2f of %s (%.1f us)", ratio, peer->peer, peer->us).c_str());
+          : absl::StrFormat(", %.2f of %s (%.1f us)", peer->us / kernels.us, peer->peer, peer->us)
+                .c_str());
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
       R"({"bench": "gpu_decode", "kv": "%s", "compute": "%s", "heads": %d, "batch": %d, )"
