@@ -59,7 +59,7 @@ ACCUMULATOR_MOVES = 15
 # Tiles in LDS where copies are waited for by count: kStages of
 # device/gfx950/config.h. Rows of fp8_page pass through registers.
 STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2,
-          "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 3,
+          "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 4,
           "mla_attend_128_fp8_tensor_products": 3,
           "mla_expand_fp8_tensor": 3, "mla_expand_fp8_row": 3, "mla_attend_expanded_products": 3,
           "mla_expand_fp8_tensor_products": 3, "mla_expand_fp8_row_products": 3,

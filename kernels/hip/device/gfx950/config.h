@@ -41,10 +41,6 @@ template <AttentionKind kKind>
 struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendGrid {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
 };
-template <AttentionKind kKind>
-struct AttendConfig<64, KvFormat::kFp8Row, DType::kBf16, kKind> : AttendGrid {
-  static constexpr KvFormat kFormat = KvFormat::kFp8Row;
-};
 // Rows that pass through registers and are widened before they are stored in LDS, a tile ahead.
 template <AttentionKind kKind>
 struct AttendConfig<64, KvFormat::kFp8Page, DType::kBf16, kKind> : AttendGrid {

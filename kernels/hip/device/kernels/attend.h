@@ -241,7 +241,7 @@ class Attend {
       if constexpr (!kSharedP) block_barrier();
       exclude_from_report_end();
     }
-    typename Format::Values values(tile_base, col_wave, tile::lane_again());
+    const typename Format::Values values(tile_base, col_wave, tile::lane_again());
     Probabilities p;
     ValueReads reads;
     if constexpr (kLazyShare) {
@@ -379,15 +379,14 @@ class Attend {
   MLA_DEVICE static constexpr bool begins_step(int n) {
     return n % (Format::Values::kGroupReads / kPvSteps) == 0;
   }
-  MLA_DEVICE static void begin_reads(typename Format::Values& values, ValueReads& reads) {
-    if constexpr (Format::Values::kScalesP) values.begin();
+  MLA_DEVICE static void begin_reads(const typename Format::Values& values, ValueReads& reads) {
     if constexpr (C::kValuesAhead > 0) {
       read_first<Format::Values::kReads>(
           reads.first, [&](typename Format::Values::Raw& raw, int n) { values.load(raw, n); });
     }
   }
   template <bool kExact>
-  MLA_DEVICE void accumulate(typename Format::Values& values, ValueReads& reads,
+  MLA_DEVICE void accumulate(const typename Format::Values& values, ValueReads& reads,
                              const typename W::Scores (&s)[kScoreFragments], Probabilities& held,
                              State& state) const {
     using Values = typename Format::Values;
@@ -419,7 +418,6 @@ class Attend {
           } else {
             values.make_p(scaled, s, n);
           }
-          values.used(n);
         }
       }
 #pragma unroll

@@ -128,8 +128,6 @@ struct Fp8Format {
         Layout::kRowScales ? Layout::kGroupValues / W::kOutCols : Shape::kOutFragments;
     static constexpr int kReads = Shape::kPvSteps * Shape::kOutFragments;
     static constexpr int kGroupReads = Shape::kPvSteps * kGroupFragments;
-    static constexpr int kWaveGroups = Layout::kRowScales ? kWaveOutCols / Layout::kGroupValues : 1;
-    static constexpr int kScaleSets = Layout::kRowScales ? Shape::kPvSteps : 1;
     static_assert(!Layout::kRowScales || kWaveOutCols % Layout::kGroupValues == 0);
     static constexpr int group(int n) { return n / kGroupReads; }
     static constexpr int step(int n) { return n % kGroupReads / kGroupFragments; }
@@ -140,23 +138,13 @@ struct Fp8Format {
 
     MLA_DEVICE Values(lds_t tile, int wave_of_columns, int lane_number)
         : base(tile), lane(lane_number), col_wave(wave_of_columns), rows(tile, lane_number) {}
-    // Reads the scales of the first group of columns. Those of the next are read when these have
-    // been used (used()), because a read at the first use would be waited for, and with it all
-    // reads of values before it.
-    MLA_DEVICE void begin() {
-#pragma unroll
-      for (int i = 0; i < Shape::kPvSteps; ++i) load_scales(scales[i], 0, i);
-    }
-    MLA_DEVICE void used(int n) {
-      if (group(n) + 1 < kWaveGroups) load_scales(scales[step(n)], group(n) + 1, step(n));
-    }
     MLA_DEVICE void load(Raw& raw, int n) const {
       rows.load(raw, step(n), col_wave * Shape::kOutFragments + fragment(n, 0));
     }
-    // Loads the scales of the rows of a lane's probabilities of a step, for a group of its columns.
-    MLA_DEVICE void load_scales(float (&to)[8], int of_group, int of_step) const {
-      const int of_columns = col_wave * kWaveGroups + of_group;
-      const int row = of_step * W::kPvDepth + kRun * W::group(lane);
+    // Loads the scales of the rows of a lane's probabilities of step n, for its columns.
+    MLA_DEVICE void load_scales(float (&to)[8], int n) const {
+      const int of_columns = col_wave * (kWaveOutCols / Layout::kGroupValues) + group(n);
+      const int row = step(n) * W::kPvDepth + kRun * W::group(lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const Chunk c = tile::load_chunk_shared(
@@ -169,7 +157,8 @@ struct Fp8Format {
     template <int kFragments>
     MLA_DEVICE void make_p(typename W::P& p, const typename W::Scores (&s)[kFragments],
                            int n) const {
-      const float(&by)[8] = scales[step(n)];
+      float by[8];
+      load_scales(by, n);
       tile::u32x4 words;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -179,7 +168,8 @@ struct Fp8Format {
       p.r = words;
     }
     MLA_DEVICE void scale_p(typename W::P& p, const typename W::P& from, int n) const {
-      const float(&by)[8] = scales[step(n)];
+      float by[8];
+      load_scales(by, n);
       tile::u32x4 words;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -192,7 +182,7 @@ struct Fp8Format {
     MLA_DEVICE void widen(typename W::V& v, const Raw& raw, int n, int) const {
       if constexpr (kExact && Layout::kRowScales) {
         float by[8];
-        load_scales(by, group(n), step(n));
+        load_scales(by, n);
 #pragma unroll
         for (int i = 0; i < 8; ++i) by[i] = stored_scale(by[i]);
         Codes::widen(v, raw, by);
@@ -203,7 +193,6 @@ struct Fp8Format {
     const lds_t base;
     const int lane, col_wave;
     const Codes rows;
-    float scales[kScaleSets][8];  // by step
   };
 
   template <int kThreads>
