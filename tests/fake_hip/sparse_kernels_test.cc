@@ -92,6 +92,19 @@ TEST_P(SparseKernelsTest, OtherWindowsAreRefused) {
   EXPECT_TRUE(backend->CanRun(desc).ok());
 }
 
+TEST_P(SparseKernelsTest, AllHeadsOfARowAreOneTile) {
+  // So rows and entries come from the memory once, whether one block takes the tile or two do.
+  const auto backend = Backend();
+  for (const KvFormat format : {KvFormat::kBf16, KvFormat::kFp8Page}) {
+    AttentionDesc desc;
+    desc.geometry = {128, 448, 64, 0, 0};
+    desc.attention = AttentionKind::kWindow;
+    desc.kv_format = desc.entry_format = format;
+    ASSERT_TRUE(backend->CanRun(desc).ok());
+    EXPECT_EQ(backend->Traits(desc).tile_rows, 128) << Name(format);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Architectures, SparseKernelsTest,
                          ::testing::Values(&kGfx950Traits, &kGfx942Traits, &kSm90Traits),
                          [](const auto& arch) { return std::string(arch.param->arch); });

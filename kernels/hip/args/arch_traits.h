@@ -133,6 +133,9 @@ struct ArchTraits {
   // many times the rows of the largest variant. They run at the same time and read KV rows that a
   // neighbour has just brought into the cache.
   int32_t blocks_per_unit = 1;
+  // Packed rows that the blocks of a unit share at least. So a unit has more blocks than
+  // blocks_per_unit for rows whose largest kernel has fewer (BlocksOfUnit).
+  int32_t unit_rows = 0;
   // True if launches of few work items use a kernel with fewer rows a block, and more blocks an
   // item.
   bool spreads_few_items = false;
@@ -205,6 +208,7 @@ inline constexpr ArchTraits kGfx950Traits{
     .indexer = true,
     .waves_per_block = 4,
     .blocks_per_unit = 1,
+    .unit_rows = 128,
     .units_per_xcd = 32,
     .cache_bytes = int64_t{3} << 20,  // of an L2 of 4 MiB
     .kv_granularity = 32,
@@ -271,6 +275,13 @@ constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType produc
     if (v.Serves(format, products, kind) && v.rows > largest) largest = v.rows;
   }
   return largest;
+}
+
+// Neighbouring blocks that share the packed rows of each work item, if the largest kernel has `rows`
+// of them. The KV rows that they share come from the memory once.
+constexpr int32_t BlocksOfUnit(const ArchTraits& arch, int32_t rows) {
+  const int32_t sharing = arch.unit_rows / rows;
+  return sharing > arch.blocks_per_unit ? sharing : arch.blocks_per_unit;
 }
 
 // Products that the absorbed form uses if `products` are asked for: bf16 if no kernel over such

@@ -265,6 +265,20 @@ TEST(ExpandedVariants, ABlockOfWiderHeadsHasItsUnitToItself) {
   }
 }
 
+TEST(BlocksOfUnit, LetsBlocksShareTheRowsOf128Heads) {
+  const auto blocks = [](const ArchTraits& arch, KvFormat format, AttentionKind kind) {
+    return BlocksOfUnit(arch, MostRows(arch, format, DType::kBf16, kind));
+  };
+  constexpr AttentionKind kDense = AttentionKind::kDense, kWindow = AttentionKind::kWindow;
+  EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kBf16, kDense), 1);
+  EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kFp8Tensor, kDense), 1);
+  EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kFp8Row, kDense), 2);
+  EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kFp8Page, kWindow), 2);
+  EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kBf16, kWindow), 2);
+  EXPECT_EQ(blocks(kGfx942Traits, KvFormat::kBf16, kDense), 2);
+  EXPECT_EQ(blocks(kSm90Traits, KvFormat::kBf16, kDense), 2);
+}
+
 TEST(PlaceOf, EveryShareOfEveryUnitHasOneBlock) {
   for (const int32_t xcds : {0, 1, 6, 8}) {
     for (const int32_t per_unit : {1, 2, 8}) {

@@ -165,7 +165,7 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
   largest = std::max(1, largest);
   // Few heads fit one block's tile, so each block is a unit. Many heads are shared by neighbouring
   // blocks.
-  const int32_t blocks = desc.geometry.num_heads > largest ? arch.blocks_per_unit : 1;
+  const int32_t blocks = desc.geometry.num_heads > largest ? BlocksOfUnit(arch, largest) : 1;
   traits.units = std::max(1, units / blocks);
   traits.tile_rows = largest * blocks;
   traits.max_q_rows_per_tile = desc.attention == AttentionKind::kDense ? 0 : 1;

@@ -1,12 +1,14 @@
 // Times absorbed decode on this machine's GPU through the backend: GPU time of attention and
 // combine by events, the L2 overwritten before each launch, median. The time excludes planning and
 // copies, as in the published tables of other libraries. It also times the whole launch on an idle
-// device, from the call that submits it until its outputs are in host memory.
+// device, from the call that submits it until its outputs are visible: with tensors in host memory,
+// and with tensors in device memory that another process may map.
 //
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
 //             [--kv bf16|fp8_tensor|fp8_row] [--compute bf16|fp8] [--sparse topk=2048]
-//             [--whole 1] [--streamed 1] [--spread 0] [--small-rows N] [--json FILE]
+//             [--whole 1] [--streamed 1] [--spread 0] [--small-rows N] [--peers FILE]
+//             [--json FILE]
 //
 // --compute fp8: 8-bit products over 8-bit rows, if there is a kernel for them. --whole: requests
 // of equal length are not cut, so that nothing is merged and only the attention kernel is timed.
@@ -15,9 +17,11 @@
 // fp8_row have scales of their own. --sparse: each query row has an index list of this many random
 // positions, ascending, or of all. --small-rows: most KV rows an item for which batches are cut for
 // the smallest blocks (PlanTraits::small), instead of the backend's own; 0 has none cut that way.
+// --peers: times of other libraries (peers/peer_times.h) for shapes "h=H b=B ctx=C", one query row
+// over bf16 rows of equal length, and "decode h=H b=B topk=K", lists over rows of fp8_row.
 //
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS, microseconds
-// of the launch as a whole (median).
+// of the launch from host and from device memory (medians), and the best peer's time over ours.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -33,11 +37,14 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "base/status_macros.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/launch_layout.h"
+#include "kernels/shared_device_memory.h"
 #include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 #include "tests/bench/gpu/gpu_programs.h"
+#include "tests/bench/gpu/peers/peer_times.h"
 
 namespace mla::bench {
 namespace {
@@ -63,6 +70,7 @@ struct Flags {
   std::string sparse;  // empty: dense; else topk=N
   int32_t top_k = 0;   // N of it
   std::string json;    // file for rows of JSON
+  std::string peers;   // file with times of other libraries
   std::string image;   // file with device code to use instead of the built-in code
 };
 
@@ -89,24 +97,39 @@ constexpr float kLayerScale = 0.01f;
 
 class Bench {
  public:
-  Bench(const Flags& flags, kernels::KvFormat format,
+  Bench(const Flags& flags, kernels::KvFormat format, PeerTimes peers,
         std::unique_ptr<kernels::hip::HipBackend> backend)
-      : flags_(flags), format_(format), backend_(std::move(backend)) {}
+      : flags_(flags), format_(format), peers_(std::move(peers)), backend_(std::move(backend)) {}
 
   absl::Status Setup(const std::vector<Shape>& shapes);
   absl::Status Time(const Shape& shape);
   std::span<const std::string> rows() const { return rows_; }  // rows of JSON
+  // How fast the timed shapes are next to the peers; empty without --peers.
+  std::string Summary() const { return peers_.empty() ? "" : ratios_.Summary(); }
 
  private:
   absl::Status FillPool(int64_t bytes);
   void MakeLists(const Shape& shape);
-  // Nanoseconds of the kernels, and of the whole launch if the device is `idle` before it.
-  struct Nanos {
-    int64_t kernels = 0, launch = 0;
+  // What is timed: the kernels alone, or the whole launch on an idle device, with tensors in host
+  // or in device memory.
+  enum class Timed { kKernels, kHostLaunch, kDeviceLaunch };
+  struct Tensors {
+    const Bf16* q;
+    Bf16* o;
+    float* lse;
   };
-  absl::Status Launch(const Shape& shape, const kernels::PlanView& plan, bool idle, Nanos* ns);
-  absl::Status Repeat(const Shape& shape, const kernels::PlanView& plan, bool idle,
-                      std::vector<int64_t>* times);
+  absl::StatusOr<Tensors> Place(int64_t packed, bool on_device);
+  absl::Status MakeRecords(const Shape& shape, const Tensors& tensors);
+  // Returns nanoseconds.
+  absl::StatusOr<int64_t> Launch(const Shape& shape, const kernels::PlanView& plan, Timed timed);
+  // Median and least microseconds.
+  struct Times {
+    double us = 0, least_us = 0;
+  };
+  absl::StatusOr<Times> Repeat(const Shape& shape, const kernels::PlanView& plan, Timed timed);
+  void Report(const Shape& shape, const kernels::PlanView& plan, const Times& kernels,
+              const Times& launch, const Times& on_device);
+  std::string PeerShape(const Shape& shape) const;
 
   int64_t row_bytes() const { return row_.row_bytes; }
   int64_t page_bytes() const { return kPage * row_bytes(); }
@@ -122,12 +145,16 @@ class Bench {
 
   Flags flags_;
   std::vector<std::string> rows_;
+  PeerRatios ratios_;
   const kernels::KvFormat format_;
   const kernels::KvRowLayout row_ = kernels::MakeKvRowLayout(format_, 512, 64);
+  const PeerTimes peers_;
   std::unique_ptr<kernels::hip::HipBackend> backend_;
   std::unique_ptr<scheduler::MetadataBuffers> buffers_;
   scheduler::Planner planner_;
   std::unique_ptr<kernels::HostBuffer> q_, o_;
+  std::unique_ptr<kernels::SharedDeviceMemory> on_device_;  // queries, then outputs; may be null
+  int64_t outputs_at_ = 0;                                  // bytes before the latter
   kernels::hip::DeviceBuffer flush_;
   kernels::LaunchLayout layout_;
   std::vector<kernels::SegmentRecord> records_;
@@ -158,21 +185,18 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   limits.work_items = 100000;
   limits.reduce_tiles = 50000;
   limits.reduce_partials = 100000;
-  if (absl::Status s = backend_->Configure(limits); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(backend_->Configure(limits));
   layout_ = kernels::LaunchLayout(*backend_, 0);
   const scheduler::PlanCapacity capacity{1024, 100000, 50000, 100000, 400000};
-  auto buffers = scheduler::MetadataBuffers::Create(capacity, *backend_);
-  if (!buffers.ok()) return buffers.status();
-  buffers_ = *std::move(buffers);
-  auto q = backend_->AllocateHost(packed * kQueryBytes);
-  if (!q.ok()) return q.status();
-  q_ = *std::move(q);
-  auto o = backend_->AllocateHost(packed * 516 * 4);
-  if (!o.ok()) return o.status();
-  o_ = *std::move(o);
-  auto flush = kernels::hip::DeviceBuffer::Create(&backend_->runtime(), "flush", kFlushBytes);
-  if (!flush.ok()) return flush.status();
-  flush_ = *std::move(flush);
+  MLA_ASSIGN_OR_RETURN(buffers_, scheduler::MetadataBuffers::Create(capacity, *backend_));
+  MLA_ASSIGN_OR_RETURN(q_, backend_->AllocateHost(packed * kQueryBytes));
+  MLA_ASSIGN_OR_RETURN(o_, backend_->AllocateHost(packed * 516 * 4));
+  outputs_at_ = (packed * kQueryBytes + 255) / 256 * 256;
+  // Without such memory, launches from device memory are not timed.
+  auto shared = backend_->AllocateShared(outputs_at_ + packed * 516 * 4, 0);
+  if (shared.ok()) on_device_ = *std::move(shared);
+  MLA_ASSIGN_OR_RETURN(
+      flush_, kernels::hip::DeviceBuffer::Create(&backend_->runtime(), "flush", kFlushBytes));
   return FillPool(limits.kv_pool_bytes);
 }
 
@@ -197,14 +221,13 @@ void Bench::MakeLists(const Shape& shape) {
 absl::Status Bench::FillPool(int64_t bytes) {
   constexpr int64_t kRows = 16384;
   const int64_t block = std::min(bytes, kRows * row_bytes());
-  auto host = backend_->AllocateHost(block);
-  if (!host.ok()) return host.status();
+  MLA_ASSIGN_OR_RETURN(const auto host, backend_->AllocateHost(block));
   std::mt19937 random(2);
   std::normal_distribution<float> normal;
   auto* q = reinterpret_cast<Bf16*>(q_->bytes().data());
   for (size_t i = 0; i < q_->bytes().size() / 2; ++i) q[i] = kernels::ToBf16(normal(random));
   std::vector<float> values(kRowDim);
-  std::byte* row = (*host)->bytes().data();
+  std::byte* row = host->bytes().data();
   for (int64_t i = 0; i < block / row_bytes(); ++i, row += row_bytes()) {
     for (float& x : values) x = normal(random);
     for (int32_t k = 0; k < kRowDim; ++k)
@@ -212,42 +235,51 @@ absl::Status Bench::FillPool(int64_t bytes) {
     kernels::EncodeKvRow(row_, kernels::Fp8Kind::kE4m3Fn, values.data(), kernels::DType::kF32,
                          kLayerScale, {row, row + row_.scales_at});
   }
+  if (on_device_ != nullptr) {
+    MLA_RETURN_IF_ERROR(backend_->WriteShared(on_device_->bytes().data(), q_->bytes().data(),
+                                              static_cast<int64_t>(q_->bytes().size())));
+  }
   kernels::hip::GpuRuntime& runtime = backend_->runtime();
   for (int64_t at = 0; at < bytes; at += block) {
-    absl::Status s = runtime.CopyIn(backend_->pool() + at, (*host)->bytes().data(),
-                                    std::min(block, bytes - at), backend_->compute_stream());
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(runtime.CopyIn(backend_->pool() + at, host->bytes().data(),
+                                       std::min(block, bytes - at), backend_->compute_stream()));
   }
   return runtime.Synchronize(backend_->compute_stream());
 }
 
-absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, bool idle,
-                           Nanos* ns) {
-  const int64_t packed = int64_t{shape.batch} * shape.heads * flags_.query_rows;
-  layout_.Clear();
-  auto q = layout_.Input(q_->bytes().data(), packed * kQueryBytes);
-  if (!q.ok()) return q.status();
-  auto o = layout_.Output(o_->bytes().data(), packed * 512 * 2);
-  if (!o.ok()) return o.status();
-  auto lse = layout_.Output(o_->bytes().data() + packed * 1024, packed * 4);
-  if (!lse.ok()) return lse.status();
+absl::StatusOr<Bench::Tensors> Bench::Place(int64_t packed, bool on_device) {
+  const int64_t q_bytes = packed * kQueryBytes, o_bytes = packed * 512 * 2, lse_bytes = packed * 4;
+  if (on_device) {
+    std::byte* const at = on_device_->bytes().data();
+    std::byte* const out = at + outputs_at_;
+    const void* const q = layout_.SharedInput(at, q_bytes);
+    void* const o = layout_.SharedOutput(out, o_bytes);
+    void* const lse = layout_.SharedOutput(out + o_bytes, lse_bytes);
+    return Tensors{static_cast<const Bf16*>(q), static_cast<Bf16*>(o), static_cast<float*>(lse)};
+  }
+  std::byte* const out = o_->bytes().data();
+  MLA_ASSIGN_OR_RETURN(const void* const q, layout_.Input(q_->bytes().data(), q_bytes));
+  MLA_ASSIGN_OR_RETURN(void* const o, layout_.Output(out, o_bytes));
+  MLA_ASSIGN_OR_RETURN(void* const lse, layout_.Output(out + o_bytes, lse_bytes));
+  return Tensors{static_cast<const Bf16*>(q), static_cast<Bf16*>(o), static_cast<float*>(lse)};
+}
+
+absl::Status Bench::MakeRecords(const Shape& shape, const Tensors& tensors) {
   const void *lists = nullptr, *begins = nullptr;
   if (flags_.top_k > 0) {
-    auto staged = layout_.Input(lists_.data(), static_cast<int64_t>(lists_.size()) * 4);
-    if (!staged.ok()) return staged.status();
-    lists = *staged;
-    staged = layout_.Input(list_begins_.data(), static_cast<int64_t>(list_begins_.size()) * 4);
-    if (!staged.ok()) return staged.status();
-    begins = *staged;
+    const auto list_bytes = static_cast<int64_t>(lists_.size()) * 4;
+    const auto begin_bytes = static_cast<int64_t>(list_begins_.size()) * 4;
+    MLA_ASSIGN_OR_RETURN(lists, layout_.Input(lists_.data(), list_bytes));
+    MLA_ASSIGN_OR_RETURN(begins, layout_.Input(list_begins_.data(), begin_bytes));
   }
   records_.assign(shape.batch, {});
   int64_t entry = 0;
   for (int32_t i = 0; i < shape.batch; ++i) {
     kernels::SegmentRecord& r = records_[i];
     const int64_t first = int64_t{i} * flags_.query_rows * shape.heads;
-    r.q = static_cast<const Bf16*>(*q) + first * kRowDim;
-    r.o = static_cast<Bf16*>(*o) + first * 512;
-    r.lse = static_cast<float*>(*lse) + first;
+    r.q = tensors.q + first * kRowDim;
+    r.o = tensors.o + first * 512;
+    r.lse = tensors.lse + first;
     r.q_head_stride = kRowDim;
     r.q_row_stride = int64_t{shape.heads} * kRowDim;
     r.o_head_stride = 512;
@@ -270,6 +302,16 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, bo
     }
     entry += (shape.lengths[i] + kPage - 1) / kPage;
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> Bench::Launch(const Shape& shape, const kernels::PlanView& plan,
+                                      Timed timed) {
+  layout_.Clear();
+  MLA_ASSIGN_OR_RETURN(
+      const Tensors tensors,
+      Place(int64_t{shape.batch} * shape.heads * flags_.query_rows, timed == Timed::kDeviceLaunch));
+  MLA_RETURN_IF_ERROR(MakeRecords(shape, tensors));
   kernels::Launch launch;
   launch.inputs = layout_.inputs();
   launch.outputs = layout_.outputs();
@@ -277,29 +319,39 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, bo
   launch.absorbed.segments = records_;
   launch.absorbed.plan = plan;
   // Overwrites the L2 and keeps the device busy while the host enqueues.
-  absl::Status s =
-      backend_->runtime().Fill(flush_.at(), 0, kFlushBytes, backend_->compute_stream());
-  if (s.ok() && idle) s = backend_->runtime().Synchronize(backend_->compute_stream());
-  if (!s.ok()) return s;
+  kernels::hip::GpuRuntime& runtime = backend_->runtime();
+  MLA_RETURN_IF_ERROR(runtime.Fill(flush_.at(), 0, kFlushBytes, backend_->compute_stream()));
+  if (timed != Timed::kKernels) {
+    MLA_RETURN_IF_ERROR(runtime.Synchronize(backend_->compute_stream()));
+  }
   const auto before = std::chrono::steady_clock::now();
-  if (s = backend_->Submit(0, launch); !s.ok()) return s;
-  auto time = backend_->Wait(0);
-  if (!time.ok()) return time.status();
-  ns->kernels = *time;
-  ns->launch = std::chrono::nanoseconds(std::chrono::steady_clock::now() - before).count();
-  return absl::OkStatus();
+  MLA_RETURN_IF_ERROR(backend_->Submit(0, launch));
+  MLA_ASSIGN_OR_RETURN(const int64_t of_kernels, backend_->Wait(0));
+  const std::chrono::nanoseconds whole = std::chrono::steady_clock::now() - before;
+  return timed == Timed::kKernels ? of_kernels : whole.count();
 }
 
-// Times of launches, in ascending order.
-absl::Status Bench::Repeat(const Shape& shape, const kernels::PlanView& plan, bool idle,
-                           std::vector<int64_t>* times) {
+absl::StatusOr<Bench::Times> Bench::Repeat(const Shape& shape, const kernels::PlanView& plan,
+                                           Timed timed) {
+  std::vector<int64_t> times;
   for (int32_t i = -3; i < flags_.iterations; ++i) {  // the first three warm up
-    Nanos ns;
-    if (absl::Status s = Launch(shape, plan, idle, &ns); !s.ok()) return s;
-    if (i >= 0) times->push_back(idle ? ns.launch : ns.kernels);
+    MLA_ASSIGN_OR_RETURN(const int64_t ns, Launch(shape, plan, timed));
+    if (i >= 0) times.push_back(ns);
   }
-  std::sort(times->begin(), times->end());
-  return absl::OkStatus();
+  std::sort(times.begin(), times.end());
+  if (times.empty()) return absl::InvalidArgumentError("--iterations: got 0, want 1 or more");
+  return Times{static_cast<double>(times[times.size() / 2]) / 1e3,
+               static_cast<double>(times[0]) / 1e3};
+}
+
+std::string Bench::PeerShape(const Shape& shape) const {
+  if (flags_.ragged || flags_.whole || flags_.query_rows != 1) return "";
+  if (flags_.top_k > 0) {
+    if (format_ != kernels::KvFormat::kFp8Row) return "";
+    return absl::StrFormat("decode h=%d b=%d topk=%d", shape.heads, shape.batch, flags_.top_k);
+  }
+  if (format_ != kernels::KvFormat::kBf16) return "";
+  return absl::StrFormat("h=%d b=%d ctx=%d", shape.heads, shape.batch, shape.context);
 }
 
 absl::Status Bench::Time(const Shape& shape) {
@@ -313,12 +365,11 @@ absl::Status Bench::Time(const Shape& shape) {
   kernels::Launch tables;
   tables.page_tables = pages;
   tables.table_changes = {&all, 1};
-  absl::Status s = backend_->Submit(0, tables);
-  if (s.ok()) s = backend_->Wait(0).status();
-  if (!s.ok()) return s;
+  MLA_RETURN_IF_ERROR(backend_->Submit(0, tables));
+  MLA_RETURN_IF_ERROR(backend_->Wait(0).status());
 
   const kernels::AttentionDesc desc = Desc(shape);
-  if (absl::Status can = backend_->CanRun(desc); !can.ok()) return can;
+  MLA_RETURN_IF_ERROR(backend_->CanRun(desc));
   std::vector<scheduler::PlanSegment> requests;
   for (const int32_t n : shape.lengths) {
     const bool sparse = flags_.top_k > 0;
@@ -332,74 +383,75 @@ absl::Status Bench::Time(const Shape& shape) {
   if (flags_.small_rows >= 0) small.unit_kv_rows = small.lone_kv_rows = flags_.small_rows;
   auto plan = planner_.Build(requests, traits, *buffers_);
   if (!plan.ok()) return plan.status();
-  std::vector<int64_t> times, launches;
-  s = Repeat(shape, *plan, false, &times);
-  if (s.ok()) s = Repeat(shape, *plan, true, &launches);
-  if (!s.ok()) return s;
-  const double launch_us = static_cast<double>(launches[launches.size() / 2]) / 1e3;
-  const double us = static_cast<double>(times[times.size() / 2]) / 1e3;
+  Times times[3];
+  for (const Timed timed : {Timed::kKernels, Timed::kHostLaunch, Timed::kDeviceLaunch}) {
+    if (timed == Timed::kDeviceLaunch && on_device_ == nullptr) continue;
+    MLA_ASSIGN_OR_RETURN(times[static_cast<int>(timed)], Repeat(shape, *plan, timed));
+  }
+  Report(shape, *plan, times[0], times[1], times[2]);
+  return absl::OkStatus();
+}
+
+void Bench::Report(const Shape& shape, const kernels::PlanView& plan, const Times& kernels,
+                   const Times& launch, const Times& on_device) {
   // The heads of all query rows use a KV row. With lists, only the query row whose list names it
   // does.
   const int32_t meets = flags_.top_k > 0 ? 1 : flags_.query_rows;
   const double flop = 2.0 * static_cast<double>(shape.rows) * shape.heads * meets * (576 + 512);
+  const std::string name = PeerShape(shape);
+  const PeerTime* const peer = name.empty() ? nullptr : peers_.Best(name);
+  if (peer != nullptr) ratios_.Add(name, peer->us / kernels.us);
   std::printf(
-      "%s%s%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, launch %.1f us, "
-      "%zu items, %zu merged tiles\n",
+      "%s%s%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, launch from host "
+      "memory %.1f us, from device memory %s, %zu items, %zu merged tiles%s\n",
       format_ == kernels::KvFormat::kBf16 ? "" : (flags_.kv + " ").c_str(),
       flags_.compute == "fp8" ? "products " : "",
       flags_.top_k > 0 ? (flags_.sparse + " ").c_str() : "", shape.heads, shape.batch,
-      shape.context, flags_.ragged ? " ragged" : "", flags_.query_rows, us,
-      static_cast<double>(times[0]) / 1e3, static_cast<double>(shape.rows * row_bytes()) / us / 1e6,
-      flop / us / 1e6, launch_us, plan->work_info.size(), plan->reduce_final_map.size());
+      shape.context, flags_.ragged ? " ragged" : "", flags_.query_rows, kernels.us,
+      kernels.least_us, static_cast<double>(shape.rows * row_bytes()) / kernels.us / 1e6,
+      flop / kernels.us / 1e6, launch.us,
+      on_device.us > 0 ? absl::StrFormat("%.1f us", on_device.us).c_str() : "not timed",
+      plan.work_info.size(), plan.reduce_final_map.size(),
+      peer == nullptr
+          ? ""
+          : absl::StrFormat(", %.2f of %s (%.1f us)", peer->us / kernels.us, peer->peer, peer->us)
+                .c_str());
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
       R"({"bench": "gpu_decode", "kv": "%s", "compute": "%s", "heads": %d, "batch": %d, )"
       R"("context": %d, "ragged": %s, "query_rows": %d, "merged_tiles": %d, "us": %.1f, )"
-      R"("least_us": %.1f, "tflops": %.0f, "launch_us": %.1f})",
+      R"("least_us": %.1f, "tflops": %.0f, "launch_us": %.1f, "device_launch_us": %.1f%s})",
       flags_.kv, flags_.compute, shape.heads, shape.batch, shape.context,
-      flags_.ragged ? "true" : "false", flags_.query_rows, plan->reduce_final_map.size(), us,
-      static_cast<double>(times[0]) / 1e3, flop / us / 1e6, launch_us));
-  return absl::OkStatus();
+      flags_.ragged ? "true" : "false", flags_.query_rows, plan.reduce_final_map.size(), kernels.us,
+      kernels.least_us, flop / kernels.us / 1e6, launch.us, on_device.us,
+      peer == nullptr ? "" : ", " + peer->JsonFields(kernels.us)));
 }
 
-int Main(int argc, char** argv) {
-  Flags flags;
-  const Flag known[] = {{"--heads", &flags.heads},       {"--batch", &flags.batch},
-                        {"--context", &flags.context},   {"--iterations", &flags.iterations},
-                        {"--ragged", &flags.ragged},     {"--query-rows", &flags.query_rows},
-                        {"--max-gb", &flags.max_gb},     {"--image", &flags.image},
-                        {"--json", &flags.json},         {"--kv", &flags.kv},
-                        {"--sparse", &flags.sparse},     {"--compute", &flags.compute},
-                        {"--whole", &flags.whole},       {"--spread", &flags.spread},
-                        {"--streamed", &flags.streamed}, {"--small-rows", &flags.small_rows}};
-  if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
-    std::fprintf(stderr, "%s\n", s.ToString().c_str());
-    return 2;
-  }
-  absl::string_view top_k = flags.sparse;
+// Checks flags that depend on each other, and reads top_k.
+absl::StatusOr<kernels::KvFormat> CheckFlags(Flags* flags) {
   const auto* const format =
       std::find_if(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats),
-                   [&](kernels::KvFormat f) { return Name(f) == flags.kv; });
+                   [&](kernels::KvFormat f) { return Name(f) == flags->kv; });
   if (format == std::end(kernels::kKvFormats)) {
-    std::fprintf(stderr, "--kv: got '%s', want bf16, fp8_tensor or fp8_row\n", flags.kv.c_str());
-    return 2;
+    return absl::InvalidArgumentError(
+        absl::StrFormat("--kv: got '%s', want bf16, fp8_tensor or fp8_row", flags->kv));
   }
-  if (flags.compute != "bf16" && (flags.compute != "fp8" || flags.kv == "bf16")) {
-    std::fprintf(stderr, "--compute: got '%s', want bf16, or fp8 with rows of 8 bits\n",
-                 flags.compute.c_str());
-    return 2;
+  if (flags->compute != "bf16" && (flags->compute != "fp8" || flags->kv == "bf16")) {
+    return absl::InvalidArgumentError(absl::StrFormat(
+        "--compute: got '%s', want bf16, or fp8 with rows of 8 bits", flags->compute));
   }
-  if (!flags.sparse.empty() && (!absl::ConsumePrefix(&top_k, "topk=") ||
-                                !absl::SimpleAtoi(top_k, &flags.top_k) || flags.top_k < 1)) {
-    std::fprintf(stderr, "--sparse: got '%s', want topk=N\n", flags.sparse.c_str());
-    return 2;
+  absl::string_view top_k = flags->sparse;
+  if (!top_k.empty() && (!absl::ConsumePrefix(&top_k, "topk=") ||
+                         !absl::SimpleAtoi(top_k, &flags->top_k) || flags->top_k < 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("--sparse: got '%s', want topk=N", flags->sparse));
   }
-  const int64_t row_bytes = kernels::MakeKvRowLayout(*format, 512, 64).row_bytes;
-  auto backend = AnyGpu(flags.image);
-  if (!backend.ok()) {
-    std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
-    return 1;
-  }
+  return *format;
+}
+
+absl::Status Run(const Flags& flags, kernels::KvFormat format, PeerTimes peers) {
+  MLA_ASSIGN_OR_RETURN(auto backend, AnyGpu(flags.image));
+  const int64_t row_bytes = kernels::MakeKvRowLayout(format, 512, 64).row_bytes;
   std::vector<Shape> shapes;
   for (const int32_t heads : flags.heads) {
     for (const int32_t context : flags.context) {
@@ -411,14 +463,35 @@ int Main(int argc, char** argv) {
       }
     }
   }
-  Bench bench(flags, *format, *std::move(backend));
-  absl::Status s = bench.Setup(shapes);
-  for (const Shape& shape : shapes) {
-    if (s.ok()) s = bench.Time(shape);
+  Bench bench(flags, format, std::move(peers), std::move(backend));
+  MLA_RETURN_IF_ERROR(bench.Setup(shapes));
+  for (const Shape& shape : shapes) MLA_RETURN_IF_ERROR(bench.Time(shape));
+  if (const std::string summary = bench.Summary(); !summary.empty()) {
+    std::printf("%s\n", summary.c_str());
   }
-  if (s.ok()) s = WriteJsonRows(flags.json, bench.rows());
+  return WriteJsonRows(flags.json, bench.rows());
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  const Flag known[] = {{"--heads", &flags.heads},       {"--batch", &flags.batch},
+                        {"--context", &flags.context},   {"--iterations", &flags.iterations},
+                        {"--ragged", &flags.ragged},     {"--query-rows", &flags.query_rows},
+                        {"--max-gb", &flags.max_gb},     {"--image", &flags.image},
+                        {"--json", &flags.json},         {"--kv", &flags.kv},
+                        {"--sparse", &flags.sparse},     {"--compute", &flags.compute},
+                        {"--whole", &flags.whole},       {"--spread", &flags.spread},
+                        {"--streamed", &flags.streamed}, {"--small-rows", &flags.small_rows},
+                        {"--peers", &flags.peers}};
+  absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
+  absl::StatusOr<kernels::KvFormat> format = s.ok() ? CheckFlags(&flags) : s;
+  absl::StatusOr<PeerTimes> peers = PeerTimes();
+  if (format.ok() && !flags.peers.empty()) peers = PeerTimes::Read(flags.peers);
+  s = format.ok() ? peers.status() : format.status();
+  const int failure = s.ok() ? 1 : 2;  // 2: flags
+  if (s.ok()) s = Run(flags, *format, *std::move(peers));
   if (!s.ok()) std::fprintf(stderr, "%s\n", s.ToString().c_str());
-  return s.ok() ? 0 : 1;
+  return s.ok() ? 0 : failure;
 }
 
 }  // namespace

@@ -26,19 +26,26 @@ struct AttendConfig<64, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   // With a window, all elements of a row are values, the rotated ones included.
   static constexpr int kRope = kKind == AttentionKind::kWindow ? 0 : AttendBase::kRope;
-  // Rows that are widened before they are stored in LDS pass through registers.
-  static constexpr int kStages = kFormat == KvFormat::kFp8Page ? 1 : AttendBase::kStages;
   // How many products ahead keys and values are read from LDS; 0: the compiler chooses the order.
   static constexpr int kWaveRows = 16, kKeysAhead = 8, kValuesAhead = 8;
 };
-// A wave must widen each value that it reads, so waves divide the tile. Two waves share 32 packed
-// rows: each computes the scores of half of the KV rows, and half of the output columns.
-template <AttentionKind kKind>
-struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase {
-  static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
+// Two waves share 32 packed rows: each computes the scores of half of the KV rows, and half of the
+// output columns. So a wave reads, and for rows of 8 bits widens, half as much as one that keeps 16
+// rows alone.
+struct AttendGrid : AttendBase {
   static constexpr int kTileKv = 64, kStages = 3;
   static constexpr int kRowWaves = 2, kColWaves = 2;
   static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 6;
+};
+template <AttentionKind kKind>
+struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendGrid {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
+};
+// Rows that pass through registers and are widened before they are stored in LDS, a tile ahead.
+template <AttentionKind kKind>
+struct AttendConfig<64, KvFormat::kFp8Page, DType::kBf16, kKind> : AttendGrid {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Page;
+  static constexpr int kRope = 0, kStages = 2;
 };
 template <KvFormat kFormat_, AttentionKind kKind>
 struct AttendConfig<128, kFormat_, DType::kBf16, kKind> : AttendBase {

@@ -144,8 +144,11 @@ class KvStream {
           to, lane, from[kRow] + (place * Layout::chunk_bytes(kBlock) + Layout::source(kBlock)));
     });
     if constexpr (Layout::kPageScales) {
-      static_assert(kCopyRows == 1 && !kInLds);
-      copies.issue_exponents(source.exponents(found[0].granule, found[0].inside));
+      static_assert(!kInLds);
+      for_constants<kCopyRows>([&](auto row) {
+        copies.template issue_exponents<row>(
+            source.exponents(found[row].granule, found[row].inside));
+      });
     }
     if constexpr (kScales) {
       copies.template issue_word<0>(scales(n % kStages), lane,
@@ -169,9 +172,12 @@ class KvStream {
   // While tile n of `tiles` is computed: writes the next tile to its stage and starts the one after
   // it.
   MLA_DEVICE void bring_next(int n, int tiles) {
-    if (n + 1 < tiles) land(n + 1);
+    // Tiles after the last one repeat its last row. Pages take them too: branches around them would
+    // make the compiler wait for loads in every turn.
+    constexpr bool kAll = Layout::kPageScales;
+    if (kAll || n + 1 < tiles) land(n + 1);
     if constexpr (kLists) copies.meet();
-    if (n + 2 < tiles) issue(n + 2);
+    if (kAll || n + 2 < tiles) issue(n + 2);
     look_up_and_fetch(n + 3);
   }
 

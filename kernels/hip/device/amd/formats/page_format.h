@@ -8,9 +8,10 @@
 
 namespace mla::kernels::hip {
 
-// Copies for KvStream through registers, a row a lane: eight codes of each column block, widened
-// when they land; a chunk of the last block, which is bf16; and the exponents of all blocks.
-template <class Layout>
+// Copies for KvStream through registers, kRows rows a lane. Of each row a lane holds eight codes of
+// each column block, widened when they land; a chunk of the last block, which is bf16; and the
+// exponents of all blocks. Copies are numbered row by row.
+template <class Layout, int kRows>
 class WideningCopies {
  public:
   using lds_t = tile::lds_t;
@@ -19,18 +20,23 @@ class WideningCopies {
 
   template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t, int, const void* source) {
-    if constexpr (kIndex < Layout::kCodeBlocks) {
-      codes[kIndex] = *as_global<const tile::u32x2>(source);
+    Row& row = rows[kIndex / Layout::kBlocks];
+    constexpr int kBlock = kIndex % Layout::kBlocks;
+    if constexpr (kBlock < Layout::kCodeBlocks) {
+      row.codes[kBlock] = *as_global<const tile::u32x2>(source);
     } else {
-      rotated = *as_global<const tile::u32x4>(source);
+      row.rotated = *as_global<const tile::u32x4>(source);
     }
   }
+  template <int kRow>
   MLA_DEVICE void issue_exponents(const uint8_t* source) {
-    exponents = *as_global<const tile::u32x2>(source);
+    rows[kRow].exponents = *as_global<const tile::u32x2>(source);
   }
   template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t wave_base, int lane) const {
-    tile::shared_store<tile::u32x4>(wave_base + kOffset + lane * 16, chunk<kIndex>());
+    tile::shared_store<tile::u32x4>(
+        wave_base + kOffset + lane * 16,
+        chunk<kIndex % Layout::kBlocks>(rows[kIndex / Layout::kBlocks]));
   }
   MLA_DEVICE void meet() { tile::wave_barrier(); }
   MLA_DEVICE void close_stage() {}
@@ -44,27 +50,33 @@ class WideningCopies {
   // conversions that multiply instead of adding exponents.
   static constexpr uint32_t kLeastScaleBits = 1u << 22;
 
+  struct Row {
+    tile::u32x2 codes[Layout::kCodeBlocks];
+    tile::u32x2 exponents;  // a byte a block
+    tile::u32x4 rotated;
+  };
+
   template <int kBlock>
-  MLA_DEVICE tile::u32x4 chunk() const {
-    if constexpr (kBlock == Layout::kCodeBlocks) return rotated;
-    const uint32_t normal = (exponents[kBlock / 4] >> kBlock % 4 * 8 & 0xffu) << 23;
+  MLA_DEVICE static tile::u32x4 chunk(const Row& row) {
+    if constexpr (kBlock == Layout::kCodeBlocks) return row.rotated;
+    const uint32_t normal = (row.exponents[kBlock / 4] >> kBlock % 4 * 8 & 0xffu) << 23;
     const uint32_t bits = normal > kLeastScaleBits ? normal : kLeastScaleBits;
     const bool odd = bits > kLargestScaleBits;
-    const uint32_t low = odd ? kNaNs : codes[kBlock][0], high = odd ? kNaNs : codes[kBlock][1];
+    const uint32_t low = odd ? kNaNs : row.codes[kBlock][0];
+    const uint32_t high = odd ? kNaNs : row.codes[kBlock][1];
     const float scale = bits_to_float(bits);
     return tile::u32x4{
         tile::bf16_of<false, true>(low, scale), tile::bf16_of<true, true>(low, scale),
         tile::bf16_of<false, true>(high, scale), tile::bf16_of<true, true>(high, scale)};
   }
 
-  tile::u32x2 codes[Layout::kCodeBlocks];
-  tile::u32x2 exponents;  // a byte a block
-  tile::u32x4 rotated;
+  Row rows[kRows];
 };
 
 template <class C, class W>
 struct PageFormat : Bf16Format<C, W, KvFormat::kFp8Page> {
-  using Copies = WideningCopies<typename PageFormat::Layout>;
+  static constexpr int kWaves = C::kRowWaves * C::kColWaves, kRowsPerCopy = tile::kWave / 8;
+  using Copies = WideningCopies<typename PageFormat::Layout, C::kTileKv / kRowsPerCopy / kWaves>;
 };
 
 }  // namespace mla::kernels::hip
