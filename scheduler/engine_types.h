@@ -239,8 +239,8 @@ struct LaunchReport {
   // 1: computed in the absorbed form, because the expanded one needs too many rounds
   int32_t rounds_refused = 0;
   int64_t kv_bytes_read = 0;  // KV rows that the records cover, each record once
-  int64_t schedule_ns = 0;    // time for choosing the batch and recording it
-  int64_t plan_ns = 0;
+  int64_t schedule_ns = 0;    // time for choosing the batch, recording it and finding its plan
+  int64_t plan_ns = 0;        // time for building its plan; 0 if the plan was reused
   int64_t kernel_ns = 0;
   int64_t predicted_ns = 0;  // kernel_ns as predicted before the launch
   int64_t complete_ns = 0;

@@ -39,21 +39,25 @@ absl::Status CheckStepRows(int64_t rows, const Limits& limits) {
 absl::Status CheckAttendRange(const AttendRange& range, Profile profile, const ModelSpec& model,
                               int32_t total_rows) {
   const int32_t heads = model.geometry.num_heads;
-  absl::Status status = CheckRange("attend.layer", range.layer, 0, model.layers - 1);
-  if (status.ok()) status = CheckRange("attend.row_begin", range.row_begin, 0, total_rows - 1);
-  if (status.ok()) {
-    status = CheckRange("attend.row_count", range.row_count, 1, total_rows - range.row_begin);
+  const struct {
+    const char* field;
+    int64_t got, low, high;
+  } bounds[] = {
+      {"attend.layer", range.layer, 0, model.layers - 1},
+      {"attend.row_begin", range.row_begin, 0, total_rows - 1},
+      {"attend.row_count", range.row_count, 1, total_rows - range.row_begin},
+      {"attend.head_offset", range.head_offset, 0, heads - 1},
+      {"attend.num_heads", range.num_heads, profile == Profile::kAppendOnly ? 0 : 1,
+       heads - range.head_offset},
+  };
+  for (const auto& [field, got, low, high] : bounds) {
+    if (got < low || got > high) return RefuseRange(field, absl::StrCat(got), low, high);
   }
-  if (status.ok()) status = CheckRange("attend.head_offset", range.head_offset, 0, heads - 1);
-  if (status.ok()) {
-    status = CheckRange("attend.num_heads", range.num_heads,
-                        profile == Profile::kAppendOnly ? 0 : 1, heads - range.head_offset);
+  if (profile == Profile::kProjected && range.num_heads != heads) {
+    return RefuseField("attend.num_heads", absl::StrCat(range.num_heads),
+                       absl::StrCat(heads, ": PROFILE_PROJECTED has all heads"));
   }
-  if (status.ok() && profile == Profile::kProjected && range.num_heads != heads) {
-    status = RefuseField("attend.num_heads", absl::StrCat(range.num_heads),
-                         absl::StrCat(heads, ": PROFILE_PROJECTED has all heads"));
-  }
-  return status;
+  return absl::OkStatus();
 }
 
 absl::Status CheckAttendProfile(Profile profile, bool has_kv, const ModelSpec& model) {

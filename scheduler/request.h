@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <new>
 #include <span>
 #include <string>
 #include <vector>
@@ -352,8 +353,11 @@ class StreamRequest : public RequestHeader, public RequestResults {
     // except for the first arrival of a request that was handed back.
     void Begin(int64_t now, bool was_handed_back) {
       state.Enter(RequestState::kAdmitted);
+      const RequestState admitted = state;
       const int64_t first = was_handed_back ? first_arrival_ns : now;
-      *this = {.state = state, .first_arrival_ns = first, .arrival_ns = now};
+      // Made anew where they lie: a temporary would be written and read once for each request.
+      std::destroy_at(this);
+      ::new (this) EngineFields{.state = admitted, .first_arrival_ns = first, .arrival_ns = now};
     }
   };
   EngineFields engine;

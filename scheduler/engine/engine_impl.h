@@ -125,7 +125,7 @@ class Engine::Impl {
     Drain(now);
     if (now >= core_->steps().NextTick()) core_->steps().Tick();
     core_->NoteLoad();
-    bool busy = core_->steps().StartLaunch();
+    bool busy = core_->steps().StartLaunch(now);
     if (core_->backend().Info().unified_memory) {
       busy |= core_->steps().CompleteLaunch(/*wait=*/true);
     } else {
@@ -220,11 +220,14 @@ class Engine::Impl {
       work_left = false;
       {
         Role role(*this, std::adopt_lock);
-        Drain(arrival);
+        const MonotonicNanos now = i == 0 ? arrival : clock_->Now();
+        Drain(now);
         if (core_->steps().pending().empty()) return;
         const int64_t work = core_->steps().ReadyWork();
         const bool small = work <= options_.inline_work;
-        if (!(small || MayAwait(submitter, work)) || !core_->steps().StartLaunch()) return;
+        if (!(small || MayAwait(submitter, work)) || !core_->steps().StartLaunch(now)) {
+          return;
+        }
         if (small) {
           core_->steps().CompleteLaunch(/*wait=*/true);
         } else if (!AwaitLaunch(*submitter)) {

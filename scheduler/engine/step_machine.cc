@@ -371,13 +371,13 @@ int32_t StepMachine::AbortAll(const std::string& why) {
 
 // ---------------------------------------------------------------------------------------- Launches
 
-bool StepMachine::StartLaunch() {
+bool StepMachine::StartLaunch(MonotonicNanos now) {
   const bool moved = tiers_ != nullptr && tiers_->Pump();
   BatchLaunch* launch = launcher_->FreeSlot();
   if (launch == nullptr) return moved;
-  const MonotonicNanos begin = clock_->Now();
-  FailWaiting(begin);
-  policy_.Choose(pending_, cache_->work(), begin, launch->batch);
+  now = std::max(now, completed_at_);
+  FailWaiting(now);
+  policy_.Choose(pending_, cache_->work(), now, launch->batch);
   if (launch->batch.gated) TakeBackRows(launch->batch);
   mover_->Take(policy_, &launch->batch);
   // Groups that are kept for page work alone come back once it is done.
@@ -390,11 +390,12 @@ bool StepMachine::StartLaunch() {
     --request->engine.step->waiting;
     ++request->engine.step->inflight;
     if (request->engine.rows_done == 0) {
-      request->timings.queue_ns = begin - request->engine.arrival_ns;
+      // Requests of other threads may have come after `now`.
+      request->timings.queue_ns = std::max<int64_t>(0, now - request->engine.arrival_ns);
       load_->NoteWait(request->timings.queue_ns);
     }
   }
-  const absl::Status status = launcher_->Submit(launch, begin);
+  const absl::Status status = launcher_->Submit(launch, now);
   launch->report.predicted_ns = policy_.PredictedNanos(launch->batch);
   if (status.ok()) {
     stats_->launches_ahead += launch->launch.gate.ready.word != nullptr;
@@ -418,6 +419,7 @@ bool StepMachine::CompleteLaunch(bool wait) {
   BatchLaunch* launch = launcher_->oldest();
   if (launch == nullptr || (!wait && !launcher_->OldestDone())) return false;
   const absl::Status status = launcher_->WaitOldest();
+  completed_at_ = clock_->Now();
   if (status.ok()) {
     FinishLaunch(launch);
   } else {
@@ -427,7 +429,7 @@ bool StepMachine::CompleteLaunch(bool wait) {
 }
 
 void StepMachine::FinishLaunch(BatchLaunch* launch) {
-  const MonotonicNanos begin = clock_->Now();
+  const MonotonicNanos begin = completed_at_;
   nothing_ready_ = false;
   cache_->work().Acknowledge(&launch->batch.pages);
   mover_->Finish(&launch->batch, absl::OkStatus());
@@ -505,6 +507,7 @@ void StepMachine::FailOldest(BatchLaunch* launch, const absl::Status& cause) {
   std::vector<BatchLaunch*> undone = {launch};
   while (BatchLaunch* later = launcher_->oldest()) {
     const absl::Status waited = launcher_->WaitOldest();
+    completed_at_ = clock_->Now();
     (void)waited;  // it counts as failed either way
     undone.push_back(later);
   }

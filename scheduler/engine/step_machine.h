@@ -69,7 +69,10 @@ class StepMachine final {
   void Accept(StreamRequest* request);
 
   // --- Launches. Each returns true if it did anything.
-  bool StartLaunch();
+  bool StartLaunch() { return StartLaunch(clock_->Now()); }
+  // `now`: the caller's last reading of the clock. It may have waited for launches since, and for
+  // nothing else.
+  bool StartLaunch(MonotonicNanos now);
   // Returns false if no request waits for a launch: none waits at all, or all wait for others or
   // for time to pass (NextTick).
   bool MayLaunch() const {
@@ -182,7 +185,8 @@ class StepMachine final {
   absl::flat_hash_map<StreamId, Stream> streams_;
   StreamId next_stream_ = 1;
   bool awaits_slices_ = false;
-  bool nothing_ready_ = false;  // StartLaunch found nothing ready, and nothing has come since
+  MonotonicNanos completed_at_ = 0;  // when the wait for a launch last ended
+  bool nothing_ready_ = false;       // StartLaunch found nothing ready, and nothing has come since
 };
 
 }  // namespace mla::scheduler

@@ -86,6 +86,7 @@ absl::StatusOr<std::unique_ptr<Launcher>> Launcher::Create(
   if (options.rounds.units > 0) options.round_plans = kRoundPlansPerSlot * options.launch_slots;
   options.plans = kPlansPerSlot * options.launch_slots + options.round_plans;
   options.plan_segments = limits.launch_requests;
+  options.clock = clock;
   MLA_ASSIGN_OR_RETURN(launcher->plans_, PlanCache::Create(options, *backend));
   return launcher;
 }
@@ -105,13 +106,11 @@ absl::Status Launcher::Submit(BatchLaunch* launch, MonotonicNanos chosen_from) {
   absl::Status status = stager_.Stage(launch);
   if (status.ok())
     status = updates ? records_.Update(stager_, launch) : records_.Build(stager_, launch);
-  const MonotonicNanos begin = clock_->Now();
-  launch->report.schedule_ns = begin - chosen_from;
   if (status.ok()) status = Plan(launch);
   if (!status.ok() && absl::IsResourceExhausted(status) && !launch->expanded.records.empty()) {
     status = PlanAbsorbedAlone(launch);
   }
-  launch->report.plan_ns = clock_->Now() - begin;
+  launch->report.schedule_ns = clock_->Now() - chosen_from - launch->report.plan_ns;
   if (status.ok()) {
     Assemble(launch);
     status = backend_->Submit(launch->slot, launch->launch);
@@ -213,7 +212,7 @@ absl::Status Launcher::PlanRecords(FormRecords& form, BatchLaunch* launch,
 }
 
 absl::Status Launcher::Plan(BatchLaunch* launch) {
-  const uint64_t misses = plans_->stats().misses;
+  const PlanCacheStats before = plans_->stats();
   const struct {
     AttentionForm form;
     FormRecords& records;
@@ -235,7 +234,8 @@ absl::Status Launcher::Plan(BatchLaunch* launch) {
     form.params = params;
     MLA_RETURN_IF_ERROR(PlanRecords(form.records, launch, &form.params));
   }
-  launch->report.plan_reused = plans_->stats().misses == misses;
+  launch->report.plan_reused = plans_->stats().misses == before.misses;
+  launch->report.plan_ns += plans_->stats().build_ns - before.build_ns;
   return absl::OkStatus();
 }
 

@@ -55,13 +55,13 @@ void SetPlane(const Record& from, Record* target) {
 
 }  // namespace
 
-void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& staged,
-                                const BatchKey& key, SegmentTemplate* target) const {
+RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
+                                                         const TensorStager& staged,
+                                                         const BatchKey& key) const {
   const AttendArgs& args = segment.request->attend;
   const Model& model = *segment.request->engine.step->model;
   const kernels::Geometry& g = model.spec->geometry;
-  *target = SegmentTemplate();
-  SegmentTemplate& shared = *target;
+  SegmentTemplate shared;
   shared.request = segment.request;
   shared.staged = &staged.request(segment.request->engine.batch_index);
   shared.append.dtype = args.q_dtype;
@@ -76,7 +76,7 @@ void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& stag
   shared.append.kv_scale = model.kv_scale(args.layer);
   shared.appends_more = model.spec->windowed() || model.spec->indexer.heads > 0;
   shared.kv_row_bytes = model.spec->sent_row_dim() * int64_t(ElementSize(args.q_dtype));
-  if (args.profile == Profile::kAppendOnly) return;
+  if (args.profile == Profile::kAppendOnly) return shared;
 
   kernels::SegmentRecord& sent = shared.sent;
   sent = Record(segment);
@@ -88,7 +88,7 @@ void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& stag
   sent.lse_row_stride = args.num_heads;
   shared.q_row_bytes = sent.q_row_stride * int64_t(ElementSize(args.q_dtype));
   shared.o_row_bytes = sent.o_row_stride * int64_t(ElementSize(args.o_dtype));
-  if (args.profile == Profile::kAbsorbed) return;
+  if (args.profile == Profile::kAbsorbed) return shared;
 
   // The rest is for EXPANDED and PROJECTED in the absorbed form, whose attention lies between two
   // projections.
@@ -118,6 +118,7 @@ void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& stag
   project.in_head_stride = latent.o_head_stride;
   project.out_row_stride = sent.o_row_stride;
   project.out_head_stride = sent.o_head_stride;
+  return shared;
 }
 
 const std::byte* RecordBuilder::KvOf(const Segment& segment, const SegmentTemplate& shared) {
@@ -398,7 +399,7 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* launc
     const Segment& segment = launch->batch.segments[i];
     const StreamRequest& request = *segment.request;
     if (shared.staged == nullptr || &request != shared.request) {
-      SetTemplate(segment, staged, launch->batch.key, &shared);
+      shared = TemplateOf(segment, staged, launch->batch.key);
       if (absorbed_alone) shared.expanded_min_rows = std::numeric_limits<int32_t>::max();
     }
     const kvcache::SeqSlot slot = segment.entry->slot;
@@ -417,8 +418,7 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* launc
 
 absl::Status RecordBuilder::Update(const TensorStager& staged, BatchLaunch* launch) {
   launch->origin.Forget();  // until all is well
-  SegmentTemplate shared;
-  SetTemplate(launch->batch.segments[0], staged, launch->batch.key, &shared);
+  SegmentTemplate shared = TemplateOf(launch->batch.segments[0], staged, launch->batch.key);
   const AttendArgs& args = shared.request->attend;
   auto append = launch->appends.begin();
   auto absorbed = launch->absorbed.records.begin(), expanded = launch->expanded.records.begin();

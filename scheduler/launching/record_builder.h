@@ -60,9 +60,9 @@ class RecordBuilder final {
     int64_t latent_rows = 0;
   };
 
-  // Sets all of `target` for the request of the segment.
-  void SetTemplate(const Segment& segment, const TensorStager& staged, const BatchKey& key,
-                   SegmentTemplate* target) const;
+  // The template of the segment's request.
+  SegmentTemplate TemplateOf(const Segment& segment, const TensorStager& staged,
+                             const BatchKey& key) const;
   // The segment's part of its request's KV rows.
   static const std::byte* KvOf(const Segment& segment, const SegmentTemplate& shared);
   static void SetTensors(const Segment& segment, const SegmentTemplate& shared,

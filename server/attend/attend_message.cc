@@ -36,18 +36,14 @@ absl::Status RefuseScale(const std::string& vector, const wire::BadFp8Scale& bad
 
 }  // namespace
 
-absl::Status TensorMemory::Check(uint64_t offset, uint64_t length, const char* prefix,
-                                 const char* field) const {
-  if (length == 0) return absl::OkStatus();
+absl::Status TensorMemory::Refusal(uint64_t offset, uint64_t length, const char* prefix,
+                                   const char* field) const {
   if (offset % wire::kSharedAlignment != 0) {
     return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
                        absl::StrCat("a multiple of ", wire::kSharedAlignment), "misaligned");
   }
-  if (offset < begin || offset > end || length > end - offset) {
-    return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
-                       absl::StrCat("such that ", length, " bytes lie within ", begin, "..", end));
-  }
-  return absl::OkStatus();
+  return RefuseField(absl::StrCat(prefix, field), absl::StrCat(offset),
+                     absl::StrCat("such that ", length, " bytes lie within ", begin, "..", end));
 }
 
 SentLists AttendMessage::Lists() const {

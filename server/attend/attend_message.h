@@ -55,7 +55,17 @@ struct TensorMemory {
   }
   // INVALID_ARGUMENT, with prefix + field as the field, unless these bytes are aligned and lie in
   // the memory.
-  absl::Status Check(uint64_t offset, uint64_t length, const char* prefix, const char* field) const;
+  absl::Status Check(uint64_t offset, uint64_t length, const char* prefix,
+                     const char* field) const {
+    if (length == 0) return absl::OkStatus();
+    const bool inside = offset >= begin && offset <= end && length <= end - offset;
+    if (inside && offset % wire::kSharedAlignment == 0) return absl::OkStatus();
+    return Refusal(offset, length, prefix, field);
+  }
+
+ private:
+  absl::Status Refusal(uint64_t offset, uint64_t length, const char* prefix,
+                       const char* field) const;
 };
 
 // Places of an attend's tensors in staging memory. There kv and q have their decoded sizes, and

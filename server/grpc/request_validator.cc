@@ -282,7 +282,6 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const Limits& limits,
 absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int32_t total_rows,
                          int64_t payload_bytes, int64_t message_bytes, scheduler::AttendArgs* args,
                          AttendSizes* sizes, const scheduler::StepPositions& positions) {
-  *args = {};
   MLA_RETURN_IF_ERROR(CheckProfile(message, model, &args->profile));
   MLA_RETURN_IF_ERROR(
       scheduler::CheckAttendRange({message.layer(), message.row_begin(), message.row_count(),

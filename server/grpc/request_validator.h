@@ -65,9 +65,9 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const scheduler::Limit
 
 // `total_rows` are the step's rows. Checks slices, profile and dtypes. Checks that `payload_bytes`
 // agrees with them (unless it is kTensorsElsewhere), and that the reply stays within
-// `message_bytes`. Leaves the pointers of `args` null. `positions` of the step's rows; REQUIRES
-// them for models with a window, whose rows bring entries. FAILED_PRECONDITION if the model does
-// not have an expanded form.
+// `message_bytes`. REQUIRES: `*args` is as constructed; its pointers stay null. `positions` of the
+// step's rows; REQUIRES them for models with a window, whose rows bring entries.
+// FAILED_PRECONDITION if the model does not have an expanded form.
 absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& model,
                          int32_t total_rows, int64_t payload_bytes, int64_t message_bytes,
                          scheduler::AttendArgs* args, AttendSizes* sizes,

@@ -263,6 +263,16 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(runtime._config.cache_config.kv_cache_memory_bytes, 5)
 
 
+    def test_pages_before_a_draft_models_keep_those_aligned(self):
+        """They lie in one buffer, in which a kernel for CPUs reads aligned vectors of 64 bytes."""
+        self.addCleanup(runtime.close)
+        for drafts, size, want in ((None, 16, 16), ({"method": "ngram"}, 16, 16),
+                                   ({"method": "eagle"}, 16, 64), ({"method": "mtp"}, 24, 192),
+                                   ({"method": "draft_model"}, 128, 128)):
+            runtime._config = config(**({} if drafts is None else {"speculative_config": drafts}))
+            self.assertEqual(runtime.token_bytes(size) * size, want, drafts)
+
+
 class PassesTest(unittest.TestCase):
     def test_a_pass_without_tokens_is_finished_once(self):
         """Some releases never ask for it: what has ended would keep the room others wait for."""

@@ -77,7 +77,9 @@ class Serve(unittest.TestCase):
              "--uds", str(self.socket), "--attention-backend", "CUSTOM", "--kv-transfer-config",
              json.dumps(target), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
              "--max-num-seqs", "8", "--gpu-memory-utilization", "0.05", "--compilation-config",
-             json.dumps(engine.OPTIONS["compilation_config"]), *arguments],
+             json.dumps(engine.OPTIONS["compilation_config"]),
+             # Without time for it vLLM kills its engines as soon as it has asked them to end.
+             "--shutdown-timeout", str(END_S // 2), *arguments],
             env=environment, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
         self.addCleanup(self.end)
         self.await_health()
@@ -164,9 +166,7 @@ class Serve(unittest.TestCase):
 
     def test_two_engines_with_experts_of_which_one_is_idle(self):
         """Requests come one at a time, so that the other engine takes part with empty passes."""
-        # Without time for it vLLM kills several engines as soon as it has asked them to end.
-        self.serve("--data-parallel-size", "2", "--enable-expert-parallel", "--shutdown-timeout",
-                   str(END_S // 2), kind=("--experts",))
+        self.serve("--data-parallel-size", "2", "--enable-expert-parallel", kind=("--experts",))
         self.check()
         self.end()
         self.assertEqual(self.left(), (0, 0), self.said())

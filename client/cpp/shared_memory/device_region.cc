@@ -1,12 +1,15 @@
 #include "client/cpp/shared_memory/device_region.h"
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "client/cpp/shared_memory/device_runtime.h"
+#include "client/cpp/shared_memory/row_copier.h"
 
 namespace mla::client {
 namespace {
@@ -56,6 +59,7 @@ struct DeviceRegion::State {
   std::byte* words_there = nullptr;
   uint64_t nearby = 0;  // words in device memory, which streams of another device do not use
   void* nearby_stream = nullptr;
+  std::unique_ptr<RowCopier> copier;  // null: the runtime's own copies are used
   std::string warning;
 
   bool same_device() const { return device == server_device; }
@@ -120,6 +124,7 @@ struct DeviceRegion::State {
       if (relay != nullptr) (void)api.stream_destroy(relay);
     }
     const Current current(*this, false);
+    copier.reset();
     if (nearby_stream != nullptr) (void)api.stream_destroy(nearby_stream);
     for (void* event : local) (void)api.event_destroy(event);
     if (!words.empty()) (void)api.unregister_host(words.data());
@@ -349,6 +354,14 @@ absl::Status DeviceRegion::Copy(std::span<const DeviceCopy> copies, void* stream
   }
   const State::Current current(*state_, false);
   absl::Status s = current.status();
+  const auto stays = [this](const DeviceCopy& copy) {
+    const uint64_t gaps = copy.rows > 0 ? (copy.rows - 1) * copy.to_pitch : 0;
+    return Holds(copy.to, gaps + copy.width);
+  };
+  if (s.ok() && state_->copier != nullptr && std::all_of(copies.begin(), copies.end(), stays) &&
+      state_->copier->Takes(copies)) {
+    return Check(state_->copier->Copy(copies, stream), "copy of rows");
+  }
   for (const DeviceCopy& copy : copies) {
     if (!s.ok()) return s;
     using Rows = DeviceRuntime::CopyRows;
@@ -382,6 +395,9 @@ absl::Status DeviceRegion::MapWords(std::span<std::byte> memory) {
   void* there = nullptr;
   s = Check(api.device_address(&there, memory.data(), 0), "device address");
   state_->words_there = static_cast<std::byte*>(there);
+  if (s.ok() && nvidia() && state_->at != nullptr) {
+    state_->copier = RowCopier::Create(api, state_->device);
+  }
   if (!s.ok() || state_->header.words == 0 || !state_->same_device()) return s;
   s = Check(api.stream_create(&state_->nearby_stream, kStreamNonBlocking), "stream create");
   if (s.ok()) state_->nearby = state_->header.words;

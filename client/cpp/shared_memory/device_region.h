@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cpp/shared_memory/block_list.h"
+#include "client/cpp/shared_memory/device_copy.h"
 #include "proto/wire/ring_layout.h"
 
 namespace mla::client {
@@ -27,14 +28,6 @@ namespace mla::client {
 struct DeviceRegionOptions {
   int device = 0;       // of this process, in the runtime's order
   std::string library;  // of the runtime; empty: search for it (device_runtime.h)
-};
-
-// Bytes that a stream copies, between memory of a device and of the host that its driver knows.
-struct DeviceCopy {
-  void* to = nullptr;
-  const void* from = nullptr;
-  uint64_t width = 0, rows = 1;  // bytes of a row
-  uint64_t to_pitch = 0, from_pitch = 0;
 };
 
 class DeviceRegion final {
@@ -74,7 +67,7 @@ class DeviceRegion final {
   // it once. The memory stays mapped until this object is gone. UNIMPLEMENTED: the runtime lacks a
   // call for it.
   absl::Status MapWords(std::span<std::byte> memory);
-  // Gives `stream` copies. Does not wait for them.
+  // Gives `stream` copies, in any order: no two may write the same bytes. Does not wait for them.
   absl::Status Copy(std::span<const DeviceCopy> copies, void* stream);
   struct Word {
     uint32_t* word = nullptr;

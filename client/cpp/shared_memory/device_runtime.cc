@@ -83,6 +83,11 @@ absl::StatusOr<DeviceRuntime> OpenDeviceRuntime(bool nvidia, const std::string& 
        &table.set_word_node);
   want("hipMemcpy2DAsync", nullptr, &table.amd_copy_rows);
   want(nullptr, "cuMemcpy2DAsync_v2", &table.nvidia_copy_rows);
+  want(nullptr, "cuModuleLoadData", &table.nvidia_load_module);
+  want(nullptr, "cuModuleUnload", &table.nvidia_unload_module);
+  want(nullptr, "cuModuleGetFunction", &table.nvidia_function);
+  want(nullptr, "cuLaunchKernel", &table.nvidia_launch);
+  want(nullptr, "cuPointerGetAttributes", &table.nvidia_pointer_attributes);
   MLA_RETURN_IF_ERROR(symbols.Check("the GPU runtime"));
   return table;
 }

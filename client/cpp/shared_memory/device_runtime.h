@@ -96,6 +96,12 @@ struct DeviceRuntime {
   int (*set_word_node)(void*, void*, const WordNode*);
   int (*amd_copy_rows)(void*, size_t, const void*, size_t, size_t, size_t, int, void*);
   int (*nvidia_copy_rows)(const CopyRows*, void*);
+  int (*nvidia_load_module)(void**, const void*);
+  int (*nvidia_unload_module)(void*);
+  int (*nvidia_function)(void**, void*, const char*);
+  int (*nvidia_launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                       void*, void**, void**);
+  int (*nvidia_pointer_attributes)(unsigned, int*, void**, const void*);
 };
 
 // `library` empty: the one that the process has loaded, else libcuda.so.1, or libamdhip64.so.7 or

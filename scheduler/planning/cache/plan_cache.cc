@@ -87,7 +87,9 @@ absl::StatusOr<const ExecutionPlan*> PlanCache::Pin(std::span<const PlanSegment>
       return absl::ResourceExhaustedError(
           absl::StrCat("plans: all ", most, " are pinned by running launches"));
     }
+    const MonotonicNanos begin = Now();
     if (auto s = Build(segments, traits, entry); !s.ok()) return s;
+    stats_.build_ns += Now() - begin;
     ++stats_.misses;
   }
   entry->pins |= uint64_t{1} << launch_slot;

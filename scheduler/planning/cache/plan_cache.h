@@ -23,6 +23,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
+#include "scheduler/clock.h"
 #include "scheduler/planning/cache/execution_plan.h"
 #include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
@@ -35,14 +36,17 @@ struct PlanCacheOptions {
   int32_t plans = 4;      // plans kept at a time; at least one more than running launches pin
   // How many of them are for plans with rounds (PlanTraits::rounds) only.
   int32_t round_plans = 0;
-  RoundCapacity rounds;       // for each plan with rounds
-  int32_t launch_slots = 2;   // 1 .. 64
-  int32_t plan_segments = 0;  // most segments of one plan
+  RoundCapacity rounds;          // for each plan with rounds
+  int32_t launch_slots = 2;      // 1 .. 64
+  int32_t plan_segments = 0;     // most segments of one plan
+  const Clock* clock = nullptr;  // by which builds are timed; null: they are not
 };
 
 struct PlanCacheStats {  // counters since Create
   uint64_t hits = 0;
   uint64_t misses = 0;  // plans built
+  // Time that building took. Reuse is not timed: a reading of the clock costs as much as a hit.
+  int64_t build_ns = 0;
 };
 
 class PlanCache final {
@@ -80,6 +84,7 @@ class PlanCache final {
   PlanCache(const PlanCacheOptions& options, std::vector<std::unique_ptr<MetadataBuffers>> buffers);
   Entry* Find(std::span<const PlanSegment> segments, const kernels::PlanTraits& traits);
   Entry* OldestUnpinned(bool with_rounds);
+  MonotonicNanos Now() const { return options_.clock == nullptr ? 0 : options_.clock->Now(); }
   absl::Status Build(std::span<const PlanSegment> segments, const kernels::PlanTraits& traits,
                      Entry* entry);
 

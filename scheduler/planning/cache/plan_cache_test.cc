@@ -12,12 +12,14 @@ namespace {
 
 using kernels::PlanTraits;
 
-std::unique_ptr<PlanCache> MakeCache(int32_t plans, int32_t slots = 2) {
+std::unique_ptr<PlanCache> MakeCache(int32_t plans, int32_t slots = 2,
+                                     const Clock* clock = nullptr) {
   PlanCacheOptions options;
   options.capacity = {4, 1000, 1000, 1000, 100'000};
   options.plans = plans;
   options.launch_slots = slots;
   options.plan_segments = 8;
+  options.clock = clock;
   std::vector<std::unique_ptr<MetadataBuffers>> buffers;
   for (int32_t i = 0; i < plans; ++i) buffers.push_back(testing::MakeBuffers(options.capacity));
   return PlanCache::Create(options, std::move(buffers)).value();
@@ -92,6 +94,25 @@ TEST(PlanCacheTest, TheOldestUnpinnedPlanGoesFirst) {
   ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 0).ok());
   EXPECT_EQ(cache->stats().hits, 2u);
   EXPECT_EQ(cache->stats().misses, 3u);
+}
+
+// Each reading is a nanosecond after the one before.
+class TickingClock final : public Clock {
+ public:
+  MonotonicNanos Now() const override { return ++now_; }
+
+ private:
+  mutable MonotonicNanos now_ = 0;
+};
+
+TEST(PlanCacheTest, OnlyBuildsAreTimed) {
+  const TickingClock clock;
+  auto cache = MakeCache(1, /*slots=*/2, &clock);
+  ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 0).ok());
+  EXPECT_EQ(cache->stats().build_ns, 1);
+  ASSERT_TRUE(cache->Pin(Batch(1), kTraits, 0).ok());
+  EXPECT_EQ(cache->stats().build_ns, 1);
+  EXPECT_EQ(clock.Now(), 3) << "a hit read the clock";
 }
 
 TEST(PlanCacheTest, AFailedPlanIsAbsent) {

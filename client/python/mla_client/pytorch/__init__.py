@@ -30,18 +30,31 @@ def tensor_of(array: npt.NDArray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-# KV rows [rows, lora + rope], or their two parts.
-Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
+# KV rows [rows, lora + rope], or their two parts, the second one [rows, rope] or [rows, 1, rope].
+Rows = Union[torch.Tensor, Tuple[torch.Tensor, ...]]
 
 
 def whole(kv: Rows) -> torch.Tensor:
     """The rows as one tensor."""
-    return kv if isinstance(kv, torch.Tensor) else torch.cat(kv, dim=-1)
+    return kv if isinstance(kv, torch.Tensor) else torch.cat([one.flatten(1) for one in kv], dim=-1)
 
 
 def _is_plain(tensor: torch.Tensor, own: torch.Tensor) -> bool:
     """True if bytes alone have to be copied between them."""
-    return tensor.dtype == own.dtype and tensor.is_contiguous()
+    return (tensor.dtype == own.dtype and tensor.is_contiguous()
+            and tensor.numel() == own.numel())
+
+
+def _parts_of(kv: Rows) -> Tuple[torch.Tensor, ...]:
+    return (kv,) if isinstance(kv, torch.Tensor) else kv
+
+
+def _layout_of(q: torch.Tensor, kv: Rows, output: torch.Tensor) -> Tuple[Any, ...]:
+    """All that the copies of a call depend on, except for addresses. Tensors of the same layout
+    need no further look at them."""
+    return (q.shape, q.dtype, q.is_contiguous(), q.get_device(),
+            output.dtype, output.is_contiguous(), output.numel(),
+            *[(part.shape, part.stride(), part.dtype) for part in _parts_of(kv)])
 
 
 class Sender:
@@ -61,10 +74,12 @@ class Sender:
         self._shape: Any = None   # that they have room for
         self._stream: Any = None  # of steps, that the buffers belong to
         self._used: Any = None    # GPU stream that has used buffers of a GPU last
+        self._used_handle = 0
         self._chain: Any = None   # calls with the buffers that a GPU's stream waits for
         self._chained: Any = None  # the step that they belong to
         self._layout: Tuple[Any, ...] = ()  # of the tensors of its last call
         self._copied: List[bool] = []  # parts of rows that the library copies
+        self._plain = False  # the library makes all copies of such tensors
 
     def attend(self, step: Step, layer: int, q: torch.Tensor, kv: torch.Tensor,
                lists: Optional[npt.NDArray] = None) -> torch.Tensor:
@@ -76,7 +91,7 @@ class Sender:
         buffers = self._room(len(q), dtype, q.is_cuda, step)
         own_kv, own_q, own_o = self._tensors
         if own_q.is_cuda:
-            buffers.stream = self._follow(own_q.device)
+            buffers.stream = self._follow(own_q.get_device())
         own_q.copy_(q)
         if own_kv is not None:
             own_kv.copy_(kv)
@@ -92,15 +107,23 @@ class Sender:
     def attend_chained(self, step: Step, layer: int, q: torch.Tensor, kv: Rows,
                        output: torch.Tensor) -> bool:
         """As `attend`, for a GPU whose current stream waits for the outputs, which it finds in
-        `output`, and no thread does: see Step.chain. `kv` may be in parts, [rows, lora] and
-        [rows, rope]. False: such calls can not be chained, and nothing was sent; use `attend`."""
-        if not q.is_cuda or self._ranks > 1:
+        `output`, and no thread does: see Step.chain. `kv` may be in parts; `output` may be flat.
+        False: such calls can not be chained, and nothing was sent; use `attend`."""
+        if self._rank:
+            kv = ()  # the first rank sends the rows
+        if (self._plain and self._chained is step and self._stream is step._handle
+                and self._layout == _layout_of(q, kv, output)):  # as the layer before
+            self._chain.attend(layer, self._follow(q.get_device()),
+                               [q.data_ptr(), *[part.data_ptr() for part in _parts_of(kv)]],
+                               output.data_ptr())
+            return True
+        if not q.is_cuda:
             return False
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
         buffers = self._room(len(q), dtype, True, step)
         if self._chained is not step:
-            self._chain = step.chain(buffers, self._profile)
-            self._chained, self._layout = step, ()
+            self._chain = step.chain(buffers, self._profile, head_offset=self._rank * q.shape[1])
+            self._chained, self._layout, self._plain = step, (), False
         chain = self._chain
         if chain is None:
             return False
@@ -109,57 +132,57 @@ class Sender:
 
     def _give(self, chain: Any, layer: int, q: torch.Tensor, kv: Rows,
               output: torch.Tensor) -> None:
-        stream = self._follow(q.device)
-        parts = (kv,) if isinstance(kv, torch.Tensor) else kv
+        stream, parts = self._follow(q.get_device()), _parts_of(kv)
         own_kv, own_q, own_o = self._tensors
-        layout = (_is_plain(q, own_q), _is_plain(output, own_o),
-                  *[(part.shape[1], part.stride(), part.dtype) for part in parts])
+        q_plain, o_plain = _is_plain(q, own_q), _is_plain(output, own_o)
+        layout = _layout_of(q, kv, output)
         if self._layout != layout:
-            self._layout, self._copied = layout, self._lay_out(chain, layout, parts)
+            self._layout, self._copied = layout, self._lay_out(chain, q_plain, o_plain, parts)
+            self._plain = q_plain and o_plain and all(self._copied)
         # The library's copies cost the host a few microseconds, PyTorch's three times as much.
-        sources, begin = [q] if layout[0] else [], 0
-        if not layout[0]:
+        sources, begin = [q] if q_plain else [], 0
+        if not q_plain:
             own_q.copy_(q, non_blocking=True)
         for part, copied in zip(parts, self._copied):
             if copied:
                 sources.append(part)
             else:
-                own_kv[:, begin:begin + part.shape[1]].copy_(part, non_blocking=True)
-            begin += part.shape[1]
+                own_kv[:, begin:begin + part.shape[-1]].copy_(part.flatten(1), non_blocking=True)
+            begin += part.shape[-1]
         chain.attend(layer, stream, [one.data_ptr() for one in sources],
-                     output.data_ptr() if layout[1] else 0)
-        if not layout[1]:
-            output.copy_(own_o, non_blocking=True)
+                     output.data_ptr() if o_plain else 0)
+        if not o_plain:
+            output.view(own_o.shape).copy_(own_o, non_blocking=True)
 
-    def _lay_out(self, chain: Any, layout: Tuple[Any, ...],
+    def _lay_out(self, chain: Any, q_plain: bool, o_plain: bool,
                  parts: Tuple[torch.Tensor, ...]) -> List[bool]:
         """Tells the chain which copies the library makes. Returns which parts of the rows are among
         them."""
         own_kv, own_q, own_o = self._tensors
         chain.clear()
-        if layout[0]:
+        if q_plain:
             chain.copy_in(own_q.data_ptr(), own_q.nbytes)
-        row, begin, copied = own_kv.shape[1] * own_kv.element_size(), 0, []
+        begin, copied = 0, []
         for part in parts:
-            size = part.element_size()
-            copied.append(part.dtype == own_kv.dtype and part.stride(1) == 1)
+            row, size = own_kv.shape[1] * own_kv.element_size(), part.element_size()
+            copied.append(part.dtype == own_kv.dtype and part.stride(-1) == 1)
             if copied[-1]:
-                chain.copy_in(own_kv.data_ptr() + begin, part.shape[1] * size, len(part), row,
+                chain.copy_in(own_kv.data_ptr() + begin, part.shape[-1] * size, len(part), row,
                               part.stride(0) * size)
-            begin += part.shape[1] * own_kv.element_size()
-        if layout[1]:
+            begin += part.shape[-1] * own_kv.element_size()
+        if o_plain:
             chain.copy_out(own_o.data_ptr(), own_o.nbytes)
         return copied
 
     def forget(self) -> None:
         """The transport's memory is not used again: its stream has failed."""
         self._buffers, self._tensors, self._shape, self._stream = None, (), None, None
-        self._chain = self._chained = None
+        self._chain, self._chained, self._plain = None, None, False
 
     def release(self) -> None:
         """Gives the memory back."""
         buffers, self._buffers, self._tensors, self._shape = self._buffers, None, (), None
-        self._chain = self._chained = None
+        self._chain, self._chained, self._plain = None, None, False
         if buffers is None:
             return
         if self._used is not None:  # others may get the memory, and use it on other streams
@@ -194,15 +217,15 @@ class Sender:
                 pass  # none there, or too little: through the host
         return service.buffers(step.model, rows, self._profile, **shape)
 
-    def _follow(self, device: torch.device) -> int:
-        """Returns the handle of the current GPU stream, which writes the tensors. It first waits
-        for the stream that used them last."""
-        handle = int(_raw_stream(device.index))
-        if self._used is None or self._used.cuda_stream != handle:
+    def _follow(self, device: int) -> int:
+        """Returns the handle of the current stream of the GPU, which writes the tensors. It first
+        waits for the stream that used them last."""
+        handle = int(_raw_stream(device))
+        if self._used is None or self._used_handle != handle:
             stream = torch.cuda.current_stream(device)
             if self._used is not None:
                 stream.wait_stream(self._used)
-            self._used = stream
+            self._used, self._used_handle = stream, handle
         return handle
 
 

@@ -93,17 +93,19 @@ class Exchange:
         in Sender.attend_chained, with the rows of the pass; in PROJECTED q is [rows, 1,
         q_lora_rank] and the output [rows, hidden_size]. `chosen` [rows, width]: the positions that
         each row attends to; None: to all."""
-        flat = output.view(len(q), q.shape[1], -1)
-        self.largest = max(self.largest, len(q))
+        rows = q.shape[0]
+        if rows > self.largest:
+            self.largest = rows
         if made.step is not None:
             try:
-                self._send(made, layer, q, kv, flat, chosen)
+                self._send(made, layer, q, kv, output, chosen)
             except FAILURES as error:
                 self._sender.forget()
                 self._passes.fail(made, error)
         if not made.whole:
+            heads = output.view(rows, q.shape[1], -1)
             for part in made.parts:
-                self._without(part, layer, q, whole(kv), flat)
+                self._without(part, layer, q, whole(kv), heads)
         self._passes.layer_done(made)
 
     def release(self) -> None:
@@ -115,6 +117,7 @@ class Exchange:
         if made.whole:
             self._exchange(made, layer, q, kv, output, chosen)
             return
+        output = output.view(q.shape[0], q.shape[1], -1)
         rows = torch.cat([torch.arange(part.begin, part.end) for part in made.sent()]).to(q.device)
         found = output.new_empty((len(rows), *output.shape[1:]))
         self._exchange(made, layer, q[rows], whole(kv)[rows], found,
@@ -127,13 +130,15 @@ class Exchange:
         assert made.step is not None
         if chosen is not None:
             lists = chosen.to(device="cpu", dtype=torch.int32).numpy()
-            output.copy_(self._sender.attend(made.step, layer, q, whole(kv), lists))
+            found = self._sender.attend(made.step, layer, q, whole(kv), lists)
+            output.view(found.shape).copy_(found)
             return
         if (made.chained or made.layers == 0) and self._sender.attend_chained(
                 made.step, layer, q, kv, output):
             made.chained = True
             return
-        output.copy_(self._sender.attend(made.step, layer, q, whole(kv)))
+        found = self._sender.attend(made.step, layer, q, whole(kv))
+        output.view(found.shape).copy_(found)
 
     def _without(self, part: Part, layer: int, q: torch.Tensor, kv: torch.Tensor,
                  output: torch.Tensor) -> None:

@@ -129,8 +129,11 @@ class Passes:
     def end(self, ahead: bool = False) -> None:
         """Keeps all rows of the pass, unless passes end with later ones. Outputs of chained calls
         are good, or their requests lost, once this has returned. With `ahead` that is so once
-        `settle` has returned: the end of a pass whose calls were chained is not waited for."""
-        if not self._deferred:
+        `settle` has returned: the end of a pass whose calls were chained is not waited for.
+
+        A pass of several ranks ends as the next one begins: the others may still have its last
+        layer before them, and the next pass needs what all of them gave."""
+        if not self._deferred and self._link.ranks.size == 1:
             self._finish({}, ahead)
             return
         made = self.current

@@ -125,8 +125,10 @@ class Chain:
         self._owner = owner
         self._entry = entry
         self._entry_at = ctypes.byref(entry)
-        self._in, self._out = (native.Copy * MOST_COPIES)(), (native.Copy * MOST_COPIES)()
-        entry.copies_in, entry.copies_out = self._in, self._out
+        arrays = (native.Copy * MOST_COPIES)(), (native.Copy * MOST_COPIES)()
+        entry.copies_in, entry.copies_out = arrays
+        self._in, self._out = list(arrays[0]), list(arrays[1])  # views: an index makes one each time
+        self._arrays = arrays
         self._handles: List[int] = []  # of the library's requests
         self._timeout_s = timeout_s
 

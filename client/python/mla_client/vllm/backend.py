@@ -126,7 +126,7 @@ class Impl(MLAAttentionImpl[Metadata]):
                     output: torch.Tensor, output_scale: Any = None) -> None:
         if output_scale is not None:
             raise errors.Unimplemented("quantised outputs of attention: turn that fusion off")
-        runtime.attend(self._number, q, (kv_c_normed, k_pe.flatten(1)), attn_metadata, output)
+        runtime.attend(self._number, q, (kv_c_normed, k_pe), attn_metadata, output)
 
     def forward_mqa(self, *args: Any, **kwargs: Any) -> Any:
         raise errors.Internal("no row is one of a decode here")
@@ -209,8 +209,9 @@ class MlaServerBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """A byte a token: the block manager stays as it is, memory is not needed. Pages that rows
-        are read from stay as they are."""
+        """A byte a token or a few: the block manager stays as it is, memory is not needed. Pages
+        that rows are read from stay as they are."""
         if runtime.top_k:
             return spec
-        return dataclasses.replace(spec, head_size=1, dtype=torch.uint8)
+        return dataclasses.replace(spec, head_size=runtime.token_bytes(spec.block_size),
+                                   dtype=torch.uint8)

@@ -4,6 +4,7 @@ their construction, and what the process has of the server."""
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any, Collection, Dict, List, Optional, Set
 
 import torch
@@ -22,6 +23,9 @@ LOG = logging.getLogger("mla_client")
 # The most that pages without rows take of the engine's memory: a byte a token and layer.
 PAGES_BYTES = 256 << 20
 LARGEST_BLOCK = 256  # rows, where the engine has not chosen yet
+# vLLM puts the pages of all layers into one buffer, and its kernels for CPUs read a draft model's
+# rows by vectors of so many bytes, which must be aligned.
+VECTOR_BYTES = 64
 DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 DRAFTS = ("a layer of the draft model, whose rows would be mixed with the model's; give the drafts "
           'a backend of their own ("attention_backend" of --speculative-config)')
@@ -54,6 +58,17 @@ class Runtime:
                              checks.ranks_of(config))
         if not self.top_k:
             self._bound_pages(self.worker)
+
+    def token_bytes(self, block_size: int) -> int:
+        """Bytes of a token in a layer's pages, which no rows lie in."""
+        if not self._drafts_have_layers:
+            return 1
+        return VECTOR_BYTES // math.gcd(VECTOR_BYTES, block_size)
+
+    @property
+    def _drafts_have_layers(self) -> bool:
+        drafts = self._config.speculative_config if self._config is not None else None
+        return drafts is not None and drafts.method not in DRAFTS_WITHOUT_LAYERS
 
     def add(self, name: str, geometry: Geometry, scale: float, kv_b_proj: Any) -> int:
         """A layer that is built; returns its number."""
@@ -165,9 +180,8 @@ class Runtime:
     def _bound_pages(self, worker: Worker) -> None:
         """As many blocks as the server's pool has rows for, unless the user says how much memory;
         a number of blocks that the user gives is the engine's to heed."""
-        cache, drafts = self._config.cache_config, self._config.speculative_config
-        if cache.kv_cache_memory_bytes is not None or (
-                drafts is not None and drafts.method not in DRAFTS_WITHOUT_LAYERS):
+        cache = self._config.cache_config
+        if cache.kv_cache_memory_bytes is not None or self._drafts_have_layers:
             return  # the rows of a draft model's layers are the engine's, and are larger
         parallel, text = self._config.parallel_config, self._config.model_config.hf_text_config
         layers = text.num_hidden_layers

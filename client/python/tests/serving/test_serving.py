@@ -1,5 +1,6 @@
 """Options, tables of versions, pauses, links and admission of the core."""
 
+import concurrent.futures
 import os
 import pathlib
 import subprocess
@@ -418,15 +419,23 @@ class Admitted(unittest.TestCase):
         first.start(SPEC, None)
         ranks = [Passes(link, SPEC.layers, name="tp") for link in (first, second)]
         for number, computed, new in ((1, 0, 3), (2, 3, 1), (3, 4, 1)):
-            made = [one.begin([Scheduled("a", computed, new, turn=1)], number=number)
-                    for one in (ranks if number % 2 else ranks[::-1])]
-            self.assertEqual([one.leads for one in made], [True, False])
-            self.assertEqual(len(self.server.steps), 1)
-            for one, of in zip(made, ranks if number % 2 else ranks[::-1]):
+            scheduled = [Scheduled("a", computed, new, turn=1)]
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                # The one that led waits for no other one, so it may come last.
+                order = ranks if number % 2 else ranks[::-1]
+                made = dict(zip(order, pool.map(
+                    lambda one, of=scheduled, at=number: one.begin(of, number=at), order)))
+            self.assertEqual(sorted(one.leads for one in made.values()), [False, True])
+            self.assertEqual([one.length("a") for one in ranks], [computed] * 2)
+            for of, one in made.items():
                 for _ in range(SPEC.layers):
                     of.layer_done(one)
                 of.end()
-            self.assertEqual([one.length("a") for one in ranks], [computed + new] * 2)
+                self.assertEqual(len(self.server.steps), 1, "the other one may not have come so far")
+        for one in ranks:  # without requests
+            one.begin([], number=4)
+        self.assertEqual([one.length("a") for one in ranks], [5] * 2)
+        self.assertEqual(self.server.steps, {})
         for one in ranks:
             one.release(["a"])
         self.assertEqual(self.server.sequences, {})

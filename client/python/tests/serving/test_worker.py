@@ -96,6 +96,25 @@ class WorkerTest(unittest.TestCase):
                 self.worker.check_turn(layer, rows)
         self.assertIs(self.worker.made, made)
 
+    def test_a_pass_of_ranks_ends_with_the_next_one(self):
+        for size in (1, 2):
+            server = FakeServer(pages=8)
+            worker = started(server, Ranks(0, size))
+            requests = Requests(worker, Admission(worker.link, "s", False))
+            req = Req()
+            requests.admit("a", req, range(3), "", False)
+            for rows in ((0, 3), (3, 1)):
+                made = requests.begin(["a"], [rows])
+                for layer in range(SPEC.layers):
+                    self.assertTrue(server.steps, f"{size} ranks, before layer {layer}")
+                    worker.passes.layer_done(made)
+                worker.end()
+                # Another rank may not have sent its heads of the last layer yet.
+                self.assertEqual(bool(server.steps), size > 1, f"{size} ranks")
+            requests.freed("a", [1, 2, 3, 4])
+            self.assertFalse(server.steps)
+            self.assertFalse(server.sequences)
+
     def test_requests_run_and_are_released_at_once(self):
         self.admit("a")
         self.admit("b")

@@ -1,0 +1,19 @@
+// A copy that a stream of a GPU makes.
+#ifndef MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_COPY_H_
+#define MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_COPY_H_
+
+#include <cstdint>
+
+namespace mla::client {
+
+// Rows of bytes, between memory of devices and of the host that the GPU's driver knows.
+struct DeviceCopy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  uint64_t width = 0, rows = 1;  // bytes of a row
+  uint64_t to_pitch = 0, from_pitch = 0;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_COPY_H_
