@@ -94,6 +94,8 @@ METRICS = {
     "hiddens_us": Metric(Better.LESS, True),
     "more_us": Metric(Better.LESS, False),
     "token_bytes": Metric(Better.COUNT, False),
+    "tokens_a_second": Metric(Better.MORE, False),
+    "tokens_a_second_in_turns": Metric(Better.MORE, False),
     "launch_polling_us": Metric(Better.LESS, False),
     "rows_per_s": Metric(Better.MORE, True),
     "layer_us": Metric(Better.LESS, False),

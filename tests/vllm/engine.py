@@ -59,6 +59,8 @@ class Case:
         """Ends the engine, then the servers."""
         self.counts["layers"] = self._ask(
             lambda client: [model.layers for model in client.models()])
+        self.counts["rope_layouts"] = self._ask(
+            lambda client: [model.rope_layout for model in client.models()])
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
         self.counts["models_left"] = self._ask(

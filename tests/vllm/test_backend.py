@@ -14,7 +14,8 @@ from mla_client.serving import (Admission, BatchPlan, Given, Link, PassPlan, Pla
                                 Scheduled)
 from mla_client.types import Geometry
 from mla_client.vllm import backend, checks, plugin
-from mla_client.vllm.runtime import Layer, Runtime, runtime
+from mla_client.vllm.runtime import Runtime, runtime
+from mla_client.vllm.weights import Layer
 
 ENVIRONMENT = "vllm"
 HEADS, LORA, ROPE, NOPE, V = 4, 512, 64, 16, 16
@@ -306,6 +307,22 @@ class ChecksTest(unittest.TestCase):
             checks.check(config(top_k=8, parallel_config={"pipeline_parallel_size": 2}))
         checks.check(config())
         checks.check(config(lora_config={"target_modules": ["q_proj", "o_proj"]}))
+
+    def test_what_is_refused_with_projections_on_the_server(self):
+        extra = {"target": "unix:/nowhere", "projected": True}
+        for changes, text in (
+                ({"parallel_config": {"tensor_parallel_size": 2}}, "with tensor parallelism"),
+                ({"top_k": 8}, "whose indexer chooses positions"),
+                ({"lora_config": {"target_modules": ["o_proj", "gate"]}}, "LoRA of o_proj, of")):
+            checks.check(config(**changes))
+            with self.assertRaisesRegex(errors.Unimplemented, f"projected .*{text}"):
+                checks.check(config(kv_transfer_config={"kv_connector_extra_config": extra},
+                                    **changes))
+        checks.check(config(kv_transfer_config={"kv_connector_extra_config": extra}, lora_config={
+            "target_modules": ["gate"]}))
+        with mock.patch("vllm.version.__version__", "0.25.1"):
+            with self.assertRaisesRegex(errors.Unimplemented, "this release of vLLM was not tried"):
+                checks.check(config(kv_transfer_config={"kv_connector_extra_config": extra}))
 
     def test_whatever_changes_a_row_changes_the_salt(self):
         salts = {checks.salt(config(), "0.32.0"), checks.salt(config(), "0.31.0")}

@@ -20,7 +20,10 @@ from tests import library_signatures
 RELEASE = os.environ.get("MLA_TEST_RELEASE", "0.32")
 PATH = pathlib.Path(__file__).with_name(f"signatures_{RELEASE}.json")
 NAMES = {
-    "vllm.model_executor.layers.attention.mla_attention": ["MLAAttention.forward_impl"],
+    "vllm.model_executor.layers.mla": [
+        f"MultiHeadLatentAttentionWrapper.{name}" for name in ("__init__", "forward")],
+    "vllm.model_executor.layers.attention.mla_attention": [
+        "MLAAttention.forward", "MLAAttention.forward_impl"],
     "vllm.model_executor.layers.quantization.utils.quant_utils": ["get_and_maybe_dequant_weights"],
     "vllm.v1.attention.backend": [
         "AttentionBackend.customize_spec", "AttentionMetadataBuilder.__init__",

@@ -3,7 +3,7 @@ back, what was not is computed here or counts for nothing."""
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional, Tuple
+from typing import Callable, List, Optional, Protocol, Tuple
 
 import torch
 
@@ -17,6 +17,16 @@ DENSE = ""  # of ModelSpec.attention
 LOCAL_ROWS = 256
 # W_UK [heads, nope, lora] and W_UV [heads, lora, v] of a layer, of this rank's heads.
 Weights = Callable[[int], Tuple[torch.Tensor, torch.Tensor]]
+
+
+class Projections(Protocol):
+    """A layer's own W_UQ and W_O, for rows that the worker computes: those from position 0 on."""
+
+    def queries(self, given: torch.Tensor) -> torch.Tensor:
+        """Low-rank queries [rows, q_lora_rank] -> rotated queries [rows, heads, nope + rope]."""
+
+    def hiddens(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs [rows, heads, v] -> hidden states [rows, hidden_size]."""
 
 
 def local_attention(q: torch.Tensor, kv: torch.Tensor, scale: float, lora: int,
@@ -53,29 +63,36 @@ class Exchange:
     time."""
 
     def __init__(self, passes: Passes, sender: Sender, scale: float, lora: int,
-                 weights: Optional[Weights] = None, profile: Profile = Profile.EXPANDED) -> None:
+                 weights: Optional[Weights] = None,
+                 projections: Optional[Callable[[int], Projections]] = None) -> None:
+        """`weights`: None where queries are absorbed. `projections`, of a layer: of PROJECTED."""
         self._passes = passes
         self._sender = sender
         self._scale = scale
         self._lora = lora
-        self._weights = weights if profile == Profile.EXPANDED else None
+        self._weights = weights
+        self._projections = projections
         self.largest = 0  # rows of the largest pass
 
     @classmethod
-    def of(cls, passes: Passes, ranks: Ranks, spec: ModelSpec, weights: Weights) -> "Exchange":
+    def of(cls, passes: Passes, ranks: Ranks, spec: ModelSpec, weights: Weights,
+           projections: Optional[Callable[[int], Projections]] = None) -> "Exchange":
         """The exchange of one of the ranks that share a model's heads. Where an indexer chooses
-        positions, queries and outputs are absorbed, and no part is computed here."""
+        positions, queries and outputs are absorbed, and no part is computed here. `projections`, of
+        a layer: for a model with a rope_layout."""
         sparse = spec.attention != DENSE
-        profile = Profile.ABSORBED if sparse else Profile.EXPANDED
+        profile = (Profile.ABSORBED if sparse else
+                   Profile.PROJECTED if spec.rope_layout else Profile.EXPANDED)
         passes.computes_locally = not sparse
         return cls(passes, Sender(profile, ranks.rank, ranks.size), spec.softmax_scale,
-                   spec.geometry.kv_lora_rank, weights, profile)
+                   spec.geometry.kv_lora_rank, None if sparse else weights, projections)
 
     def attend(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
                chosen: Optional[torch.Tensor] = None) -> None:
         """Writes the outputs of a layer, [rows, heads, v] or flat, into `output`. q and kv are as
-        in Sender.attend_chained, with the rows of the pass. `chosen` [rows, width]: the positions
-        that each row attends to; None: to all."""
+        in Sender.attend_chained, with the rows of the pass; in PROJECTED q is [rows, 1,
+        q_lora_rank] and the output [rows, hidden_size]. `chosen` [rows, width]: the positions that
+        each row attends to; None: to all."""
         rows = q.shape[0]
         if rows > self.largest:
             self.largest = rows
@@ -129,5 +146,14 @@ class Exchange:
         if part.how == How.VOID:
             output[rows].zero_()
         elif part.how == How.LOCAL:
-            weights = self._weights(layer) if self._weights is not None else None
-            output[rows].copy_(local_attention(q[rows], kv[rows], self._scale, self._lora, weights))
+            output[rows].copy_(self._local(layer, q[rows], kv[rows]))
+
+    def _local(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """The outputs of a request's first rows, as the server has them: [rows, heads, v], or
+        [rows, 1, hidden_size]."""
+        weights = self._weights(layer) if self._weights is not None else None
+        if self._projections is None:
+            return local_attention(q, kv, self._scale, self._lora, weights)
+        own = self._projections(layer)
+        outputs = local_attention(own.queries(q[:, 0]), kv, self._scale, self._lora, weights)
+        return own.hiddens(outputs)[:, None]

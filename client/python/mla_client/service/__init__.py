@@ -236,6 +236,8 @@ class Service(abc.ABC):
         shape = geometry, profile, rows, heads, row_dim, want_lse, dtype, o_dtype
         made = device_memory.buffers_in(memory, device, shape)
         if made:
+            if profile == Profile.PROJECTED:
+                made.heads = geometry.num_heads
             return made
         computes = profile != Profile.APPEND_ONLY
         return Buffers(

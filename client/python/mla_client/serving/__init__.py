@@ -23,8 +23,8 @@ from mla_client.serving.layers import Layers
 from mla_client.serving.link import Link
 from mla_client.serving.options import (Options, Release, check_version, options_in, refuse,
                                         salt_of, salt_of_rows)
-from mla_client.serving.passes import Pass, Passes
-from mla_client.serving.plan import How, Part, PassPlan, Ranks, Scheduled
+from mla_client.serving.passes import Passes
+from mla_client.serving.plan import How, Part, Pass, PassPlan, Ranks, Scheduled
 from mla_client.serving.states import Event, Request, State
 from mla_client.serving.worker import Requests, Worker, agreed
 

@@ -11,9 +11,10 @@ import re
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence as Seq, Tuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mla_client import errors
-from mla_client.serving.plan import Ranks
+from mla_client.serving.plan import Part, Ranks
 from mla_client.service import Model
 from mla_client.types import Geometry, ModelSpec
 
@@ -21,6 +22,9 @@ from mla_client.types import Geometry, ModelSpec
 SCALE_TOLERANCE = 1e-5
 # W_UK [heads, nope, lora] and W_UV [heads, lora, v] of a layer.
 Pair = Tuple[Any, Any]
+# The pair, and where the server has the other projections W_UQ [heads, nope + rope, q_lora_rank]
+# and W_O [hidden_size, heads, v], too.
+Weights = Tuple[Any, ...]
 
 
 def number_of(name: str) -> int:
@@ -65,6 +69,10 @@ class Layers:
     def place(self, number: int) -> int:
         """The number of a layer among those of this process."""
         return self._places[number]
+
+    def at(self, number: int) -> Any:
+        """What was kept of a layer."""
+        return self._kept[number]
 
     def in_order(self) -> List[Any]:
         """What was kept of each layer, in the order in which the server has them."""
@@ -114,36 +122,49 @@ def check_pair(name: str, pair: Pair, geometry: Geometry) -> None:
         raise errors.Unimplemented(f"{name}: W_UK and W_UV are {got}, must be {want}")
 
 
-def dense(pair: Pair) -> Pair:
-    """The pair as contiguous float32 arrays of the host."""
+def dense(weights: Weights) -> Weights:
+    """The weights as contiguous float32 arrays of the host."""
     found = []
-    for weight in pair:
+    for weight in weights:
         if hasattr(weight, "detach"):
             weight = weight.detach().to("cpu").float().numpy()
         found.append(np.ascontiguousarray(weight, dtype=np.float32))
-    return found[0], found[1]
+    return tuple(found)
 
 
-def id_of(kind: str, weights: Iterable[Pair]) -> str:
+def id_of(kind: str, weights: Iterable[Weights]) -> str:
     """A model's id that follows from its weights: workers of one checkpoint share a model."""
     digest = hashlib.sha256()
-    for pair in weights:
-        for part in dense(pair):
+    for one in weights:
+        for part in dense(one):
             digest.update(part.data)
     return f"{kind}-{digest.hexdigest()[:16]}"
 
 
-def upload(model: Model, weights: Callable[[int], Pair], ranks: Ranks = Ranks()) -> None:
+def upload(model: Model, weights: Callable[[int], Weights], ranks: Ranks = Ranks()) -> None:
     """Uploads the weights of all layers of this rank's heads; a rank alone completes them."""
     first, _ = ranks.heads(model.spec.geometry.num_heads)
     complete = False
     for layer in range(model.spec.layers):
-        complete = model.upload_weights(layer, *weights(layer), head_begin=first).complete
+        w_uk, w_uv, *projections = weights(layer)
+        if projections:
+            w_uq, w_o = projections
+            model.upload_projected(layer, w_uq, w_o, head_begin=first)
+        complete = model.upload_weights(layer, w_uk, w_uv, head_begin=first).complete
     if ranks.size == 1 and not complete:
         raise errors.Internal(
             f"model {model.spec.model_id}: weights are not complete after their upload")
 
 
-def weights_of(kept: Seq[Any], pair_of: Callable[[Any], Pair]) -> Callable[[int], Pair]:
+def weights_of(kept: Seq[Any], of: Callable[[Any], Weights]) -> Callable[[int], Weights]:
     """The weights of the layers that `kept` has, as they are uploaded."""
-    return lambda place: dense(pair_of(kept[place]))
+    return lambda place: dense(of(kept[place]))
+
+
+def rotations_of(table: Optional[npt.NDArray], parts: Iterable[Part]) -> Optional[npt.NDArray]:
+    """Rotations of the rows of `parts`, [rows, rope], of a table of all positions; None without
+    one."""
+    if table is None:
+        return None
+    return np.concatenate([table[part.computed:part.computed + part.end - part.begin]
+                           for part in parts])

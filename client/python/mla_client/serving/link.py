@@ -10,7 +10,7 @@ from typing import Any, Callable, List, Optional
 import mla_client
 from mla_client import errors
 from mla_client.serving.faults import Fault, Pause, fault_of
-from mla_client.serving.layers import Pair, upload
+from mla_client.serving.layers import Weights, upload
 from mla_client.serving.options import LEASE_MS, MODEL_LEASE_MS, Options
 from mla_client.serving.plan import Ranks
 from mla_client.service import Model
@@ -20,8 +20,8 @@ LOG = logging.getLogger("mla_client")
 # An engine that was killed leaves its sequences, and with them its model, until their leases end.
 REPLACE_S = LEASE_MS / 1e3 + 5.0
 REPLACE_PAUSE_S = 0.5
-# Gives the pair of a layer, of this rank's heads.
-Weights = Callable[[int], Pair]
+# Gives the weights of a layer, of this rank's heads.
+WeightsOf = Callable[[int], Weights]
 
 
 class Link:
@@ -35,7 +35,7 @@ class Link:
         self.client: Any = None
         self.generation = 0  # rises with each connection: what was opened over others is gone
         self._spec: Optional[ModelSpec] = None
-        self._weights: Optional[Weights] = None
+        self._weights: Optional[WeightsOf] = None
         self._model: Optional[Model] = None
         self._pause = pause or Pause()
         self._error: Optional[errors.MlaError] = None
@@ -55,7 +55,7 @@ class Link:
                 last = error
         raise type(last)(f"target {', '.join(self.options.targets)}: {last.message}", last.detail)
 
-    def start(self, spec: ModelSpec, weights: Optional[Weights]) -> Model:
+    def start(self, spec: ModelSpec, weights: Optional[WeightsOf]) -> Model:
         """Registers the model and uploads this rank's weights, now and whenever the server has
         them no longer; `weights` is called for each layer each time."""
         self._spec, self._weights = spec, weights

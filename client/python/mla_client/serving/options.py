@@ -28,6 +28,7 @@ class Options:
     model_id: str
     prefix_cache: bool = True
     keep_model: bool = False  # leave the model registered when the engine ends
+    projected: bool = False   # the server has W_UQ and W_O, too: PROJECTED
     # A server that is away for so long fails requests; until then they wait or begin again.
     away_s: float = AWAY_S
     page_size: int = 0  # rows of a page, the least that prefixes share; 0: the server's default
@@ -36,8 +37,8 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any], model_id: str, client_id: str) -> "Options":
         """Makes the options from a user's JSON: `target` (one or a list, tried in this order),
-        `model_id`, `prefix_cache`, `keep_model`, `away_s`, `page_size`, and arguments of
-        Client.connect."""
+        `model_id`, `prefix_cache`, `keep_model`, `projected`, `away_s`, `page_size`, and arguments
+        of Client.connect."""
         rest = dict(given)
         target = rest.pop("target", None)
         targets = [target] if isinstance(target, str) else target
@@ -47,7 +48,8 @@ class Options:
                 f'target: got {target!r}, must be the server\'s address, as '
                 '"unix:/run/mla/mla.sock", or a list of such')
         flags = {name: rest.pop(name, default)
-                 for name, default in (("prefix_cache", True), ("keep_model", False))}
+                 for name, default in (("prefix_cache", True), ("keep_model", False),
+                                       ("projected", False))}
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise errors.InvalidArgument(f"{name}: got {value!r}, must be true or false")

@@ -14,11 +14,14 @@ import time
 from types import MappingProxyType
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence as Seq, Set, Tuple
 
+import numpy.typing as npt
+
 from mla_client import errors
 from mla_client.service import Model, Sequence, Step
 from mla_client.serving.faults import Fault
+from mla_client.serving.layers import rotations_of
 from mla_client.serving.link import Link
-from mla_client.serving.plan import How, Part, Scheduled
+from mla_client.serving.plan import How, Part, Pass, Scheduled
 from mla_client.serving.room import Room
 from mla_client.serving.states import Event, Request, State
 from mla_client.types import Prefix
@@ -32,28 +35,6 @@ RANKS_PAUSE_S = 0.0005
 AWAY_PAUSE_S = 0.05
 # A call raises one of these after its connection was closed: gRPC's own is a ValueError.
 FAILURES = (errors.MlaError, ValueError)
-
-
-@dataclasses.dataclass
-class Pass:
-    """A pass under way."""
-
-    number: int
-    parts: List[Part]
-    step: Optional[Step] = None  # None: nothing is sent
-    layers: int = 0              # that are done
-    leads: bool = True           # this process began the step, and ends it
-    chained: bool = False        # whether its outputs are good is known at its end alone
-    given_up: bool = False       # parts of it are not sent
-
-    @property
-    def whole(self) -> bool:
-        """True if the step has all rows of the pass."""
-        return self.step is not None and not self.given_up
-
-    def sent(self) -> List[Part]:
-        """The parts that the step has, in its order."""
-        return [part for part in self.parts if part.how == How.SENT]
 
 
 class Passes:
@@ -77,6 +58,8 @@ class Passes:
         self._generation = link.generation if link.client is not None else 0
         # False where a worker cannot compute a part by itself, though it has all keys of it.
         self.computes_locally = True
+        # Of a model of PROJECTED: the rotations of all positions, [positions, rope_dim].
+        self.rotations: Optional[npt.NDArray] = None
         self.last_error: Optional[errors.MlaError] = None
         self.counts = {"passes": 0, "failed": 0, "drafts_kept": 0}
 
@@ -327,7 +310,8 @@ class Passes:
         deadline = time.monotonic() + RANKS_WAIT_S
         while True:
             steps = self._link.fleet or entries[0][0].model.service
-            step = steps.step(entries, participants=size, step_id=number, lease_ms=self._lease_ms)
+            step = steps.step(entries, participants=size, step_id=number, lease_ms=self._lease_ms,
+                              rotations=rotations_of(self.rotations, made.sent()))
             try:
                 step.begin(self._goes_ahead(made, entries))
                 made.leads = step.joined <= 1

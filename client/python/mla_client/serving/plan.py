@@ -1,13 +1,14 @@
-"""Plans of passes, which an engine's scheduler sends to its workers. Plain values that can travel
-between processes."""
+"""Plans of passes, which an engine's scheduler sends to its workers: plain values that can travel
+between processes. And a worker's passes under way."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Dict, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 from mla_client import errors
+from mla_client.service import Step
 from mla_client.types import Prefix
 
 
@@ -50,6 +51,28 @@ class Part:
     end: int
     computed: int
     how: How = How.SENT
+
+
+@dataclasses.dataclass
+class Pass:
+    """A pass under way."""
+
+    number: int
+    parts: List[Part]
+    step: Optional[Step] = None  # None: nothing is sent
+    layers: int = 0              # that are done
+    leads: bool = True           # this process began the step, and ends it
+    chained: bool = False        # whether its outputs are good is known at its end alone
+    given_up: bool = False       # parts of it are not sent
+
+    @property
+    def whole(self) -> bool:
+        """True if the step has all rows of the pass."""
+        return self.step is not None and not self.given_up
+
+    def sent(self) -> List[Part]:
+        """The parts that the step has, in its order."""
+        return [part for part in self.parts if part.how == How.SENT]
 
 
 @dataclasses.dataclass(frozen=True)

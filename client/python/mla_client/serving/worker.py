@@ -10,11 +10,11 @@ from typing import (Any, Callable, Dict, Generic, Iterable, List, Optional, Prot
 
 from mla_client import errors
 from mla_client.serving.admission import Admission
-from mla_client.serving.layers import Pair
+from mla_client.serving.layers import Weights
 from mla_client.serving.link import Link
 from mla_client.serving.options import Options
-from mla_client.serving.passes import Pass, Passes
-from mla_client.serving.plan import PassPlan, Ranks, Scheduled
+from mla_client.serving.passes import Passes
+from mla_client.serving.plan import Pass, PassPlan, Ranks, Scheduled
 from mla_client.serving.states import State
 from mla_client.types import Geometry, ModelSpec
 
@@ -48,7 +48,7 @@ class Worker(Generic[_Exchange]):
         """Rows of a model of so many layers that the server's pool has room for."""
         return int(self.limits.kv_cache_bytes) // (KV_BYTES * row_dim * layers)
 
-    def start(self, spec: ModelSpec, weights: Callable[[int], Pair],
+    def start(self, spec: ModelSpec, weights: Callable[[int], Weights],
               exchange: Callable[[Passes], _Exchange], deferred: bool = False) -> None:
         """The weights are there: registers the model and uploads them. `deferred`: as of Passes."""
         self.spec = spec

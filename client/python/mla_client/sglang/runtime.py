@@ -45,6 +45,8 @@ class Runtime:
         name = agreed(self._group, lambda: secrets.token_hex(6))
         options = Options.of(options_in(OPTIONS), runner.model_config.model_path,
                              f"sglang-{name}-{parallel.attn_dp_rank}")
+        refuse([(options.projected, "projected: this adapter has SGLang's own queries and outputs "
+                 "alone")])
         self.worker = Worker(options.with_defaults(gpu_arguments()), ranks)
 
     def start(self, runner: Any) -> None:

@@ -362,13 +362,12 @@ class NativeStream(stream.StepStream):
             return None
         if not (memory.chains_on_device if place.on_device else memory.chains_in_memory):
             return None
-        rows, heads = out.q.shape[0], out.q.shape[1]
         flags = (ring.HAS_KV * (out.kv is not None) | ring.WANT_LSE * (out.lse is not None)
                  | ring.ON_DEVICE * place.on_device | CHAINED)
         o_dtype = DType.BF16 if out.o.dtype == np.uint16 else DType.F32
-        return _entry(step_id, 0, 0, rows, head_offset, heads, profile=profile, flags=flags,
-                      q_dtype=out.dtype, o_dtype=o_dtype, in_offset=place.in_offset,
-                      out_offset=place.out_offset)
+        return _entry(step_id, 0, 0, out.q.shape[0], head_offset, out.heads, profile=profile,
+                      flags=flags, q_dtype=out.dtype, o_dtype=o_dtype,
+                      in_offset=place.in_offset, out_offset=place.out_offset)
 
     def send(self, call: Callable[[int, Any, Any], int], deadline: float) -> Any:
         """The handle of a request that `call` (milliseconds for room, where to put the handle, and

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, Iterable, Tuple
+from typing import Any, Tuple
 
 import torch
 
 from mla_client import errors
 from mla_client.service import Model, Service
 from mla_client.serving import Layers, refuse
-from mla_client.serving.layers import Pair, dense, id_of, split, upload, weights_of
+from mla_client.serving.layers import Pair, Weights, id_of, split, upload, weights_of
 from mla_client.types import Geometry
 
 # Values of config.model_type. All these models pass normed latents and rotated keys to the cache.
@@ -95,22 +94,19 @@ def projections_of(module: Any, geometry: Geometry) -> Tuple[torch.Tensor, torch
     return w_uq, w_o.detach().reshape(geometry.hidden_size, heads, geometry.v_dim)
 
 
-def _upload_projections(model: Model, layers: Layers) -> None:
-    for layer, module in enumerate(layers.in_order()):
-        model.upload_projected(layer, *dense(projections_of(module, layers.geometry)))
+def uploaded_of(module: Any, geometry: Geometry) -> Weights:
+    """What the server gets of a layer: the pair, and with projections W_UQ and W_O."""
+    pair = pair_of(module, geometry)
+    return (*pair, *projections_of(module, geometry)) if geometry.q_lora_rank else pair
 
 
 def register(service: Service, model: Any, layers: Layers, model_id: str, kv_format: str,
              page_size: int) -> Model:
     """Registers the model and uploads its weights. Without an id it gets one that follows from its
     weights, so that workers of the same checkpoint share a model."""
-    weights = weights_of(layers.in_order(), lambda module: pair_of(module, layers.geometry))
+    weights = weights_of(layers.in_order(), lambda module: uploaded_of(module, layers.geometry))
     if not model_id:
-        uploaded: Iterable[Pair] = map(weights, range(len(layers)))
-        if layers.geometry.q_lora_rank:
-            uploaded = itertools.chain(uploaded, (projections_of(module, layers.geometry)
-                                                  for module in layers.in_order()))
-        model_id = id_of(model.config.model_type, uploaded)
+        model_id = id_of(model.config.model_type, map(weights, range(len(layers))))
     sparse = {}
     if model.config.model_type in SPARSE_TYPES:
         sparse = {"attention": "sparse_v32", "top_k": model.config.index_topk}
@@ -119,8 +115,6 @@ def register(service: Service, model: Any, layers: Layers, model_id: str, kv_for
                     rope_layout="halves" if layers.geometry.q_lora_rank else "", **sparse))
 
     def prepare(to: Model) -> None:
-        if to.spec.rope_layout:
-            _upload_projections(to, layers)
         upload(to, weights)
     prepare(registered)
     service._prepare_moved(model_id, prepare)

@@ -9,5 +9,7 @@
     connector  the KV connector
     checks     what of a configuration is refused, and what rows depend on
     runtime    what the backend and the connector of a worker process share
+    projected  the attention layer whose projections the server may have, too
+    weights    the weights of a layer, read back from vLLM's modules
     refusal    what takes the place of the two in another release of vLLM
 """

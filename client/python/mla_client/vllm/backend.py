@@ -89,7 +89,7 @@ class Impl(MLAAttentionImpl[Metadata]):
                  alibi_slopes: Any, sliding_window: Any, kv_cache_dtype: str, logits_soft_cap: Any,
                  attn_type: str, kv_sharing_target_layer_name: Any, *, kv_lora_rank: int,
                  qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int, kv_b_proj: Any,
-                 **others: Any) -> None:
+                 q_lora_rank: Optional[int] = None, **others: Any) -> None:
         for value, what in ((alibi_slopes, "slopes"), (sliding_window, "a window"),
                             (logits_soft_cap, "a cap"),
                             (kv_sharing_target_layer_name, "rows of another layer")):
@@ -100,8 +100,21 @@ class Impl(MLAAttentionImpl[Metadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
         geometry = Geometry(num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim)
+        if runtime.projected:
+            hidden = int(get_current_vllm_config().model_config.hf_text_config.hidden_size)
+            # Without low-rank queries a layer makes them of hidden states.
+            geometry = dataclasses.replace(geometry, q_lora_rank=q_lora_rank or hidden,
+                                           hidden_size=hidden)
         # LinearBase keeps its name: "model.layers.3.self_attn.kv_b_proj".
         self._number = runtime.add(kv_b_proj.prefix, geometry, self.scale, kv_b_proj)
+
+    def add_projections(self, layer: Any) -> bool:
+        """Called by the layer around this one, which is a ProjectedLayer. Returns true if the
+        server has its projections: then it hands over low-rank queries, and gets hidden states."""
+        if not runtime.projected:
+            return False
+        runtime.add_projections(self._number, layer)
+        return True
 
     def do_kv_cache_update(self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor,
                            kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *args: Any,

@@ -7,6 +7,7 @@ from typing import Any
 
 from mla_client import errors
 from mla_client.serving import Options, Ranks, refuse, salt_of_rows
+from mla_client.vllm.plugin import release
 
 
 def check(config: Any) -> None:
@@ -29,6 +30,27 @@ def check(config: Any) -> None:
          "adapters change, without this one (--lora-target-modules)"),
         (top_k_of(config) and parallel.pipeline_parallel_size > 1, "pipeline parallelism of a "
          "model whose indexer chooses positions: a later stage may need lists of an earlier one"),
+    ])
+    if options_of(config).projected:
+        _check_projected(config)
+
+
+def _check_projected(config: Any) -> None:
+    """As check, where the server has W_UQ and W_O, too."""
+    lora = config.lora_config
+    theirs = {"q_b_proj", "q_proj", "o_proj"}
+    changed = theirs if lora is None else theirs.intersection(lora.target_modules or theirs)
+    refuse([
+        (release().note == "pages", "projected: this release of vLLM was not tried with it, "
+         "0.29 and later were"),
+        (config.parallel_config.tensor_parallel_size > 1, "projected with tensor parallelism: a "
+         "rank has the projections of its own heads, and the server's products take all heads; use "
+         "--data-parallel-size, or leave it off"),
+        (top_k_of(config), "projected for a model whose indexer chooses positions: its queries are "
+         "absorbed by the worker"),
+        (lora is not None and changed, f"projected with LoRA of {', '.join(sorted(changed))}, of "
+         "which the server has the base model's: name the modules that adapters change, without "
+         "these (--lora-target-modules)"),
     ])
 
 

@@ -13,6 +13,7 @@ LOG = logging.getLogger("mla_client")
 # Releases that this fits, by runs of each end of a range; docs/clients/vllm.md says how.
 RELEASES = (Release((0, 25, 1), (0, 25, 1), "pages"), Release((0, 29, 0), (0, 32, 0)))
 CONNECTOR = "MlaServerConnector"
+LAYER = "MultiHeadLatentAttentionWrapper"
 PACKAGE = "mla_client.vllm"
 
 
@@ -40,9 +41,25 @@ def register() -> None:
     else:
         if row.note == "pages":
             _small_pages()
+        else:
+            _replaceable_layers()
     register_backend(AttentionBackendEnum.CUSTOM, f"{backend}.MlaServerBackend")
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, connector, CONNECTOR)
+
+
+def _replaceable_layers() -> None:
+    """Names the attention layer that may have its projections on the server, unless the platform
+    has one of its own. It is vLLM's layer where the option `projected` is not given."""
+    # pylint: disable=import-outside-toplevel
+    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+    from vllm.platforms import current_platform
+
+    if LAYER in op_registry_oot or current_platform.is_out_of_tree():
+        return
+    from mla_client.vllm.projected import ProjectedLayer
+
+    PluggableLayer.register_oot(ProjectedLayer, name=LAYER)
 
 
 def _small_pages() -> None:

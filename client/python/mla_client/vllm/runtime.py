@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, Collection, Dict, NamedTuple, Optional, Set
+from typing import Any, Collection, Dict, List, Optional, Set
 
 import torch
 
 from mla_client import errors
 from mla_client.pytorch import Rows, gpu_arguments
 from mla_client.pytorch.exchange import Exchange
-from mla_client.serving import BatchPlan, Layers, LostBlocks, Orders, Pass, Worker
-from mla_client.serving.layers import Pair, number_of, split, weights_of
+from mla_client.serving import BatchPlan, Layers, LostBlocks, Orders, Pass, Passes, Worker
+from mla_client.serving.layers import number_of, weights_of
 from mla_client.types import Geometry
 from mla_client.vllm import checks
+from mla_client.vllm.projected import Projections, whole
+from mla_client.vllm.weights import Layer
 
 LOG = logging.getLogger("mla_client")
 # The most that pages without rows take of the engine's memory: a byte a token and layer.
@@ -27,44 +29,6 @@ VECTOR_BYTES = 64
 DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 DRAFTS = ("a layer of the draft model, whose rows would be mixed with the model's; give the drafts "
           'a backend of their own ("attention_backend" of --speculative-config)')
-# Rows with which a quantised layer is compared, and the part of their norm by which they may
-# differ: the inputs are rounded to eight bits, too. Other weights differ by more than the norm.
-PROBES, QUANTISED_ERROR = 4, 0.2
-
-
-class Layer(NamedTuple):
-    """What gives the weights of an attention layer's own heads."""
-
-    geometry: Geometry
-    kv_b_proj: Any
-    dtype: torch.dtype
-
-    def weights(self) -> Pair:
-        """W_UK [heads, nope, lora] and W_UV [heads, lora, v], not quantised."""
-        # pylint: disable=import-outside-toplevel
-        from vllm.model_executor.layers.quantization.utils.quant_utils import (
-            get_and_maybe_dequant_weights)
-        matrix = get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=self.dtype)
-        if self._differs(matrix):
-            # A kernel has packed them in an order of its own: the layer itself says what they are.
-            method, eye = self.kv_b_proj.quant_method, torch.eye(
-                self.geometry.kv_lora_rank, dtype=self.dtype, device=matrix.device)
-            matrix = method.apply(self.kv_b_proj, eye, bias=None).T.to(self.dtype)
-            if self._differs(matrix):
-                raise errors.Unimplemented(
-                    f"kv_b_proj: its weights cannot be read back from {type(method).__name__}")
-        return split(matrix, self.geometry)
-
-    def _differs(self, matrix: torch.Tensor) -> bool:
-        """True if a quantised layer computes something else than this matrix does."""
-        method = getattr(self.kv_b_proj, "quant_method", None)
-        if method is None or type(method).__name__ == "UnquantizedLinearMethod":
-            return False
-        given = torch.linspace(-1, 1, PROBES * self.geometry.kv_lora_rank, dtype=self.dtype,
-                               device=matrix.device).view(PROBES, -1)
-        got = method.apply(self.kv_b_proj, given, bias=None).float()
-        want = given.float() @ matrix.float().T
-        return float((got - want).norm()) > QUANTISED_ERROR * float(want.norm())
 
 
 class Runtime:
@@ -115,6 +79,16 @@ class Runtime:
                         Layer(geometry, kv_b_proj, torch.get_default_dtype()))
         return number
 
+    @property
+    def projected(self) -> bool:
+        """True if the server has W_UQ and W_O, too."""
+        return self.worker is not None and self.worker.link.options.projected
+
+    def add_projections(self, number: int, layer: Any) -> None:
+        """The layer around one that `add` has had, with its projections."""
+        kept: Layer = self.layers.at(number)
+        kept.projections = Projections(layer, kept.geometry)
+
     def start(self) -> None:
         """The weights are there: registers the model and uploads them."""
         worker = self.worker
@@ -124,17 +98,29 @@ class Runtime:
                 "--attention-backend CUSTOM is missing, or the model has no MLA")
         options, layers = worker.link.options, self.layers.in_order()
         ranks = worker.link.ranks
-        sparse = {"attention": "sparse_v32", "top_k": self.top_k} if self.top_k else {}
-        spec = self.layers.spec(options.model_id, ranks, options.page_size, **sparse)
-        worker.start(spec, weights_of(layers, Layer.weights),
-                     lambda passes: Exchange.of(passes, ranks, spec,
-                                                lambda place: layers[place].weights()),
+        more: Dict[str, Any] = {}
+        if self.top_k:
+            more = {"attention": "sparse_v32", "top_k": self.top_k}
+        projections: List[Projections] = []
+        table = None
+        if self.projected:
+            projections = whole([layer.projections for layer in layers])
+            more = {"rope_layout": projections[0].layout}
+            table = projections[0].table(self._config.model_config.max_model_len)
+        spec = self.layers.spec(options.model_id, ranks, options.page_size, **more)
+
+        def exchange(passes: Passes) -> Exchange:
+            passes.rotations = table
+            return Exchange.of(passes, ranks, spec, lambda place: layers[place].weights(),
+                               projections.__getitem__ if projections else None)
+        worker.start(spec, weights_of(layers, Layer.uploaded), exchange,
                      deferred=self._config.speculative_config is not None)
 
     def attend(self, number: int, q: torch.Tensor, kv: Rows, metadata: Any,
                output: torch.Tensor, chosen: Optional[torch.Tensor] = None) -> None:
         """Attention of a layer: q [rows, heads, nope + rope], kv [rows, lora] and [rows, rope] ->
-        `output` [rows, heads * v]; zeros in a pass without a plan. With `chosen` [rows, top_k], the
+        `output` [rows, heads * v]; with projections on the server q [rows, 1, q_lora_rank] ->
+        [rows, hidden_size]. Zeros in a pass without a plan. With `chosen` [rows, top_k], the
         positions of each row, q and `output` are absorbed."""
         if self.plan is None or self.worker is None or self.worker.exchange is None:
             output.zero_()

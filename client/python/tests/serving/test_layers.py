@@ -7,7 +7,9 @@ import numpy as np
 
 from mla_client import Geometry, errors
 from mla_client.serving import Layers, Ranks
-from mla_client.serving.layers import check_pair, dense, id_of, number_of, split, upload
+from mla_client.serving.layers import (check_pair, dense, id_of, number_of, rotations_of, split,
+                                       upload)
+from mla_client.serving.plan import Part
 
 SMALL = Geometry(2, 4, 3, 2, 5)  # heads, lora, rope, nope, v
 
@@ -100,6 +102,30 @@ class WeightsTest(unittest.TestCase):
             upload(model, lambda layer: (None, None))
         upload(model, lambda layer: (None, None), Ranks(1, 2))  # other ranks bring the rest
         self.assertEqual(calls, [(0, 0), (1, 0), (0, 1), (1, 1)])
+
+    def test_other_projections_are_uploaded_with_the_pair(self):
+        calls = []
+
+        def note(what):
+            return lambda *given, head_begin: calls.append((what, *given, head_begin)) or (
+                types.SimpleNamespace(complete=what == "pair"))
+        spec = types.SimpleNamespace(geometry=SMALL, layers=2, model_id="m")
+        model = types.SimpleNamespace(spec=spec, upload_weights=note("pair"),
+                                      upload_projected=note("projections"))
+        upload(model, lambda layer: ("uk", "uv", "uq", f"o{layer}"))
+        self.assertEqual(calls, [
+            ("projections", 0, "uq", "o0", 0), ("pair", 0, "uk", "uv", 0),
+            ("projections", 1, "uq", "o1", 0), ("pair", 1, "uk", "uv", 0)])
+        self.assertEqual(len(dense(tuple(map(np.ones, (1, 2, 3, 4))))), 4)
+
+
+class RotationsTest(unittest.TestCase):
+    def test_rows_are_rotated_by_their_positions(self):
+        table = np.arange(20).reshape(10, 2)
+        parts = [Part("a", 0, 1, 7), Part("b", 1, 4, 0), Part("c", 4, 6, 3)]
+        np.testing.assert_array_equal(rotations_of(table, parts)[:, 0] // 2, [7, 0, 1, 2, 3, 4])
+        np.testing.assert_array_equal(rotations_of(table, parts[:1]), [[14, 15]])
+        self.assertIsNone(rotations_of(None, parts))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ class Given(unittest.TestCase):
                 ({}, "target: got None"), ({"target": []}, "target: got []"),
                 ({"target": ["a", 3]}, "target: got"), ({"target": ""}, "target: got ''"),
                 ({"target": "a", "prefix_cache": 1}, "prefix_cache: got 1"),
+                ({"target": "a", "projected": "yes"}, "projected: got 'yes', must be true"),
                 ({"target": "a", "page_size": 1.5}, "page_size: got 1.5"),
                 ({"target": "a", "away_s": True}, "away_s: got True"),
                 ({"target": "a", "away_s": -1}, "away_s: got -1, must be 0..3600")):
@@ -70,6 +71,8 @@ class Given(unittest.TestCase):
         self.assertEqual((made.targets, made.model_id, made.arguments["tenant"],
                           made.arguments["client_id"]), (("a", "b"), "x", "t", "c"))
         self.assertEqual(made.of_stage(1, 2).model_id, "x#2of2")
+        self.assertFalse(made.projected)
+        self.assertTrue(Options.of({"target": "a", "projected": True}, "m", "c").projected)
 
     def test_versions_outside_of_the_table_are_refused(self):
         for version, note in (("0.25.1", "pages"), ("0.29.0", ""), ("0.30.3+cpu", ""),

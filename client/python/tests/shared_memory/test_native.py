@@ -140,6 +140,37 @@ class NativeTest(unittest.TestCase):
                     step.end([0])
             buffers.release()
 
+    def test_a_chain_of_projected_queries(self):
+        """Its tensors have one head, and its calls name all heads of the model."""
+        client, _ = self.pinned()
+        rng, rows, layout = np.random.default_rng(4), 3, "interleaved"
+        geometry = mla_client.Geometry(4, 24, 8, 16, 16, q_lora_rank=40, hidden_size=48)
+        model = client.register_model(mla_client.ModelSpec(
+            "native-projected", geometry, 1, SCALE, 4, rope_layout=layout))
+        shapes = (4, 16, 24), (4, 24, 16), (4, 24, 40), (48, 4, 16)
+        w_uk, w_uv, w_uq, w_o = (rng.standard_normal(shape) / 6 for shape in shapes)
+        model.upload_weights(0, w_uk, w_uv)
+        self.assertTrue(model.upload_projected(0, w_uq, w_o).complete)
+        rotations = rng.uniform(-1, 1, (rows, 8)).astype(np.float32)
+        gpu = Gpu()
+        with model.open_sequence() as sequence:
+            buffers = client.buffers(model, rows, Profile.PROJECTED)
+            self.assertEqual((buffers.q.shape, buffers.heads), ((rows, 1, 40), 4))
+            for tensor in (buffers.q, buffers.kv):
+                tensor[...] = mla_client.bf16.to_bf16(rng.standard_normal(tensor.shape))
+            with client.step([(sequence, rows)], rotations=rotations) as step:
+                awaited = step.attend(0, buffers.q, buffers.kv, Profile.PROJECTED,
+                                      out=buffers).o.copy()
+                step.end([0])
+            self.assertTrue(awaited.any())
+            with client.step([(sequence, rows)], rotations=rotations) as step:
+                buffers.o[...] = 0
+                step.chain(buffers, Profile.PROJECTED).attend(0, gpu.stream.value)
+                gpu.finish()
+                step.end([0])
+            np.testing.assert_array_equal(buffers.o[:, 0], awaited)
+            buffers.release()
+
     def test_a_chain_that_fails_says_so_at_the_end(self):
         client, model = self.pinned()
         gpu = Gpu()
