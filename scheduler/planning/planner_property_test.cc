@@ -44,7 +44,10 @@ class BatchMaker {
     traits.fixed_split_rows = 0;
     traits.min_charged_rows = OneIn(3) ? 1 + Below(traits.tile_rows) : 0;
     traits.small = {};
-    if (OneIn(4)) traits.small = {Pick({1, 8, 132}), Pick({1, 16, 64}), Pick({0, 64, 384, 5000}), Pick({0, 128})};
+    if (OneIn(4)) {
+      traits.small = {Pick({1, 8, 132}), Pick({1, 16, 64}), Pick({0, 64, 384, 5000}),
+                      Pick({0, 128})};
+    }
     segments.clear();
     const int count = OneIn(16) ? Below(120) : Below(9);
     const int64_t most_tiles = OneIn(16) ? 1000 : 60;  // bounds the time of a batch

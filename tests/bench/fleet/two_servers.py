@@ -4,9 +4,9 @@ ways that are compared.
     two_servers_benchmark [--backend cpu|cuda|hip] [--server PROGRAM] [--worker PROGRAM]
                           [--logs FOLDER] [--server-flags FLAGS] [ARG of the worker...]
 
-Starts a server for each of the first two GPUs, or two on the CPU backend, with a unix socket each in
-a folder of their own, and runs the worker. Needs nothing but Python's own library, so that it can be
-carried to a machine with GPUs:
+Starts a server for each of the first two GPUs, or two on the CPU backend, with a unix socket each
+in a folder of their own, and runs the worker. Needs nothing but Python's own library, so that it
+can be carried to a machine with GPUs:
 
     bazel build --config=hip //server:mla-server //tests/bench/fleet:two_servers_worker
     two_servers.py --backend cuda --server mla-server --worker two_servers_worker
@@ -84,7 +84,8 @@ def main():
         logs = pathlib.Path(args.logs or folder)
         try:
             for number in range(SERVERS):
-                log = open(logs / f"server_{number}.log", "w+b")  # pylint: disable=consider-using-with
+                path = logs / f"server_{number}.log"
+                log = open(path, "w+b")  # pylint: disable=consider-using-with
                 servers.append((*start(args, number, folder, log), log))
             for one in servers:
                 await_socket(*one)

@@ -3,9 +3,8 @@ steps, handle prefixes, weights and ranks, and decide what to do when the server
 new. They import neither an engine nor torch.
 
     options    what a user says of the server; salts; tables of versions; refusals
-    link       a process's way to the server: connecting, registering, both again
+    link       a process's way to the server: connecting, registering, both again; room
     admission  the scheduler's side: room, prefixes, plans
-    room       page groups that a pass may count on without asking
     passes     the worker's side: passes as steps
     plan       values that travel from one to the other
     blocks     which rows of a batch are whose, by the blocks that they are written to

@@ -20,9 +20,8 @@ from mla_client import errors
 from mla_client.service import Model, Sequence, Step
 from mla_client.serving.faults import Fault
 from mla_client.serving.layers import rotations_of
-from mla_client.serving.link import Link
+from mla_client.serving.link import Link, Room
 from mla_client.serving.plan import How, Part, Pass, Scheduled
-from mla_client.serving.room import Room
 from mla_client.serving.states import Event, Request, State
 from mla_client.types import Prefix
 
