@@ -189,13 +189,21 @@ class Client(Steps, Pages, Operations, Following):
     def close(self) -> None:
         """Ends the streams (open steps are aborted) and the lease renewal. Sequences stay until
         their lease ends. In a forked child it does nothing."""
+        self._close(lambda stream: stream.close())
+
+    def give_up(self) -> None:
+        """As `close`, for a server that does not answer: waits for nothing of it."""
+        self._close(lambda stream: stream.fail(errors.Unavailable(
+            "the connection was given up: the server does not answer")))
+
+    def _close(self, end: Callable[[Any], None]) -> None:
         if self._home.left:
             return
         self._closed.set()
         with self._lock:
             opened, self._streams, self._stream = self._streams, [], None
         for stream in opened:
-            stream.close()
+            end(stream)
         self._close_moves()
         self._renewer.close()
         self._channels.close()

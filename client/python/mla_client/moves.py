@@ -85,9 +85,8 @@ class Moves:
         """Makes the sequence one of that server's, or of the one to which that server has moved it
         since. FailedPrecondition if it was changed by another client before it moved."""
         for move in range(MOST_MOVES):
-            model = self.model_of(peer, sequence.model)
             try:
-                there = self.client_of(peer).attach(model, sequence.id)
+                model, there = self._attach(peer, sequence)
                 break
             except errors.NotFound as error:
                 detail = error.detail
@@ -100,6 +99,26 @@ class Moves:
                 f"{sequence.length}: another client has changed it before",
                 errors.ErrorDetail(field="sequence_id", reason="changed_meanwhile", peer=peer))
         sequence.model, sequence.epoch = model, there.epoch
+
+    def _attach(self, peer: str, sequence: Sequence) -> Tuple[Model, Sequence]:
+        """The sequence as that server has it. A connection to it may be to the process that was
+        there before: servers are upgraded one after another."""
+        try:
+            model = self.model_of(peer, sequence.model)
+            return model, self.client_of(peer).attach(model, sequence.id)
+        except (errors.ServerRestarted, errors.AnotherServer) as error:
+            self.forget(peer, error)
+        model = self.model_of(peer, sequence.model)
+        return model, self.client_of(peer).attach(model, sequence.id)
+
+    def forget(self, peer: str, error: errors.MlaError) -> None:
+        """Another process answers there now, says the error."""
+        with self._lock:
+            client = self._clients.pop(peer, None)
+            for key in [one for one in self._models if one[0] == peer]:
+                del self._models[key]
+        if client is not None:
+            client.close()
 
     def close(self) -> None:
         """Closes the connections."""

@@ -20,7 +20,7 @@ from mla_client.types import AttendResult, PrefixMatch, Probe, SequenceState
 
 PAGE = 8
 LEASE_S = 120.0
-REGISTRY_TTL_S = 5.0
+REGISTRY_TTL_S = 4.0
 MASK = (1 << 61) - 1
 
 
@@ -236,6 +236,8 @@ class Client(Following):
     def close(self):
         self.closed = True
         self.server.connections.discard(self.client_id)
+
+    give_up = close
 
     def reach(self):
         """Raises the errors that a call can meet before it reaches the server."""

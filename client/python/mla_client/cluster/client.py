@@ -28,7 +28,7 @@ SUBSET = 8
 # Servers that are tried for a new sequence. Servers that were probed count too.
 MOST_TRIED = 16
 # A server that has left the registry has so long to answer.
-GONE_S = 1.0
+GONE_S = 0.5
 
 
 class FleetStats(NamedTuple):

@@ -31,10 +31,25 @@ class ClusterMoves(Moves):
         self._cluster._prepare_moved(model_id, prepare)
 
     def model_of(self, peer: str, model: Model) -> Model:
-        known = self._cluster.models_known.get(model.spec.model_id)
-        if known is None or known.spec != model.spec:
-            return self._cluster.owners.at(peer).model(model.spec, 0, {})
-        return self._cluster.model_at(peer, known)
+        return model_there(self._cluster, peer, model)
+
+    def forget(self, peer: str, error: errors.MlaError) -> None:
+        self._cluster.owners.at(peer).failed(error)
 
     def close(self) -> None:
         """The connections are the cluster's."""
+
+
+def model_there(cluster: "ClusterClient", address: str, model: Model) -> Model:
+    """A model as a server has it, to which a sequence of it has moved. A server that drains
+    registers nothing, and has the model all the same: it came with the sequence."""
+    owner = cluster.owners.at(address)
+    known = cluster.models_known.get(model.spec.model_id)
+    try:
+        if known is None or known.spec != model.spec:
+            return owner.model(model.spec, 0, {})
+        return cluster.model_at(address, known)
+    except errors.Unavailable as error:
+        if error.detail.reason != "draining":
+            raise
+        return Model(owner.client, model.spec, model.page_group_bytes)

@@ -8,6 +8,7 @@ import hashlib
 import struct
 import threading
 import time
+import weakref
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence as Seq
 
 import numpy as np
@@ -42,6 +43,7 @@ class Owner:
         self._lock = threading.Lock()  # one thread connects, others wait for it
         self._client: Any = None
         self._models: Dict[str, Model] = {}
+        self._dropped: "weakref.WeakSet[Any]" = weakref.WeakSet()
         self._failures = 0
         self._until = 0.0
         self.last_probe: Optional[Probe] = None
@@ -92,17 +94,28 @@ class Owner:
         self.last_probe, self.probed_at = probe, self._now()
         self._failures, self._until = 0, 0.0
 
+    def had(self, client: Any) -> bool:
+        """Returns true for a connection to this server that was given up."""
+        with self._lock:
+            return client in self._dropped
+
     def forget_model(self, model_id: str) -> None:
         """It was unregistered."""
         self._models.pop(model_id, None)
 
-    def drop(self) -> None:
-        """Ends the connection; a later use makes another."""
+    def drop(self, waits: bool = False) -> None:
+        """Ends the connection; a later use makes another. Calls that wait for the server end at
+        once, unless `waits`: then the server is told first."""
         with self._lock:
             client, self._client, self._models = self._client, None, {}
+            if client is not None:
+                self._dropped.add(client)
         if client is not None:
             try:
-                client.close()
+                if waits:
+                    client.close()
+                else:
+                    client.give_up()
             except (errors.MlaError, ValueError):
                 pass  # it was broken
 
@@ -198,6 +211,10 @@ class Owners:
         """The server of a connection; None if that was given up."""
         return next((one for one in self.all() if one.connected is client), None)
 
+    def before(self, sequence: Sequence) -> Optional[Owner]:
+        """The server of a sequence whose connection was given up."""
+        return next((one for one in self.all() if one.had(sequence.model.service)), None)
+
     def all(self) -> List[Owner]:
         """Returns the owners that were used."""
         with self._lock:
@@ -247,7 +264,7 @@ class Owners:
     def close(self) -> None:
         """Ends all connections."""
         for owner in self.all():
-            owner.drop()
+            owner.drop(waits=True)
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, List, NamedTuple, Optional, Set
 
 from mla_client import errors
+from mla_client.cluster.moves import model_there
 from mla_client.cluster.placement import IMPOSSIBLE, Choice
+from mla_client.moves import MOST_MOVES
 from mla_client.service import Model, Sequence
 from mla_client.types import Prefix
 
@@ -48,7 +50,8 @@ def recover(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefi
 
 def _alive(cluster: "ClusterClient", sequence: Sequence, silent: Set[str]) -> str:
     """A server to which calls have just failed is asked as well: the network may be back."""
-    owner = cluster.owners.of(sequence)
+    connected = cluster.owners.of(sequence)
+    owner = connected or cluster.owners.before(sequence)
     if owner is None:
         return ""
     name = sequence.model.spec.model_id
@@ -56,6 +59,8 @@ def _alive(cluster: "ClusterClient", sequence: Sequence, silent: Set[str]) -> st
         silent.add(owner.address)
         return ""
     try:
+        if connected is None:  # it was away for a while, and may still be the same process
+            return _take(cluster, sequence, owner.address)
         sequence.refresh()  # it follows where the server itself says that it has moved
     except errors.MlaError as error:
         owner.failed(error)
@@ -72,10 +77,20 @@ def _moved(cluster: "ClusterClient", sequence: Sequence, _silent: Set[str]) -> s
 
 
 def _take(cluster: "ClusterClient", sequence: Sequence, address: str) -> str:
-    model = _model_at(cluster, address, sequence)
-    client = cluster.owners.at(address).client
-    _become(sequence, client.attach(model, sequence.id))
-    return address
+    """Becomes the sequence at that server, or where a drain has moved it since."""
+    for _ in range(MOST_MOVES):
+        owner = cluster.owners.at(address)
+        try:
+            model = model_there(cluster, address, sequence.model)
+            _become(sequence, owner.client.attach(model, sequence.id))
+            return address
+        except (errors.ServerRestarted, errors.AnotherServer) as error:
+            owner.failed(error)  # the next connection is to the process that is there now
+        except errors.NotFound as error:
+            if error.detail.reason != "moved" or not error.detail.peer:
+                raise
+            address = error.detail.peer
+    return ""
 
 
 def _checkpoint(cluster: "ClusterClient", sequence: Sequence, silent: Set[str]) -> str:

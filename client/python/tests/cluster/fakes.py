@@ -42,6 +42,7 @@ class FakeServer:
         self.checkpoints = {}
         self.released = []
         self.draining = False
+        self.old = set()  # connections to the process that was there before
 
     def member(self):
         return Member.checked({"address": self.address, "boot_id": self.probe.boot_id,
@@ -60,12 +61,16 @@ class FakeClient(Following):
 
     def call(self, name):
         self.server.calls.append(name)
+        if self in self.server.old:
+            raise errors.ServerRestarted("another process")
         error = self.server.error or self.server.errors.get(name)
         if error is not None:
             raise error
 
     def close(self):
         self.closed = True
+
+    give_up = close
 
     def models(self):
         self.call("models")

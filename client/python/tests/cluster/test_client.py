@@ -179,6 +179,40 @@ class RecoveryTest(unittest.TestCase):
         self.others[1].error = GONE
         self.assertEqual(self.recover().how, "none")
 
+    def moved_to(self, peer):
+        """The owner has ended, and the tombstone says that `peer` has the sequence."""
+        self.fleet.servers[self.owner].error = GONE
+        self.where = peer.address
+
+    def test_a_tombstone_leads_to_a_server_that_was_started_again_since(self):
+        peer = self.others[1]
+        peer.old.add(self.fleet.client.model_at(peer.address, self.fleet.model).service)
+        peer.sequences[self.sequence.id] = SequenceState(self.sequence.id, 5, 100)
+        self.moved_to(peer)
+        self.assertEqual(self.recover(), ("moved", peer.address, 100, 0))
+
+    def test_a_tombstone_leads_over_a_server_that_has_drained_since(self):
+        first, second = self.others[:2]
+        first.errors["attach"] = errors.NotFound("moved", errors.ErrorDetail(
+            reason="moved", peer=second.address))
+        second.sequences[self.sequence.id] = SequenceState(self.sequence.id, 6, 100)
+        self.moved_to(first)
+        self.assertEqual(self.recover(), ("moved", second.address, 100, 0))
+
+    def test_a_peer_that_drains_itself_registers_nothing_and_has_the_sequence(self):
+        peer = self.others[1]
+        peer.errors["register"] = errors.Unavailable("draining", errors.ErrorDetail(
+            reason="draining"))
+        peer.sequences[self.sequence.id] = SequenceState(self.sequence.id, 5, 100)
+        self.moved_to(peer)
+        self.assertEqual(self.recover(), ("moved", peer.address, 100, 0))
+
+    def test_a_server_that_was_given_up_and_is_there_again_still_has_it(self):
+        self.fleet.servers[self.owner].sequences[self.sequence.id] = SequenceState(
+            self.sequence.id, 1, 101)
+        self.fleet.client.owners.at(self.owner).drop()
+        self.assertEqual(self.recover(), ("alive", self.owner, 101, 0))
+
     def test_a_checkpoint_comes_before_rows_of_a_peer(self):
         self.fleet.servers[self.owner].error = GONE
         for server in self.others:
@@ -191,6 +225,7 @@ class RecoveryTest(unittest.TestCase):
     def test_a_server_that_was_started_again_restores_its_checkpoint(self):
         server = self.fleet.servers[self.owner]
         server.checkpoints = {self.sequence.id: 80}
+        server.sequences.clear()
         server.errors["probe"] = errors.ServerRestarted("gone")
         # As the call that has failed says; the next connection is to the new process.
         self.fleet.client.owners.at(self.owner).failed(errors.ServerRestarted("gone"))

@@ -1,6 +1,8 @@
 """Steps over every transport: the contract of a Service, and what streams promise beyond it."""
 
+import os
 import secrets
+import signal
 import time
 import unittest
 
@@ -169,6 +171,22 @@ class StreamTests(Transport):
                 with self.assertRaises(mla_client.Unavailable):
                     call()
             self.assertFalse(sequence.refresh().in_step)
+
+    def test_a_client_that_is_given_up_does_not_wait_for_its_server(self):
+        client = self.make_service()
+        model = client.register_model(self.model.spec)
+        sequence = model.open_sequence()
+        step = client.step([(sequence, 1)]).begin()
+        os.kill(SERVER.pid, signal.SIGSTOP)
+        try:
+            future = step.attend_async(0, None, self.worker.kv(1), Profile.APPEND_ONLY)
+            client.give_up()
+            # Closing the stream in order would wait for it, and end the call in another way.
+            with self.assertRaisesRegex(mla_client.Unavailable, "was given up"):
+                future.result()
+        finally:
+            os.kill(SERVER.pid, signal.SIGCONT)
+        self.service.server_info()  # it answers others
 
 
 class InlineTest(StreamTests, ServiceContract, unittest.TestCase):

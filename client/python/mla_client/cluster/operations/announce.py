@@ -22,7 +22,7 @@ from mla_client.connection.targets import unix_path_of
 from mla_client.types import Prefix
 
 # The registry forgets a server after so long without news of it; news come so often.
-LEASE_S = 5
+LEASE_S = 4
 PERIOD_S = 1.0
 # A server that does not answer within this time is removed from the registry.
 ANSWER_S = 2.0
