@@ -273,8 +273,8 @@ constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType produc
   return largest;
 }
 
-// Neighbouring blocks that share the packed rows of each work item, if the largest kernel has `rows`
-// of them. The KV rows that they share come from the memory once.
+// Neighbouring blocks that share the packed rows of each work item, if the largest kernel has
+// `rows` of them. The KV rows that they share come from the memory once.
 constexpr int32_t BlocksOfUnit(const ArchTraits& arch, int32_t rows) {
   const int32_t sharing = arch.unit_rows / rows;
   return sharing > arch.blocks_per_unit ? sharing : arch.blocks_per_unit;
