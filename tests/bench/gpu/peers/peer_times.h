@@ -25,7 +25,7 @@ struct PeerTime {
 // One thread.
 class PeerTimes {
  public:
-  static constexpr int64_t kMostBytes = int64_t{16} << 20;  // of a file
+  static constexpr int64_t kMostBytes = int64_t{1} << 20;  // of a file
 
   // Reads {"peer": text, "shape": text, "us": number} from each line that is not blank; other
   // fields are ignored. INVALID_ARGUMENT names the line and the field, RESOURCE_EXHAUSTED a file
