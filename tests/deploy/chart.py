@@ -43,6 +43,12 @@ SCENARIOS = {
         "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "kubernetes.io/hostname",
                                        "whenUnsatisfiable": "ScheduleAnyway"}],
         "priorityClassName": "high"},
+    "UCX over RDMA": {
+        "rdma": {"enabled": True, "resource": "rdma/hca_shared_devices_a", "hugepages": "512Mi",
+                 "ipcLock": True, "hostNetwork": True,
+                 "clients": [{"podSelector": {"matchLabels": {"app": "worker"}}}]},
+        "config": {"ucx": {"devices": "mlx5_0:1", "transports": "rc,ud"}}},
+    "UCX over TCP": {"rdma": {"enabled": True}, "config": {"ucx": {"transports": "tcp"}}},
     "GPU with its runtime in the image, CPU if there is none": {
         "gpu": {"enabled": True, "backend": ""}},
     "no TLS": {"tls": {"enabled": False}, "insecure": True,

@@ -69,6 +69,7 @@ class SchemaTest(unittest.TestCase):
                        {"config": {"tls": {"cert": "x"}}},
                        {"config": {"limits": {"decode_rows": 257}}},
                        {"config": {"server": {"drain_deadline_ms": None}}},
+                       {"rdma": {"resource": "hca"}}, {"rdma": {"hugepages": "1GB"}},
                        {"sameHost": {"hostPath": "run"}}, {"gpu": {"resource": "gpu"}},
                        {"checkpoints": {"size": "100GB"}}, {"handOver": {"seconds": 0}},
                        {"service": {"bindAddress": "localhost"}}, {"extraEnv": {"a": "b"}},
@@ -123,6 +124,8 @@ class TemplatesTest(unittest.TestCase):
                     self.assertIn(container[probe]["httpGet"]["port"], ports)
                 for rule in item.one("NetworkPolicy")["spec"]["ingress"]:
                     self.assertTrue(rule["from"], "no peers: every address is allowed")
+                    if rule["from"] == item.values["rdma"]["clients"]:
+                        continue  # all ports
                     self.assertLessEqual({port["port"] for port in rule["ports"]}, set(ports))
                 self.assertEqual({mount["name"] for mount in container["volumeMounts"]},
                                  {volume["name"] for volume in item.pod()["volumes"]} |
@@ -130,6 +133,33 @@ class TemplatesTest(unittest.TestCase):
                                   stateful["spec"].get("volumeClaimTemplates", [])})
                 created = ("ServiceAccount", item.pod()["serviceAccountName"]) in item.objects
                 self.assertEqual(created, item.values["serviceAccount"]["create"])
+
+    def test_rdma(self):
+        item = self.rendered["UCX over RDMA"]
+        self.assertEqual(item.environment()["MLA_UCX_ENABLED"], "true")
+        limits = item.container()["resources"]["limits"]
+        self.assertEqual(limits["rdma/hca_shared_devices_a"], 1)
+        self.assertEqual(limits["hugepages-2Mi"], "512Mi")
+        capabilities = item.container()["securityContext"]["capabilities"]
+        self.assertEqual(capabilities, {"drop": ["ALL"], "add": ["IPC_LOCK"]})
+        self.assertTrue(item.pod()["hostNetwork"])
+        workers = [{"podSelector": {"matchLabels": {"app": "worker"}}}]
+        policy = item.one("NetworkPolicy")["spec"]
+        self.assertIn({"from": workers}, policy["ingress"])
+        self.assertEqual(policy["egress"], [{"to": workers}])
+
+    def test_without_rdma_nothing_is_opened(self):
+        for name, item in self.rendered.items():
+            if item.values["rdma"]["clients"]:
+                continue
+            with self.subTest(name):
+                self.assertNotIn("hostNetwork", item.pod())
+                self.assertEqual(item.container()["securityContext"]["capabilities"],
+                                 {"drop": ["ALL"]})
+                for rule in item.one("NetworkPolicy")["spec"]["ingress"]:
+                    self.assertIn("ports", rule)
+                if not item.values["rdma"]["enabled"]:
+                    self.assertNotIn("MLA_UCX_ENABLED", item.environment())
 
     def test_checkpoints_have_a_volume_for_each_server(self):
         item = self.rendered["everything"]
@@ -153,11 +183,13 @@ class TemplatesTest(unittest.TestCase):
                              (int(user[1]), int(user[2]), int(user[2])))
             self.assertTrue(context["runAsNonRoot"])
             self.assertEqual(context["seccompProfile"], {"type": "RuntimeDefault"})
+            rdma = item.values["rdma"]
+            added = {"add": ["IPC_LOCK"]} if rdma["ipcLock"] else {}
             self.assertEqual(container["securityContext"],
                              {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
-                              "capabilities": {"drop": ["ALL"]}})
+                              "capabilities": {"drop": ["ALL"], **added}})
             self.assertIs(pod["automountServiceAccountToken"], False)
-            self.assertNotIn("hostNetwork", pod)
+            self.assertEqual("hostNetwork" in pod, rdma["hostNetwork"])
             for mount in container["volumeMounts"]:
                 self.assertTrue(mount.get("readOnly") or
                                 mount["name"] in ("sockets", "checkpoints", "nvme"), mount)
