@@ -96,9 +96,10 @@ float ScaleAt(const std::string& payload, const Window& window, int64_t block) {
   return scale;
 }
 
-float Fp8WeightAt(const std::string& payload, int64_t index, float scale) {
-  return kernels::DecodeFp8(static_cast<uint8_t>(payload[static_cast<size_t>(index)]), kCodes) *
-         scale;
+kernels::Bf16 Fp8WeightAt(const std::string& payload, const Window& window, int64_t index,
+                          int64_t block) {
+  const auto code = static_cast<uint8_t>(payload[static_cast<size_t>(index)]);
+  return kernels::ToBf16(kernels::DecodeFp8(code, kCodes) * ScaleAt(payload, window, block));
 }
 
 // REQUIRES: the payload has the right size.
@@ -121,9 +122,10 @@ absl::Status CheckProjectedWeights(const v1::UploadWeightsRequest::Chunk& chunk,
   for (int64_t r = 0; r < window.rows; ++r) {
     for (int64_t c = 0; c < window.columns; ++c) {
       const int64_t index = r * window.columns + c;
+      // As it will be stored: rounding may take a value to the bound.
       const float value =
-          fp8 ? Fp8WeightAt(payload, index, ScaleAt(payload, window, window.BlockOf(r, c)))
-              : kernels::ToFloat(WeightAt(payload, index));
+          kernels::ToFloat(fp8 ? Fp8WeightAt(payload, window, index, window.BlockOf(r, c))
+                               : WeightAt(payload, index));
       if (std::abs(value) < kernels::kWeightBound) continue;
       return RefuseField("chunk.payload",
                          absl::StrCat(value, " at layer ", chunk.layer(), ", ", name,
@@ -203,8 +205,7 @@ void ReadProjectedHead(const v1::UploadWeightsRequest::Chunk& chunk, const Model
     }
     for (int64_t c = 0; c < columns; ++c) {
       const int64_t block = window.BlockOf(first_row + r, first_column + c);
-      to[c] = kernels::ToBf16(
-          Fp8WeightAt(chunk.payload(), begin + c, ScaleAt(chunk.payload(), window, block)));
+      to[c] = Fp8WeightAt(chunk.payload(), window, begin + c, block);
     }
   }
 }

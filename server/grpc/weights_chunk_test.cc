@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -100,6 +101,24 @@ TEST(WeightsChunkTest, BlocksScaleTheCodesOfAHead) {
   EXPECT_EQ(kernels::ToFloat(weights[129 * 16 + 1]), 4.0f);
   chunk.mutable_payload()->pop_back();
   EXPECT_EQ(DetailOf(ParseWeightsChunk(chunk, model, &bytes)).reason, "payload_size");
+}
+
+// Weights are stored as bf16, and must then be below the bound too: another server gets them so.
+TEST(WeightsChunkTest, BlocksAreBoundedAsTheyAreStored) {
+  scheduler::ModelSpec model = Model();
+  model.projected = {.q_lora_rank = 128, .hidden_size = 128};
+  v1::UploadWeightsRequest::Chunk chunk;
+  chunk.set_part(v1::WEIGHT_PART_QUERIES);
+  chunk.set_dtype(v1::DTYPE_F8_E4M3);
+  chunk.set_head_count(1);
+  int64_t bytes = 0;
+  for (const auto& [scale, good] : {std::pair(1044480.0f, true), std::pair(1048575.0f, false)}) {
+    std::string payload(24 * 128, '\x38');  // codes of 1.0
+    Append(scale, &payload);
+    chunk.set_payload(payload);
+    EXPECT_EQ(ParseWeightsChunk(chunk, model, &bytes).ok(), good) << scale;
+  }
+  EXPECT_EQ(DetailOf(ParseWeightsChunk(chunk, model, &bytes)).reason, "not_finite");
 }
 
 }  // namespace

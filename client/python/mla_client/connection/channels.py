@@ -8,14 +8,13 @@ streams on each.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import pathlib
 import threading
 from typing import Any, Callable, Iterator, List, Mapping, Optional, Tuple, Union
 
 import grpc
 
 from mla_client.base import process
+from mla_client.connection.certificates import RenewedChannel, Tls
 from mla_client.connection.targets import grpc_target, is_local
 
 STOCK_MESSAGE_BYTES = 4 << 20
@@ -30,29 +29,14 @@ CONNECT_MS = 10_000  # for one attempt
 STREAMS_A_CONNECTION = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Tls:
-    """PEM files of a mutual TLS connection. The certificate's name is the tenant."""
-
-    ca: str
-    cert: str
-    key: str
-    server_name: str = ""  # expected in the server's certificate, if not the target's host
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files."""
-        ca, cert, key = (pathlib.Path(path).read_bytes() for path in (self.ca, self.cert, self.key))
-        return grpc.ssl_channel_credentials(ca, key, cert)
-
-
 # A mapping, for example from JSON, has the fields of Tls.
 TlsFiles = Union[Tls, Mapping[str, str], None]
 
 
 def maker_of(target: str, tls: Optional[Tls], message_bytes: int,
              http_proxy: bool) -> Callable[[], grpc.Channel]:
-    """Makes channels to a target. The PEM files are read here. `http_proxy`: connections go through
-    the proxy that the environment names, except for connections to this host."""
+    """Makes channels to a target. `http_proxy`: connections go through the proxy that the
+    environment names, except for connections to this host."""
     arguments: List[Tuple[str, Any]] = [
         ("grpc.max_receive_message_length", max(STOCK_MESSAGE_BYTES, message_bytes)),
         ("grpc.max_send_message_length", -1),
@@ -67,15 +51,18 @@ def maker_of(target: str, tls: Optional[Tls], message_bytes: int,
         ("grpc.max_reconnect_backoff_ms", LONGEST_BACKOFF_MS),
         ("grpc.min_reconnect_backoff_ms", CONNECT_MS)]
     address = grpc_target(target)
-    credentials = tls.credentials() if tls is not None else None
     if tls is not None and tls.server_name:
         arguments.append(("grpc.ssl_target_name_override", tls.server_name))
 
-    def make() -> grpc.Channel:
+    def secure(credentials: grpc.ChannelCredentials) -> grpc.Channel:
         process.before_a_channel()
-        if credentials is None:
-            return grpc.insecure_channel(address, options=arguments)
         return grpc.secure_channel(address, credentials, options=arguments)
+
+    def make() -> grpc.Channel:
+        if tls is not None:
+            return RenewedChannel(tls, secure)
+        process.before_a_channel()
+        return grpc.insecure_channel(address, options=arguments)
 
     return make
 
