@@ -40,7 +40,9 @@ class Projected(unittest.TestCase):
 
     def test_drafts_and_chunks(self):
         """Positions of a pass follow from what of earlier drafts was right."""
-        counts = self.run_case([{}, {"events": KILLED}], cases.model(), llm={
+        # vLLM loses the log-probabilities of a prompt that restarts in its middle.
+        rounds = [{}, {"logprobs": False, "events": KILLED}]
+        counts = self.run_case(rounds, cases.model(), llm={
             "speculative_config": cases.NGRAM, "max_num_batched_tokens": 32})
         self.assertGreater(counts["drafts_kept"], 0)
 

@@ -41,8 +41,8 @@ def _check_projected(config: Any) -> None:
     theirs = {"q_b_proj", "q_proj", "o_proj"}
     changed = theirs if lora is None else theirs.intersection(lora.target_modules or theirs)
     refuse([
-        (release().note == "pages", "projected: this release of vLLM was not tried with it, "
-         "0.29 and later were"),
+        (release().note == "pages", "projected: this release of vLLM was not tried with it; "
+         "use 0.29 or later"),
         (config.parallel_config.tensor_parallel_size > 1, "projected with tensor parallelism: a "
          "rank has the projections of its own heads, and the server's products take all heads; use "
          "--data-parallel-size, or leave it off"),
