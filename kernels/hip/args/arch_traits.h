@@ -114,8 +114,8 @@ struct ArchTraits {
   int32_t project_row_wide_shared_bytes = 0;
   int32_t project_row_deep_shared_bytes = 0;
   // Kernels for products of whole rows.
-  RowProductShape few_rows = {128, 2, 0};
-  RowProductShape many_rows = {128, 2, 0};
+  RowProductShape few_rows = {128, 2, 0, false};
+  RowProductShape many_rows = {128, 2, 0, false};
   // True if there is a kernel that widens the rows of a launch with lists beforehand (WidensLists).
   bool widens_lists = false;
   bool indexer = false;  // there are kernels for an indexer
@@ -175,8 +175,8 @@ inline constexpr ArchTraits kSm90Traits{
     .project_shared_bytes = 49152,
     .project_row_wide_shared_bytes = 33280,
     .project_row_deep_shared_bytes = 10240,
-    .few_rows = {128, 2, 81920},
-    .many_rows = {256, 1, 196608},
+    .few_rows = {96, 2, 114688, true},
+    .many_rows = {256, 1, 196608, true},
     .widens_lists = true,
     .indexer = true,
     .index_logits_threads = 384,

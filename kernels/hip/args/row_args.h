@@ -9,7 +9,7 @@
 namespace mla::kernels::hip {
 
 // A product takes up to three kernels: mla_pack_rows if rows cannot be read in place, one of
-// mla_row_product_*, and mla_finish_rows.
+// mla_row_product_*, and mla_finish_rows unless that one finishes rows itself.
 inline constexpr char kPackRowsKernel[] = "mla_pack_rows";
 inline constexpr char kFewRowsKernel[] = "mla_row_product_few";
 inline constexpr char kManyRowsKernel[] = "mla_row_product_many";
@@ -24,6 +24,7 @@ inline constexpr int32_t kRowRun = 4;            // columns that a thread finish
 struct RowProductShape {
   int32_t columns, blocks_per_unit;
   int32_t shared_bytes;  // dynamic shared memory
+  bool finishes;         // its blocks can do what mla_finish_rows does
 };
 
 struct RowProductRow {
@@ -53,6 +54,9 @@ struct RowProductArgs {
   int32_t head;
   int32_t pairs;
   int32_t halves;  // nonzero for RopeLayout::kHalves
+  // Nonzero if the blocks of the product finish rows: there is one split, and a block has all
+  // columns of the pairs that it has some of (FinishesRows).
+  int32_t finishes;
   const uint32_t* late;
 };
 
@@ -68,6 +72,21 @@ constexpr int32_t RowSplits(const RowProductShape& shape, int32_t columns, int32
   if (splits > steps / kLeastSteps) splits = steps / kLeastSteps;
   if (splits > kMostRowSplits) splits = kMostRowSplits;
   return splits < 1 ? 1 : splits;
+}
+
+constexpr int32_t LargestDivisor(int32_t a, int32_t b) {
+  return b == 0 ? a : LargestDivisor(b, a % b);
+}
+
+// Returns true if the blocks of a product with these arguments can finish its rows.
+constexpr bool FinishesRows(const RowProductShape& shape, const RowProductArgs& args) {
+  if (!shape.finishes || args.splits != 1) return false;
+  if (args.pairs == 0) return true;
+  // Heads begin at every multiple of `step` after the beginning of some block, and at no other
+  // place.
+  const int32_t step = LargestDivisor(args.head, shape.columns);
+  if (args.halves == 0) return step % 2 == 0;  // neighbours, of which the first is even
+  return (args.head - 2 * args.pairs) % step + 2 * args.pairs <= step;
 }
 
 static_assert(std::is_trivially_copyable_v<RowProductRow>);

@@ -272,6 +272,7 @@ static_assert(ManyRows::kThreads == 256);
 #if MLA_AMD
 static_assert(FewRows::kColumns == kGfx950Traits.few_rows.columns);
 static_assert(ManyRows::kColumns == kGfx942Traits.many_rows.columns);
+static_assert(!kGfx950Traits.few_rows.finishes && !kGfx942Traits.many_rows.finishes);
 #else
 static_assert(FewRows::kColumns == kSm90Traits.few_rows.columns);
 static_assert(ManyRows::kColumns == kSm90Traits.many_rows.columns);

@@ -132,7 +132,9 @@ absl::Status RowWork::AddGroup(LaunchRecording& recording, const Group& group) {
   for (int64_t done = 0; done < group.rows; done += at_once) {
     args.rows = group.args.rows + group.first_row + done;
     args.count = static_cast<int32_t>(std::min(at_once, group.rows - done));
-    args.splits = args.count <= kRowProductFew ? few : many;
+    const bool is_few = args.count <= kRowProductFew;
+    args.splits = is_few ? few : many;
+    args.finishes = FinishesRows(is_few ? device_.arch->few_rows : device_.arch->many_rows, args);
     MLA_RETURN_IF_ERROR(AddProduct(recording, args));
   }
   return absl::OkStatus();
@@ -155,6 +157,7 @@ absl::Status RowWork::AddProduct(LaunchRecording& recording, const RowProductArg
   product.shared_bytes = static_cast<uint32_t>(kernel.shared_bytes);
   MLA_RETURN_IF_ERROR(recording.AddKernel(
       few ? device_.kernels.few_rows : device_.kernels.many_rows, product, args));
+  if (args.finishes != 0) return absl::OkStatus();
   shape.grid_x = BlocksFor(args.columns, int64_t{kBlockThreads} * kRowRun);
   return recording.AddKernel(device_.kernels.finish_rows, shape, args);
 }

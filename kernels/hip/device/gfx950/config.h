@@ -85,9 +85,13 @@ struct ProjectConfig {
 // Products of whole rows (device/kernels/row_product.h); two blocks a unit.
 struct FewRowsConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 1, kColWaves = 4, kStages = 4;
+  static constexpr int kColumns = 128;
+  static constexpr bool kFinishes = false;
 };
 struct ManyRowsConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1, kStages = 2;
+  static constexpr int kColumns = 128;
+  static constexpr bool kFinishes = false;
 };
 
 }  // namespace mla::kernels::hip

@@ -1,7 +1,7 @@
 // Products of whole rows with W_UQ and W_O: out[r, :] = in[r, :] x weights^T, weights row-major
 // [columns, depth]. Both operands have their depth along a row, as queries and keys of scores do.
 //
-// A block computes all rows and 128 or 256 columns over its share of the depth, and reads each
+// A block computes all rows and 96 to 256 columns over its share of the depth, and reads each
 // weight once. While one stage is multiplied, copies of the later stages are in flight:
 //
 //   rows    [kRows x 64]    --+
@@ -9,7 +9,8 @@
 //   weights [kColumns x 64] --+
 //
 // Sums of the shares are stored as fp32. mla_finish_rows adds them up in order, rotates and rounds
-// once, so that results do not depend on which block ends first.
+// once, so that results do not depend on which block ends first. A product without shares is
+// finished by its own blocks where each has both elements of its pairs (RowProductArgs::finishes).
 #ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_ROW_PRODUCT_H_
 #define MLA_KERNELS_HIP_DEVICE_KERNELS_ROW_PRODUCT_H_
 
@@ -67,7 +68,9 @@ struct WaveProducts {
   static constexpr int kRows = C::kRowWaves * C::kWaveRows;
   static constexpr int kWaves = C::kRowWaves * C::kColWaves;
   static constexpr int kStages = C::kStages;
-  static constexpr int kColumns = 128;
+  static constexpr int kColumns = C::kColumns;
+  static constexpr bool kFinishes = C::kFinishes;
+  static constexpr int kRun = W::kRun;
   static constexpr int kFragments = kColumns / C::kColWaves / W::kScoreCols;
   static_assert(kFragments * C::kColWaves * W::kScoreCols == kColumns);
 
@@ -124,6 +127,91 @@ struct WaveProducts {
   }
 };
 
+// The last part of a product: rotates sums, rounds once, and stores kRowRun columns of a row.
+struct RowFinish {
+  // `column` is the first of the run. sum(other) is the whole sum of another column of the row.
+  template <class Sum>
+  MLA_DEVICE static void run(const RowProductArgs& args, const RowProductRow& r, int column,
+                             float (&x)[kRowRun], const Sum& sum) {
+    if (args.pairs > 0 && r.rotation != nullptr) {
+      const int in_head = column % args.head;
+#pragma unroll
+      for (int i = 0; i < kRowRun; ++i) {
+        int e = in_head + i;
+        while (e >= args.head) e -= args.head;
+        if (column + i < args.columns) x[i] = rotated(args, r, column + i, e, x[i], sum);
+      }
+    }
+    store(args, r.out, column, x);
+  }
+
+ private:
+  // Element `e` of a head after the rotation; x is its value before it.
+  template <class Sum>
+  MLA_DEVICE static float rotated(const RowProductArgs& args, const RowProductRow& r, int column,
+                                  int e, float x, const Sum& sum) {
+    const int place = e - (args.head - 2 * args.pairs);
+    if (place < 0) return x;
+    const bool halves = args.halves != 0;
+    const bool second = halves ? place >= args.pairs : (place & 1) != 0;
+    const int pair = halves ? (second ? place - args.pairs : place) : place >> 1;
+    const int apart = halves ? args.pairs : 1;
+    const float y = sum(column + (second ? -apart : apart));
+    const auto* const rotation = as_global<const float>(r.rotation);
+    const float cosine = rotation[pair], sine = rotation[args.pairs + pair];
+    return second ? y * sine + x * cosine : x * cosine - y * sine;
+  }
+  MLA_DEVICE static void store(const RowProductArgs& args, void* out, int column,
+                               const float (&x)[kRowRun]) {
+    const bool f32 = args.out_is_f32 != 0;
+    if (column + kRowRun <= args.columns) {
+      const int bytes = f32 ? 4 : 2;
+      return store_run(out, column, x, f32, aligned_to(out, 0, 0, bytes, bytes * kRowRun));
+    }
+#pragma unroll
+    for (int i = 0; i < kRowRun; ++i) {
+      if (column + i >= args.columns) continue;
+      if (f32) {
+        as_global<float>(out)[column + i] = x[i];
+      } else {
+        as_global<uint16_t>(out)[column + i] = to_bf16(x[i]);
+      }
+    }
+  }
+};
+
+// Grid: x = runs of kRowRun columns, y = row.
+struct FinishRows {
+  static constexpr int kThreads = 256;
+
+  MLA_DEVICE static void run(const RowProductArgs& args) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const int row = block_index_y();
+    const int column = (block_index() * kThreads + thread_index()) * kRowRun;
+    if (column >= args.columns) return;
+    float x[kRowRun] = {};
+    for (int s = 0; s < args.splits; ++s) {
+      uint32_t words[kRowRun];
+      load_words(words, sums_of(args, s, row) + column);
+#pragma unroll
+      for (int i = 0; i < kRowRun; ++i) x[i] += bits_to_float(words[i]);
+    }
+    RowFinish::run(args, args.rows[row], column, x, [&args, row](int other) {
+      float y = 0.0f;
+      for (int s = 0; s < args.splits; ++s) {
+        y += as_global<const float>(sums_of(args, s, row))[other];
+      }
+      return y;
+    });
+  }
+
+ private:
+  MLA_DEVICE static const float* sums_of(const RowProductArgs& args, int split, int row) {
+    return args.sums + (static_cast<int64_t>(split) * args.count + row) * args.pitch;
+  }
+};
+
 // Products is WaveProducts, or has the same members. Grid: x = columns, y = split.
 template <class Products>
 class RowProduct {
@@ -143,6 +231,9 @@ class RowProduct {
     Copies copies;
     Products products(self.wave, self.lane);
     self.multiply(copies, products);
+    if constexpr (Products::kFinishes) {
+      if (args.finishes != 0) return self.finish(products);
+    }
     self.store(products);
   }
 
@@ -209,8 +300,9 @@ class RowProduct {
   template <int kIndex, int kEnd>
   MLA_DEVICE void issue(Copies& copies, Sources& from, int step, int stage) const {
     if constexpr (kIndex < kEnd) {
-      // Where copies are counted by stage, rows that do not exist are left out.
-      const bool exists = MLA_AMD || kIndex >= kRowCopies || kIndex * kRowsAtOnce < args.count;
+      // Where copies are counted by stage, rows that do not exist are left out: what lies in their
+      // place reaches their own sums alone.
+      const bool exists = MLA_AMD || kIndex >= kRowCopies || copied_row(kIndex) < args.count;
       if (exists)
         copies.template issue<kIndex, kIndex * kRowsAtOnce * 128>(base(stage), lane,
                                                                   from.at[kIndex]);
@@ -297,78 +389,42 @@ class RowProduct {
     });
   }
 
+  // Finishes the rows, with their sums in the place of the stages.
+  MLA_DEVICE void finish(const Products& products) const {
+    block_barrier();
+    products.for_each_run([this](int row, int in_block, const auto& run) {
+      if (row >= args.count) return;
+#pragma unroll
+      for (int j = 0; j < Products::kRun; ++j) {
+        tile::store_float(sum_at(row, in_block + j), run[j]);
+      }
+    });
+    block_barrier();
+    constexpr int kRuns = kColumns / kRowRun;
+    for (int i = thread_index(); i < args.count * kRuns; i += kThreads) {
+      const int row = i / kRuns, in_block = (i - row * kRuns) * kRowRun;
+      const int column = first_column + in_block;
+      if (column >= args.columns) continue;
+      const Chunk sums = tile::load_chunk_shared(sum_at(row, in_block));
+      float x[kRowRun];
+#pragma unroll
+      for (int j = 0; j < kRowRun; ++j) x[j] = bits_to_float(sums.w[j]);
+      RowFinish::run(args, args.rows[row], column, x, [this, row](int other) {
+        return tile::load_float(sum_at(row, other - first_column));
+      });
+    }
+  }
+  // Rows of sums begin four banks apart.
+  static constexpr int kSumPitch = kColumns + kRowRun;
+  static_assert(!Products::kFinishes || kRows * kSumPitch * 4 <= kSharedBytes);
+  static_assert(kColumns % kRowRun == 0 && kRowRun == 4);
+  MLA_DEVICE lds_t sum_at(int row, int in_block) const {
+    return stages + (row * kSumPitch + in_block) * 4;
+  }
+
   const RowProductArgs& args;
   const int lane, wave, first_column, split;
   const lds_t stages;
-};
-
-// Grid: x = runs of kRowRun columns, y = row.
-struct FinishRows {
-  static constexpr int kThreads = 256;
-
-  MLA_DEVICE static void run(const RowProductArgs& args) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    const int row = block_index_y();
-    const int column = (block_index() * kThreads + thread_index()) * kRowRun;
-    if (column >= args.columns) return;
-    const RowProductRow r = args.rows[row];
-    float x[kRowRun] = {};
-    for (int s = 0; s < args.splits; ++s) {
-      uint32_t words[kRowRun];
-      load_words(words, sums_of(args, s, row) + column);
-#pragma unroll
-      for (int i = 0; i < kRowRun; ++i) x[i] += bits_to_float(words[i]);
-    }
-    if (args.pairs > 0 && r.rotation != nullptr) {
-      const int in_head = column % args.head;
-#pragma unroll
-      for (int i = 0; i < kRowRun; ++i) {
-        int e = in_head + i;
-        while (e >= args.head) e -= args.head;
-        if (column + i < args.columns) x[i] = rotated(args, r, row, column + i, e, x[i]);
-      }
-    }
-    store(args, r.out, column, x);
-  }
-
- private:
-  MLA_DEVICE static const float* sums_of(const RowProductArgs& args, int split, int row) {
-    return args.sums + (static_cast<int64_t>(split) * args.count + row) * args.pitch;
-  }
-  // Element `e` of a head after the rotation; x is its value before it.
-  MLA_DEVICE static float rotated(const RowProductArgs& args, const RowProductRow& r, int row,
-                                  int column, int e, float x) {
-    const int place = e - (args.head - 2 * args.pairs);
-    if (place < 0) return x;
-    const bool halves = args.halves != 0;
-    const bool second = halves ? place >= args.pairs : (place & 1) != 0;
-    const int pair = halves ? (second ? place - args.pairs : place) : place >> 1;
-    const int apart = halves ? args.pairs : 1;
-    const int other = column + (second ? -apart : apart);
-    float y = 0.0f;
-    for (int s = 0; s < args.splits; ++s) y += as_global<const float>(sums_of(args, s, row))[other];
-    const auto* const rotation = as_global<const float>(r.rotation);
-    const float cosine = rotation[pair], sine = rotation[args.pairs + pair];
-    return second ? y * sine + x * cosine : x * cosine - y * sine;
-  }
-  MLA_DEVICE static void store(const RowProductArgs& args, void* out, int column,
-                               const float (&x)[kRowRun]) {
-    const bool f32 = args.out_is_f32 != 0;
-    if (column + kRowRun <= args.columns) {
-      const int bytes = f32 ? 4 : 2;
-      return store_run(out, column, x, f32, aligned_to(out, 0, 0, bytes, bytes * kRowRun));
-    }
-#pragma unroll
-    for (int i = 0; i < kRowRun; ++i) {
-      if (column + i >= args.columns) continue;
-      if (f32) {
-        as_global<float>(out)[column + i] = x[i];
-      } else {
-        as_global<uint16_t>(out)[column + i] = to_bf16(x[i]);
-      }
-    }
-  }
 };
 
 }  // namespace mla::kernels::hip

@@ -86,9 +86,14 @@ struct ProjectConfig {
 };
 
 // Products of whole rows (device/kernels/row_product.h, device/sm90/row_products.h): of few rows by
-// two blocks a unit, of many by one.
+// two blocks a unit, of many by one. W_UQ of DeepSeek-V3 has 256 tiles of 96 columns for the 264
+// blocks that 132 units hold. Two blocks have all of a unit's shared memory, so that a quarter of
+// these weights is on its way before the rows are there. Waves whose 16 rows do not exist read
+// nothing.
 struct FewRowsConfig {
-  static constexpr int kWaveRows = 32, kRowWaves = 1, kColWaves = 8, kStages = 4;
+  static constexpr int kWaveRows = 16, kRowWaves = 2, kColWaves = 4, kStages = 7;
+  static constexpr int kColumns = 96;
+  static constexpr bool kFinishes = true;
 };
 struct ManyRowsConfig {
   static constexpr int kStages = 4;
