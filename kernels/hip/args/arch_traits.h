@@ -176,7 +176,7 @@ inline constexpr ArchTraits kSm90Traits{
     .project_row_wide_shared_bytes = 33280,
     .project_row_deep_shared_bytes = 10240,
     .few_rows = {96, 2, 114688, true},
-    .many_rows = {256, 1, 196608, true},
+    .many_rows = {256, 1, 196608, false},
     .widens_lists = true,
     .indexer = true,
     .index_logits_threads = 384,
