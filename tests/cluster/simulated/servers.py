@@ -18,9 +18,10 @@ from mla_client.moves import Following
 from mla_client.service import AttendFuture, Model, Sequence
 from mla_client.types import AttendResult, PrefixMatch, Probe, SequenceState
 
+from simulated.registry import Registry
+
 PAGE = 8
 LEASE_S = 120.0
-REGISTRY_TTL_S = 4.0
 MASK = (1 << 61) - 1
 
 
@@ -158,37 +159,6 @@ class Server:
             "bytes_free": self.free,
             "bytes_cached": min(self.free, len(self.cache)), "bytes_total": self.pages,
             "sequences": len(self.held)})
-
-
-class Registry:
-    """Values under leases: what a server that is up has announced goes some seconds after it."""
-
-    def __init__(self, world):
-        self.world = world
-        self.away = False
-        self.values = {}  # address -> value, and when it ends
-        self.moved = {}   # sequence id -> address
-
-    def announce(self):
-        """All announcers write, as far as they can."""
-        if self.away:
-            return
-        for server in self.world.servers:
-            if server.up and not self.world.cut_off(server):
-                self.values[server.address] = (server.member(), self.world.now + REGISTRY_TTL_S)
-
-    def read(self):
-        """The members."""
-        if self.away:
-            raise errors.Unavailable("the registry is away",
-                                     errors.ErrorDetail(reason="registry_away"))
-        return [value for value, until in self.values.values() if until >= self.world.now]
-
-    def where(self, sequence_id):
-        """A tombstone."""
-        if self.away:
-            raise errors.Unavailable("the registry is away")
-        return self.moved.get(sequence_id, "")
 
 
 class Answer(AttendFuture):
