@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -88,6 +89,14 @@ absl::Status Serve(const wire::UcxApi& api, const RelaySetup& setup, RelayOption
   return status;
 }
 
+// UCX's transports of one host open the process, the descriptor or the segment that a peer's
+// address names, with the rights of this process. A peer of the network could name the server's
+// own, so they are used only if the operator has named them.
+std::string TransportsOf(const RelaySetup& setup) {
+  std::string named = setup.transports.Get();
+  return named.empty() && std::getenv("UCX_TLS") == nullptr ? "^shm" : named;
+}
+
 }  // namespace
 
 int RunRelay() {
@@ -106,7 +115,7 @@ int RunRelay() {
   }
   RelayOptions options;
   options.token = setup->token;
-  options.link.transports = setup->transports.Get();
+  options.link.transports = TransportsOf(*setup);
   options.link.devices = setup->devices.Get();
   const absl::StatusOr<wire::UcxApi> api = wire::OpenUcxApi(setup->library.Get());
   absl::Status status = api.status();

@@ -14,8 +14,11 @@ void AddUcxKeys(std::vector<ConfigKey>* keys) {
           Text("ucx.library", "The library libucp; empty: libucp.so.0 where the loader finds it.",
                "Without it the server logs the reason and offers no UCX.", MLA_SLOT(ucx.library)),
           Text("ucx.transports",
-               "Transports that UCX may use, as of UCX_TLS; empty: of the environment, or all.",
-               "A list that the client's does not meet lets no connection come about.",
+               "Transports that UCX may use, as of UCX_TLS; empty: of the environment, or those of "
+               "the network.",
+               "A list that the client's does not meet lets no connection come about. Shared "
+               "memory (shm, posix, sysv, cma) is used if it is named: a client that lies about "
+               "its process then reaches memory of all processes of the server's user.",
                MLA_SLOT(ucx.transports)),
           Text("ucx.devices",
                "Network devices that UCX may use, as of UCX_NET_DEVICES; empty: of the "

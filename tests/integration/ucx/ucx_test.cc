@@ -238,6 +238,15 @@ TEST_F(UcxTest, AServerThatOffersNoneSaysWhy) {
   }
 }
 
+// A client of the network could name the server's own process to them.
+TEST_F(UcxTest, TransportsOfOneHostAreUsedIfTheyAreNamed) {
+  const TestServer server(With(""));
+  for (const char* transports : {"posix", "sysv", "posix,cma"}) {
+    EXPECT_FALSE(server.Connect(Options(transports))->OpenSession().ok()) << transports;
+  }
+  EXPECT_TRUE(server.Connect(Options("tcp"))->OpenSession().ok());
+}
+
 TEST_F(UcxTest, SessionsAndRegionsAreBounded) {
   const TestServer server([](server::Config& config) {
     config.ucx.transports = "tcp";
