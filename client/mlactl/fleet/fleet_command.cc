@@ -2,13 +2,10 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,23 +16,22 @@
 #include "client/cpp/cluster/registry.h"
 #include "client/cpp/cluster/targets.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/fleet/fleet_top.h"
+#include "client/mlactl/fleet/servers.h"
 #include "client/mlactl/text/units.h"
 
 namespace mla::mlactl {
 namespace {
 
-// Servers that are asked at the same time.
-constexpr size_t kMostAtOnce = 16;
 // Servers that a drain asks one after another to take sequences.
 constexpr size_t kMostPeers = 16;
-constexpr char kAway[] = "away";
-constexpr char kServing[] = "serving";
 constexpr char kDraining[] = "draining";
 
 constexpr char kNotes[] =
     "--target names the cluster: etcd://HOST:2379/PREFIX, dns:///NAME:50551 or a:50551,b:50551.\n"
     "  status     one row a server: what it says when it is asked\n"
     "  sequences  the tenant's open sequences on all of them\n"
+    "  top        rates of each server and of all, live, until Ctrl-C\n"
     "  drain      hands the sequences of SERVER to the others, the one with the most room first, "
     "and\n"
     "             writes to etcd where they are now; for operators, over TLS\n"
@@ -48,37 +44,10 @@ constexpr char kNotes[] =
 struct Options {
   std::string action, server;
   client::EtcdFiles etcd;
+  TopOptions top;
   uint32_t deadline_ms = 0;
   bool exit = false;
 };
-
-using Members = std::vector<client::Member>;
-
-absl::StatusOr<Members> ReadMembers(const CommonOptions& common, const Options& options) {
-  const auto registry = client::RegistryOf(common.target, options.etcd);
-  if (!registry.ok()) return registry.status();
-  return (*registry)->Read();
-}
-
-absl::StatusOr<std::unique_ptr<client::Client>> ConnectTo(const CommonOptions& common,
-                                                          const std::string& address) {
-  CommonOptions one = common;
-  one.target = address;
-  one.client.transport = client::ClientOptions::Transport::kInline;
-  return Connect(one);
-}
-
-// Calls `act` for the place of each member, kMostAtOnce at the same time.
-void ForEach(const Members& members, const std::function<void(size_t place)>& act) {
-  std::atomic<size_t> next{0};
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < std::min(kMostAtOnce, members.size()); ++i) {
-    threads.emplace_back([&] {
-      for (size_t place = next++; place < members.size(); place = next++) act(place);
-    });
-  }
-  for (std::thread& one : threads) one.join();
-}
 
 void FillStatus(const CommonOptions& common, const client::Member& member,
                 fleet::ServerStatus* status) {
@@ -111,10 +80,10 @@ void FillStatus(const CommonOptions& common, const client::Member& member,
 }
 
 absl::StatusOr<fleet::FleetStatus> StatusOf(const CommonOptions& common, const Options& options) {
-  const auto members = ReadMembers(common, options);
+  const auto members = ReadMembers(common, options.etcd);
   if (!members.ok()) return members.status();
   std::vector<fleet::ServerStatus> servers(members->size());
-  ForEach(*members, [&](size_t i) { FillStatus(common, (*members)[i], &servers[i]); });
+  ForEach(members->size(), [&](size_t i) { FillStatus(common, (*members)[i], &servers[i]); });
   std::sort(servers.begin(), servers.end(),
             [](const auto& a, const auto& b) { return a.address() < b.address(); });
   fleet::FleetStatus status;
@@ -156,10 +125,10 @@ int ShowStatus(const CommonOptions& common, const Options& options) {
 }
 
 int ShowSequences(const CommonOptions& common, const Options& options) {
-  const auto members = ReadMembers(common, options);
+  const auto members = ReadMembers(common, options.etcd);
   if (!members.ok()) return Fail(members.status());
   std::vector<absl::StatusOr<v1::GetReply>> replies(members->size(), v1::GetReply());
-  ForEach(*members, [&](size_t i) {
+  ForEach(members->size(), [&](size_t i) {
     const auto client = ConnectTo(common, (*members)[i].address());
     replies[i] = client.ok() ? (*client)->GetSequences({}, /*own_only=*/false)
                              : absl::StatusOr<v1::GetReply>(client.status());
@@ -284,10 +253,12 @@ int Run(const CommonOptions& common, const Options& options) {
   }
   if (options.action == "status") return ShowStatus(common, options);
   if (options.action == "sequences") return ShowSequences(common, options);
+  if (options.action == "top") return ShowFleetTop(common, options.etcd, options.top);
   if (options.action == "rebalance") return Rebalance(common, options);
   if (drains) return DrainServer(common, options);
-  return FailUsage(absl::InvalidArgumentError(absl::StrCat(
-      "cluster: got \"", options.action, "\", must be status, sequences, drain or rebalance")));
+  return FailUsage(absl::InvalidArgumentError(
+      absl::StrCat("cluster: got \"", options.action,
+                   "\", must be status, sequences, top, drain or rebalance")));
 }
 
 }  // namespace
@@ -332,19 +303,23 @@ void AddFleetCommand(Program* program) {
   Command command = program->Add(
       {.name = "cluster",
        .group = "Clusters",
-       .summary = "status, sequences, drain or rebalance of all servers of a cluster",
+       .summary = "status, sequences, top, drain or rebalance of all servers of a cluster",
        .examples = "mlactl cluster status --target=etcd://etcd-0:2379/fleet\n"
                    "mlactl cluster sequences --target=a:50551,b:50551\n"
+                   "mlactl cluster top --target=a:50551,b:50551 --interval-ms=500\n"
                    "mlactl cluster drain a:50551 --target=etcd://etcd-0:2379/fleet --exit\n"
                    "mlactl cluster rebalance --target=dns:///mla:50551\n",
        .notes = kNotes});
-  command.Word("ACTION", "status, sequences, drain or rebalance", &options->action);
+  command.Word("ACTION", "status, sequences, top, drain or rebalance", &options->action);
   command.Word("SERVER", "of drain: the member that is to be emptied", &options->server)
       ->required(false);
   command.Number(
       {"deadline-ms", "N", "of drain: abort what is open after this time (default: the server's)"},
       0, 86400000, &options->deadline_ms);
   command.Flag("exit", "of drain: stop the process if all rows have moved", &options->exit);
+  command.Number({"interval-ms", "N", "of top: between two looks (default 2000)"}, kLeastIntervalMs,
+                 kMostIntervalMs, &options->top.interval_ms);
+  command.Number({"count", "N", "of top: end after N looks"}, 1, UINT64_MAX, &options->top.count);
   command.Text({"etcd-ca", "FILE", "authorities of etcds:// (default: the system's)"},
                &options->etcd.ca);
   command.Text({"etcd-cert", "FILE", "this client's certificate for etcds://"},

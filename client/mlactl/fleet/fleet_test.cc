@@ -1,6 +1,9 @@
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "client/mlactl/fleet/fleet_command.h"
+#include "client/mlactl/fleet/fleet_top.h"
+#include "client/mlactl/fleet/rates.h"
 
 namespace mla::mlactl {
 namespace {
@@ -38,6 +41,53 @@ TEST(FleetTest, PeersOfADrainAreTheServingOnesWithTheMostRoomFirst) {
   *status.add_servers() = Server("e", 0, 8);
   EXPECT_EQ(PeersFor(status, "e"), (std::vector<std::string>{"b", "a"}));
   EXPECT_EQ(PeersFor(status, ""), (std::vector<std::string>{"e", "b", "a"}));
+}
+
+TEST(FleetTest, RatesAreDifferencesOfCountersOverTheTime) {
+  v1::GetStatsReply before, now;
+  before.set_boot_id(1);
+  before.set_requests_total(100);
+  before.set_rows_decode(7);
+  now = before;
+  now.set_requests_total(400);
+  now.set_kv_bytes_used(5);
+  now.set_requests_waiting(3);
+  fleet::ServerRates rates;
+  SetRates(before, now, 2.0, &rates);
+  EXPECT_EQ(rates.requests_per_s(), 150);
+  EXPECT_EQ(rates.decode_rows_per_s(), 0);
+  EXPECT_EQ(rates.bytes_used(), 5u);
+  EXPECT_EQ(rates.requests_waiting(), 3u);
+  now.set_boot_id(2);  // it has restarted: its counters began at nothing
+  SetRates(before, now, 2.0, &rates);
+  EXPECT_EQ(rates.requests_per_s(), 200);
+  EXPECT_EQ(rates.decode_rows_per_s(), 3.5);
+  SetRates(now, now, 0, &rates);
+  EXPECT_EQ(rates.requests_per_s(), 0) << "the first look";
+}
+
+TEST(FleetTest, TheTotalIsOfTheServersThatAnswered) {
+  fleet::FleetTop top;
+  for (const char* address : {"a", "b", "c"}) {
+    fleet::ServerRates* const one = top.add_servers();
+    one->set_address(address);
+    one->set_state("serving");
+    one->set_requests_per_s(10);
+    one->set_sequences(4);
+    one->set_bytes_used(1);
+    one->set_bytes_total(8);
+  }
+  top.mutable_servers(1)->set_state("away");
+  top.mutable_servers(1)->set_why("no\nanswer");
+  top.set_registry("etcd is away");
+  SetTotal(&top);
+  EXPECT_EQ(top.total().requests_per_s(), 20);
+  EXPECT_EQ(top.total().sequences(), 8u);
+  const std::string text = FleetTopText(top);
+  EXPECT_THAT(text, ::testing::ContainsRegex("\na +12\\.5 +4 +0 +0 +10 "));
+  EXPECT_THAT(text, ::testing::ContainsRegex("\nall +12\\.5 +8 +0 +0 +20 "));
+  EXPECT_THAT(text, ::testing::HasSubstr("away: no\\u000aanswer\n"));
+  EXPECT_THAT(text, ::testing::HasSubstr("the registry was not read: etcd is away"));
 }
 
 }  // namespace

@@ -11,7 +11,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cpp/client.h"
+#include "client/cpp/cluster/targets.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/fleet/fleet_top.h"
+#include "client/mlactl/fleet/rates.h"
 #include "client/mlactl/text/units.h"
 #include "client/mlactl/views/view_commands.h"
 
@@ -19,32 +22,6 @@ namespace mla::mlactl {
 namespace {
 
 constexpr char kClearScreen[] = "\x1b[H\x1b[J";
-
-struct TopOptions {
-  uint32_t interval_ms = 2000;
-  uint64_t count = 0;  // 0: no end
-};
-
-// Counters of two replies as a rate.
-class Rates {
- public:
-  Rates(const v1::GetStatsReply& before, const v1::GetStatsReply& now, double seconds)
-      : before_(before), now_(now), seconds_(seconds) {}
-
-  // A server that has restarted counts from nothing.
-  double operator()(uint64_t (v1::GetStatsReply::*counter)() const) const {
-    const uint64_t first = before_.boot_id() == now_.boot_id() ? (before_.*counter)() : 0;
-    const uint64_t last = (now_.*counter)();
-    return last >= first ? static_cast<double>(last - first) / seconds_ : 0;
-  }
-
- private:
-  const v1::GetStatsReply& before_;
-  const v1::GetStatsReply& now_;
-  const double seconds_;
-};
-
-double Percent(double part, double whole) { return whole > 0 ? 100 * part / whole : 0; }
 
 std::string TopText(const std::string& target, const v1::GetStatsReply& now, const Rates& rate) {
   using Stats = v1::GetStatsReply;
@@ -81,6 +58,7 @@ std::string TopText(const std::string& target, const v1::GetStatsReply& now, con
 
 int Top(const CommonOptions& common, const TopOptions& options) {
   using Clock = std::chrono::steady_clock;
+  if (client::NamesCluster(common.target)) return ShowFleetTop(common, {}, options);
   const auto client = Connect(common);
   if (!client.ok()) return Fail(client.status());
   auto before = (*client)->GetStats();
@@ -110,10 +88,11 @@ void AddTop(Program* program) {
   Command command =
       program->Add({.name = "top",
                     .group = "State of a server",
-                    .summary = "its rates and its cache, live, until Ctrl-C",
-                    .examples = "mlactl top\nmlactl top --interval-ms=500 --count=10\n"});
-  command.Number({"interval-ms", "N", "between two looks (default 2000)"}, 100, 600000,
-                 &options->interval_ms);
+                    .summary = "its rates and its cache, or those of a cluster, live, until Ctrl-C",
+                    .examples = "mlactl top\nmlactl top --interval-ms=500 --count=10\n"
+                                "mlactl top --target=etcd://etcd-0:2379/fleet\n"});
+  command.Number({"interval-ms", "N", "between two looks (default 2000)"}, kLeastIntervalMs,
+                 kMostIntervalMs, &options->interval_ms);
   command.Number({"count", "N", "end after N looks"}, 1, UINT64_MAX, &options->count);
   command.Run([options](const CommonOptions& common) { return Top(common, *options); });
 }

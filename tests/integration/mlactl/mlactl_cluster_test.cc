@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <csignal>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -51,6 +53,50 @@ TEST(MlactlClusterTest, StatusHasARowAServerAndSaysWhoIsAway) {
   for (const json& one : json::parse(result.output)["servers"]) {
     EXPECT_EQ(one["state"], one["address"] == a.tcp_target() ? "serving" : "away");
   }
+}
+
+TEST(MlactlClusterTest, TopHasTheRatesOfEachServerAndOfAll) {
+  const TestServer a;
+  ServerProcess b({});
+  const std::string target = a.tcp_target() + "," + b.target();
+  const auto client = a.Connect();
+  Worker worker(client.get(), Dims(), "m", 1);
+  auto track = worker.Open();
+  ASSERT_TRUE(track.ok());
+  std::atomic<bool> ends{false};
+  std::thread load([&] {
+    while (!ends) {
+      EXPECT_EQ(worker.Step({&*track}, {1}, v1::PROFILE_ABSORBED, {0}), absl::OkStatus());
+    }
+  });
+  const Result text = Cluster(target, "top --interval-ms=500 --count=1");
+  // The command of one server shows the fleet where the target is one.
+  const Result shown =
+      Shell(absl::StrCat(kMlactl, " top --interval-ms=500 --count=1 --json --target=", target));
+  b.Signal(SIGKILL);
+  b.Wait();
+  const Result away = Cluster(target, "top --interval-ms=100 --count=1 --json --timeout-ms=1000");
+  ends = true;
+  load.join();
+  EXPECT_EQ(text.code, 0) << text.output;
+  for (const std::string& name : {a.tcp_target(), b.target(), std::string("\nall ")}) {
+    EXPECT_THAT(text.output, HasSubstr(name));
+  }
+  ASSERT_EQ(shown.code, 0) << shown.output;
+  json top = json::parse(shown.output);
+  ASSERT_EQ(top["servers"].size(), 2u);
+  for (const json& one : top["servers"]) {
+    EXPECT_EQ(one["state"], "serving");
+    EXPECT_EQ(one["requests_per_s"] > 0, one["address"] == a.tcp_target()) << shown.output;
+    EXPECT_EQ(one["sequences"], one["address"] == a.tcp_target() ? 1 : 0);
+  }
+  EXPECT_GT(top["total"]["requests_per_s"], 0);
+  ASSERT_EQ(away.code, 0) << away.output;
+  top = json::parse(away.output);
+  for (const json& one : top["servers"]) {
+    EXPECT_EQ(one["state"], one["address"] == a.tcp_target() ? "serving" : "away");
+  }
+  EXPECT_EQ(top["total"]["sequences"], 1);
 }
 
 TEST(MlactlClusterTest, SequencesAreThoseOfAllServers) {
@@ -139,7 +185,8 @@ TEST(MlactlClusterTest, DrainHandsSequencesToTheOthers) {
 
 TEST(MlactlClusterTest, SaysWhatIsWrong) {
   EXPECT_EQ(Cluster("a,b", "nothing").code, 1);
-  EXPECT_THAT(Cluster("a,b", "nothing").output, HasSubstr("status, sequences, drain or rebalance"));
+  EXPECT_THAT(Cluster("a,b", "nothing").output,
+              HasSubstr("status, sequences, top, drain or rebalance"));
   EXPECT_EQ(Cluster("a,b", "drain").code, 1);
   EXPECT_EQ(Cluster("a,b", "status a").code, 1);
   const Result away = Cluster("etcd://127.0.0.1:1/fleet", "status");
