@@ -11,7 +11,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from mla_client import errors
 from mla_client.types import Geometry
-from mla_client.vllm.projected import Projections, whole
+from mla_client.vllm.projected import ProjectedLayer, Projections, whole
 from mla_client.vllm.weights import ASKED_COLUMNS, Layer, matrix_of
 
 ENVIRONMENT = "vllm"
@@ -119,6 +119,58 @@ class RotationsTest(unittest.TestCase):
                               ({"dcp_q_replicate": True}, "several ranks have alike")):
             with self.assertRaisesRegex(errors.Unimplemented, text):
                 Projections(layer(rotary(), **changes), GEOMETRY)
+
+
+class LayerTest(unittest.TestCase):
+    """The layer in vLLM's place, against vLLM's own, whose forward pass it has where the option is
+    not given."""
+
+    def forward(self, projected, q_lora_rank):
+        """What a layer hands to its attention, and what it returns; `projected`: the option."""
+        made = ProjectedLayer.__new__(ProjectedLayer)
+        torch.nn.Module.__init__(made)
+        rank = q_lora_rank or HIDDEN
+        linear = {"fused_qkv_a_proj": Linear(random(rank + LORA + ROPE, HIDDEN, seed=3)),
+                  "kv_a_proj_with_mqa": Linear(random(LORA + ROPE, HIDDEN, seed=4)),
+                  "o_proj": Linear(random(HIDDEN, HEADS * V, seed=1))}
+        queries = Linear(random(HEADS * (NOPE + ROPE), rank))
+        given = []
+
+        def attention(q, rows, key, output_shape, **others):
+            given.append((q, rows, key))
+            return random(*output_shape, seed=5)
+        fields = {**linear, "q_b_proj": queries, "q_proj": queries, "q_lora_rank": q_lora_rank,
+                  "kv_lora_rank": LORA, "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE,
+                  "qk_head_dim": NOPE + ROPE, "v_head_dim": V, "num_heads": HEADS,
+                  "hidden_size": HIDDEN, "q_a_layernorm": lambda x: x.tanh(),
+                  "kv_a_layernorm": lambda x: x.sin(), "rotary_emb": rotary(), "g_proj": None,
+                  "indexer": None, "is_sparse": False, "skip_topk": False,
+                  "dcp_q_replicate": False, "fuse_qkv_rmsnorm": False, "mla_attn": attention,
+                  "_projected": projected}
+        made.__dict__.update(fields)
+        with torch.no_grad():
+            found = made(torch.arange(5), random(5, HIDDEN, seed=6))
+        return made, given[0], found
+
+    def test_it_ends_before_the_projections_of_queries(self):
+        for rank in (Q_LORA, None):
+            with self.subTest(rank=rank):
+                own, (q, rows, key), _ = self.forward(False, rank)
+                made, (low, others, rotated), found = self.forward(True, rank)
+                self.assertEqual((low.shape, found.shape), ((5, 1, rank or HIDDEN), (5, HIDDEN)))
+                geometry = Geometry(HEADS, LORA, ROPE, NOPE, V, q_lora_rank=rank or HIDDEN,
+                                    hidden_size=HIDDEN)
+                torch.testing.assert_close(Projections(made, geometry).queries(low[:, 0]), q,
+                                           rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(others, rows)
+                torch.testing.assert_close(rotated, key)
+                self.assertFalse(own._projected)
+
+    def test_queries_that_are_scaled_are_refused(self):
+        made, _, _ = self.forward(True, Q_LORA)
+        for positions, scaling in ((torch.arange(5), torch.ones(5)), (torch.zeros(3, 5), None)):
+            with self.assertRaisesRegex(errors.Unimplemented, "scaled by their positions"):
+                made(positions, random(5, HIDDEN), scaling)
 
 
 class _Callable:
