@@ -56,6 +56,7 @@ class Metric:
 METRICS = {
     "us": Metric(Better.LESS, True),
     "launch_us": Metric(Better.LESS, False),
+    "device_launch_us": Metric(Better.LESS, False),
     "p50_us": Metric(Better.LESS, True),
     "p99_us": Metric(Better.LESS, False),
     "token_ms": Metric(Better.LESS, True),
@@ -111,8 +112,8 @@ NOT_COMPARED = {
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held",
     "merged_tiles", "whole_group_bytes", "groups_apart", "step_us", "one_us", "one_p99_us",
-    "floor_us", "of_one"}
-NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
+    "floor_us", "of_one", "peer", "peer_us", "of_peer"}
+NOT_NAMES = {"bench", "first_failure", "peer"}  # texts that do not name a row
 # These values do not name a row either, because older programs leave them out.
 DEFAULTS = {("kv", "bf16"), ("compute", "bf16"), ("nope", 128), ("v", 128)}
 
