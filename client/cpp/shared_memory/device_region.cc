@@ -19,7 +19,6 @@ constexpr int kPosixDescriptor = 1;
 constexpr int kOnDevice = 1;
 constexpr int kReadWrite = 3;
 constexpr unsigned kEventWithoutTiming = 2;
-constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kLazyPeerAccess = 1;
 constexpr int kNvidiaMpsEnabled = 133;
 constexpr unsigned kPortableAndMapped = 3;
@@ -217,7 +216,9 @@ struct DeviceRegion::State {
     if (!s.ok() || recorded_here) return s;
     const Current current(*this, true);
     s = current.status();
-    return s.ok() ? Check(api.stream_create(&relay, kStreamNonBlocking), "stream create") : s;
+    return s.ok() ? Check(api.stream_create(&relay, DeviceRuntime::kStreamNonBlocking),
+                          "stream create")
+                  : s;
   }
 
   absl::Status OpenEventsOn(bool server, std::span<const std::byte> handles) {
@@ -399,7 +400,8 @@ absl::Status DeviceRegion::MapWords(std::span<std::byte> memory) {
     state_->copier = RowCopier::Create(api, state_->device);
   }
   if (!s.ok() || state_->header.words == 0 || !state_->same_device()) return s;
-  s = Check(api.stream_create(&state_->nearby_stream, kStreamNonBlocking), "stream create");
+  s = Check(api.stream_create(&state_->nearby_stream, DeviceRuntime::kStreamNonBlocking),
+            "stream create");
   if (s.ok()) state_->nearby = state_->header.words;
   return s;
 }
@@ -419,7 +421,8 @@ absl::Status DeviceRegion::ReleaseNearby(std::span<const Word> words) {
                        ? Check(api.nvidia_create(&context, 0, state_->device), "context create")
                        : absl::OkStatus();  // it is current now
   void* stream = nullptr;
-  if (s.ok()) s = Check(api.stream_create(&stream, kStreamNonBlocking), "stream create");
+  if (s.ok())
+    s = Check(api.stream_create(&stream, DeviceRuntime::kStreamNonBlocking), "stream create");
   for (const Word& w : words) {
     if (s.ok()) s = Check(api.store_word(stream, w.word, w.value, kWithBarrier), "word store");
   }

@@ -42,6 +42,7 @@ struct DeviceRuntime {
     uint64_t alias = 0, reserved = 0;
   };
   static_assert(sizeof(WordOperation) == 48);
+  static constexpr unsigned kStreamNonBlocking = 1;
   // CUDA_BATCH_MEM_OP_NODE_PARAMS and hipBatchMemOpNodeParams.
   struct WordNode {
     void* context = nullptr;

@@ -95,8 +95,7 @@ std::unique_ptr<RowCopier> RowCopier::Create(const DeviceRuntime& api, int devic
   if (api.nvidia_function(&made->kernel_, made->module_, "mla_copy_rows") != 0) return nullptr;
   const std::array<DeviceCopy, 1> nothing{};
   void* stream = nullptr;
-  constexpr unsigned kNonBlocking = 1;
-  if (api.stream_create(&stream, kNonBlocking) != 0) return nullptr;
+  if (api.stream_create(&stream, DeviceRuntime::kStreamNonBlocking) != 0) return nullptr;
   const bool ran = made->Copy(nothing, stream) == 0 && api.stream_finish(stream) == 0;
   (void)api.stream_destroy(stream);
   return ran ? std::move(made) : nullptr;

@@ -1,6 +1,6 @@
 // The results of `mlactl bench --scene` as text, JSON and SVG. agents/README.md documents them.
 //
-// Times and rows are those of turns that were done. Threading: any thread.
+// Times and rows count finished turns only. Threading: any thread.
 #ifndef MLA_CLIENT_MLACTL_AGENTS_SCENE_REPORT_H_
 #define MLA_CLIENT_MLACTL_AGENTS_SCENE_REPORT_H_
 

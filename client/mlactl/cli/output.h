@@ -17,6 +17,9 @@
 
 namespace mla::mlactl {
 
+// Moves a terminal's cursor to the first place and clears the screen.
+inline constexpr char kClearScreen[] = "\x1b[H\x1b[J";
+
 // Returns a client of the common options' target.
 absl::StatusOr<std::unique_ptr<client::Client>> Connect(const CommonOptions& common);
 

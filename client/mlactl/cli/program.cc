@@ -323,7 +323,6 @@ std::vector<std::string> Program::OptionNames() const {
 }
 
 int Program::RunCommand(const CLI::App* command) {
-  constexpr char kClearScreen[] = "\x1b[H\x1b[J";
   const Command::RunFunction& run = run_.at(command);
   if (watch_seconds_ == 0) return run(common_);
   const bool terminal = isatty(STDOUT_FILENO) != 0;

@@ -24,11 +24,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr char kClearScreen[] = "\x1b[H\x1b[J";
 // A look must not wait long for a server that is away.
 constexpr int64_t kAnswerMs = 2000;
 
-// What is kept of a server between two looks.
+// A server as the last look saw it, and the connection to it.
 struct Seen {
   std::unique_ptr<client::Client> client;  // null: not connected
   v1::GetStatsReply stats;

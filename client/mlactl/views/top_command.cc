@@ -21,8 +21,6 @@
 namespace mla::mlactl {
 namespace {
 
-constexpr char kClearScreen[] = "\x1b[H\x1b[J";
-
 std::string TopText(const std::string& target, const v1::GetStatsReply& now, const Rates& rate) {
   using Stats = v1::GetStatsReply;
   const auto used = static_cast<double>(now.kv_bytes_used());

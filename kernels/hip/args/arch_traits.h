@@ -266,8 +266,8 @@ constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {
   return whole ? units / arch.units_per_xcd : 1;
 }
 
-// Returns the most packed rows of a block over rows of `format` with these products, or 0 if there
-// is no such kernel.
+// Returns the most packed rows of a block over rows of `format` with these products, or 0 without a
+// kernel for them.
 constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType products,
                            AttentionKind kind) {
   int32_t largest = 0;

@@ -110,8 +110,8 @@ class Bench {
  private:
   absl::Status FillPool(int64_t bytes);
   void MakeLists(const Shape& shape);
-  // What is timed: the kernels alone, or the whole launch on an idle device, with tensors in host
-  // or in device memory.
+  // Times the kernels alone, or the whole launch on an idle device, with tensors in host or in
+  // device memory.
   enum class Timed { kKernels, kHostLaunch, kDeviceLaunch };
   struct Tensors {
     const Bf16* q;

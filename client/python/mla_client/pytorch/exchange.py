@@ -9,7 +9,7 @@ import torch
 
 from mla_client.pytorch import Rows, Sender, whole
 from mla_client.serving import How, Part, Pass, Passes, Ranks
-from mla_client.serving.passes import FAILURES
+from mla_client.serving.faults import FAILURES
 from mla_client.types import ModelSpec, Profile
 
 DENSE = ""  # of ModelSpec.attention

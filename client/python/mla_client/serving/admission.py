@@ -13,8 +13,8 @@ import time
 from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Sequence as Seq, Tuple
 
 from mla_client import errors
-from mla_client.serving.faults import Fault
-from mla_client.serving.link import Link
+from mla_client.serving.faults import FAILURES, Fault
+from mla_client.serving.link import Link, free_groups
 from mla_client.serving.plan import PassPlan, Scheduled
 from mla_client.service import Model
 from mla_client.types import Prefix, SequenceState
@@ -223,9 +223,7 @@ class Admission:
         asked, rows = self._free
         if self._now() - asked > ROOM_S:
             stats = model.service.stats()  # type: ignore[attr-defined]
-            total = stats.kv_bytes_total // max(1, model.page_group_bytes)
-            free = total - stats.page_groups_used + stats.page_groups_cached
-            rows = free * model.spec.page_size
+            rows = free_groups(stats, model) * model.spec.page_size
             self._free = self._now(), rows
         page = model.spec.page_size
         promised = sum(-(-one.need // page) - -(-one.have // page)
@@ -249,7 +247,7 @@ class Admission:
             return
         try:
             self._link.client._release([waiting.state.sequence_id])
-        except (errors.MlaError, ValueError):
+        except FAILURES:
             pass  # its lease does it
 
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from mla_client import errors
 from mla_client.service import Model, Sequence, Service, Step
+from mla_client.serving.faults import FAILURES
 
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
@@ -315,5 +316,5 @@ class Keeper:
 def _release(rows: Kept) -> None:
     try:
         rows.release()
-    except (errors.MlaError, ValueError):
+    except FAILURES:
         pass  # the client is closed or the server gone: the leases free the sequences

@@ -12,6 +12,8 @@ from mla_client import errors
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
+# A call raises one of these after its connection was closed: gRPC's own is a ValueError.
+FAILURES = (errors.MlaError, ValueError)
 
 
 class Fault(enum.Enum):

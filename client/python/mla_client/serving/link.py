@@ -10,7 +10,7 @@ from typing import Any, Callable, List, Optional, Tuple
 
 import mla_client
 from mla_client import errors
-from mla_client.serving.faults import Fault, Pause, fault_of
+from mla_client.serving.faults import FAILURES, Fault, Pause, fault_of
 from mla_client.serving.layers import Weights, upload
 from mla_client.serving.options import LEASE_MS, MODEL_LEASE_MS, Options
 from mla_client.serving.plan import Ranks
@@ -163,7 +163,7 @@ class Link:
         if client is not None:
             try:
                 client.close()
-            except (errors.MlaError, ValueError):
+            except FAILURES:
                 pass  # it was broken
 
     def _leave(self) -> None:
@@ -177,7 +177,7 @@ class Link:
             if held:
                 self.client._release(held)
             mla_client.Model(self.client, self._spec, 0).unregister()
-        except (errors.MlaError, ValueError) as error:
+        except FAILURES as error:
             LOG.info("mla: the server that drains keeps some: %s", error)
 
     def _note(self, error: errors.MlaError, leave: bool = True) -> None:
@@ -248,6 +248,13 @@ class Link:
                               errors.ErrorDetail(reason="model_not_found"))
 
 
+def free_groups(stats: Any, model: Model) -> int:
+    """Page groups of the model that the pool has room for, cached ones among them. `stats`: as
+    Client.stats gives them."""
+    total = stats.kv_bytes_total // max(1, model.page_group_bytes)
+    return int(total - stats.page_groups_used + stats.page_groups_cached)
+
+
 class Room:
     """Page groups that were free a moment ago, less those that passes have taken since. Belongs to
     one thread at a time."""
@@ -276,9 +283,7 @@ class Room:
         """Half of the page groups that the pool has free: others take some, too."""
         try:
             stats = self._link.client.stats()
-        except (errors.MlaError, ValueError) as error:  # gRPC's own after a close is a ValueError
+        except FAILURES as error:
             self._failed(error)
             return 0
-        total = stats.kv_bytes_total // max(1, model.page_group_bytes)
-        free: int = total - stats.page_groups_used + stats.page_groups_cached
-        return free // 2
+        return free_groups(stats, model) // 2

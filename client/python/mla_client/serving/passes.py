@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mla_client import errors
 from mla_client.service import Model, Sequence, Step
-from mla_client.serving.faults import Fault
+from mla_client.serving.faults import FAILURES, Fault
 from mla_client.serving.layers import rotations_of
 from mla_client.serving.link import Link, Room
 from mla_client.serving.plan import How, Part, Pass, Scheduled
@@ -32,8 +32,6 @@ RANKS_WAIT_S = 5.0
 RANKS_PAUSE_S = 0.0005
 # A pass of which nothing is sent and nothing counts takes at least this long.
 AWAY_PAUSE_S = 0.05
-# A call raises one of these after its connection was closed: gRPC's own is a ValueError.
-FAILURES = (errors.MlaError, ValueError)
 
 
 class Passes:
@@ -57,7 +55,7 @@ class Passes:
         self._generation = link.generation if link.client is not None else 0
         # False where a worker cannot compute a part by itself, though it has all keys of it.
         self.computes_locally = True
-        # Of a model of PROJECTED: the rotations of all positions, [positions, rope_dim].
+        # The rotations of all positions, [positions, rope_dim]; None unless PROJECTED is used.
         self.rotations: Optional[npt.NDArray] = None
         self.last_error: Optional[errors.MlaError] = None
         self.counts = {"passes": 0, "failed": 0, "drafts_kept": 0}

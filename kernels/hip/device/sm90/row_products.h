@@ -14,7 +14,7 @@ struct WarpgroupProducts {
   static constexpr int kRows = 128, kWaves = 8, kStages = kOfStages, kColumns = 256;
   static constexpr int kRowsOfGroup = 64, kRun = 2;
   static constexpr int kHalves = 2, kSums = 64;  // halves of the columns, each with its sums
-  // A kernel of its own is quicker: with 128 rows a layer took 20 us more on an H200.
+  // A kernel of its own is quicker: W_UQ of 128 rows takes 49 us with it on an H200, 61 without.
   static constexpr bool kFinishes = false;
 
   const int lane, wave, row0;
