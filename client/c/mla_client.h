@@ -114,7 +114,7 @@ typedef struct mla_connect_options {
   size_t struct_size;
   const char* tenant;     // sent without TLS only; NULL: the server's default
   const char* client_id;  // groups this client's sequences; NULL: a random name
-  const char* tls_ca;     // PEM files; all three or none
+  const char* tls_ca;     // PEM files; all three or none. Read again when they change
   const char* tls_cert;
   const char* tls_key;
   const char* tls_server_name;  // expected in place of the target's host

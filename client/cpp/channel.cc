@@ -7,8 +7,6 @@
 #include <netinet/in.h>
 
 #include <algorithm>
-#include <fstream>
-#include <sstream>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -18,33 +16,10 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "base/status_macros.h"
 #include "proto/wire/grpc_tuning.h"
 
 namespace mla::client {
 namespace {
-
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::InvalidArgumentError(path + ": cannot be read");
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
-absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(
-    const ClientOptions& options) {
-  if (options.tls_ca.empty() && options.tls_cert.empty() && options.tls_key.empty()) {
-    return grpc::InsecureChannelCredentials();
-  }
-  grpc::SslCredentialsOptions ssl;
-  for (const auto& [path, text] : {std::pair(&options.tls_ca, &ssl.pem_root_certs),
-                                   std::pair(&options.tls_cert, &ssl.pem_cert_chain),
-                                   std::pair(&options.tls_key, &ssl.pem_private_key)}) {
-    MLA_ASSIGN_OR_RETURN(*text, ReadFile(*path));
-  }
-  return grpc::SslCredentials(ssl);
-}
 
 // A server's largest message (wire.message_bytes) is at most this.
 constexpr int kMostReplyBytes = 1 << 30;
@@ -52,40 +27,7 @@ constexpr int kMostReplyBytes = 1 << 30;
 // answer comes in time: a firewall may have forgotten it. Servers take a probe every 5 s.
 constexpr int kKeepaliveMs = 20000;
 constexpr int kKeepaliveAnswerMs = 10000;
-// The pause between two attempts to connect. A server that has come back is found within one and a
-// half times the longest pause.
-constexpr int kLeastBackoffMs = 100;
-constexpr int kLongestBackoffMs = 1000;
 constexpr absl::string_view kUnixScheme = "unix:";
-
-grpc::ChannelArguments Arguments(const std::string& target, const ClientOptions& options) {
-  grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(kMostReplyBytes);
-  // The client sets no limit, because the server bounds requests and says in its answer which limit
-  // was exceeded.
-  arguments.SetMaxSendMessageSize(-1);
-  // Nothing is decompressed, because a message can grow a thousandfold before its size can be
-  // checked.
-  arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
-  arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE);
-  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveAnswerMs);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kLeastBackoffMs);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kLongestBackoffMs);
-  // Clients must not share a connection, or the failure and the flow control of one would affect
-  // the others.
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // By default gRPC uses http_proxy even for this host, and its no_proxy cannot name networks.
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY,
-                   options.http_proxy && !IsLocalTarget(target) ? 1 : 0);
-  if (!options.tls_server_name.empty()) {
-    arguments.SetSslTargetNameOverride(options.tls_server_name);
-  }
-  return arguments;
-}
 
 // The path in the form of a URI's part, because gRPC parses targets as URIs.
 std::string EscapedPath(absl::string_view path) {
@@ -119,10 +61,38 @@ bool IsLoopback(absl::string_view address) {
 
 }  // namespace
 
+grpc::ChannelArguments ChannelArgumentsOf(const std::string& target, const ClientOptions& options) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(kMostReplyBytes);
+  // The client sets no limit, because the server bounds requests and says in its answer which limit
+  // was exceeded.
+  arguments.SetMaxSendMessageSize(-1);
+  // Nothing is decompressed, because a message can grow a thousandfold before its size can be
+  // checked.
+  arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE);
+  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveAnswerMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kLeastBackoffMs);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kLongestBackoffMs);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectMs);  // bounds an attempt
+  // Clients must not share a connection, or the failure and the flow control of one would affect
+  // the others.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  // By default gRPC uses http_proxy even for this host, and its no_proxy cannot name networks.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY,
+                   options.http_proxy && !IsLocalTarget(target) ? 1 : 0);
+  if (!options.tls_server_name.empty()) {
+    arguments.SetSslTargetNameOverride(options.tls_server_name);
+  }
+  return arguments;
+}
+
 absl::StatusOr<ChannelMaker> ChannelMakerOf(const std::string& target,
                                             const ClientOptions& options) {
-  auto credentials = Credentials(options);
-  if (!credentials.ok()) return credentials.status();
   std::string address = target;
   if (const std::string path = UnixPathOf(target); !path.empty()) {
     if (absl::StrContains(path, ',')) {
@@ -132,9 +102,9 @@ absl::StatusOr<ChannelMaker> ChannelMakerOf(const std::string& target,
     }
     address = absl::StrCat(kUnixScheme, EscapedPath(path));
   }
-  return [address, credentials = *std::move(credentials),
-          arguments = Arguments(target, options)]() -> std::shared_ptr<grpc::Channel> {
-    return grpc::CreateCustomChannel(address, credentials, arguments);
+  return [address, arguments = ChannelArgumentsOf(target, options)](
+             std::shared_ptr<grpc::ChannelCredentials> credentials) {
+    return grpc::CreateCustomChannel(address, std::move(credentials), arguments);
   };
 }
 

@@ -1,8 +1,10 @@
-// Makes the gRPC channels of a client, with credentials and transport options.
+// Makes the gRPC channels of a client, with its transport options.
 #ifndef MLA_CLIENT_CPP_CHANNEL_H_
 #define MLA_CLIENT_CPP_CHANNEL_H_
 
 #include <grpcpp/channel.h>
+#include <grpcpp/security/credentials.h>
+#include <grpcpp/support/channel_arguments.h>
 
 #include <functional>
 #include <memory>
@@ -13,13 +15,24 @@
 
 namespace mla::client {
 
-// Makes a channel each time; each has its own connection, made when it is first used.
-using ChannelMaker = std::function<std::shared_ptr<grpc::Channel>()>;
+// The pause between two attempts to connect begins at the first of these, and grows with each
+// attempt up to the second, both by a fifth more or less. An attempt ends after the third: a server
+// that is busy may take a while to answer, but packets to one that has vanished get no answer.
+inline constexpr int kLeastBackoffMs = 100;
+inline constexpr int kLongestBackoffMs = 1000;
+inline constexpr int kConnectMs = 10000;
 
-// Makes a maker of channels to a target. Reads the PEM files. INVALID_ARGUMENT if one cannot be
-// read, or if a socket's path has a comma. All other characters of a path stand for themselves.
+// Makes a channel each time; each has its own connection, made when it is first used.
+using ChannelMaker =
+    std::function<std::shared_ptr<grpc::Channel>(std::shared_ptr<grpc::ChannelCredentials>)>;
+
+// Makes a maker of channels to a target. INVALID_ARGUMENT if a socket's path has a comma. All other
+// characters of a path stand for themselves.
 absl::StatusOr<ChannelMaker> ChannelMakerOf(const std::string& target,
                                             const ClientOptions& options);
+
+// Returns the transport options of channels to a target.
+grpc::ChannelArguments ChannelArgumentsOf(const std::string& target, const ClientOptions& options);
 
 // Returns true if the target is on this host: a unix socket, or only loopback addresses.
 bool IsLocalTarget(const std::string& target);

@@ -67,7 +67,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
                       "survive that: connect after the fork only, or start a program",
                       detail);
   }
-  MLA_ASSIGN_OR_RETURN(auto maker, ChannelMakerOf(target, options));
+  MLA_ASSIGN_OR_RETURN(auto connections, Connections::Create(target, options));
   UseGrpc();
   auto impl = std::make_unique<Impl>();
   impl->options = options;
@@ -75,16 +75,11 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   if (impl->options.client_id.empty()) {
     impl->options.client_id = absl::StrFormat("cpp-%016x", RandomNumber());
   }
-  impl->make_channel = std::move(maker);
-  impl->channel = impl->make_channel();
-  impl->admin = v1::Admin::NewStub(impl->channel);
-  impl->models = v1::Models::NewStub(impl->channel);
-  impl->sequences = v1::Sequences::NewStub(impl->channel);
-  impl->cache = v1::Cache::NewStub(impl->channel);
+  impl->connections = std::move(connections);
   grpc::ClientContext context;
   impl->Prepare(&context);
   context.set_wait_for_ready(false);
-  const grpc::Status status = impl->admin->GetServerInfo(&context, {}, &impl->info);
+  const grpc::Status status = impl->Calls()->admin->GetServerInfo(&context, {}, &impl->info);
   if (!status.ok()) return FromGrpc(status, context);
   std::unique_ptr<Client> client(new Client(std::move(impl)));
   Impl& state = *client->impl_;
@@ -124,17 +119,19 @@ uint64_t Client::NewStepId() { return impl_->next_step.fetch_add(1); }
 std::string Client::Traceparent() const { return impl_->Traceparent(); }
 
 absl::StatusOr<v1::GetServerInfoReply> Client::GetServerInfo() {
-  return impl_->Unary<v1::GetServerInfoReply>(
-      [&](auto* context, auto* reply) { return impl_->admin->GetServerInfo(context, {}, reply); });
+  return impl_->Unary<v1::GetServerInfoReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->admin->GetServerInfo(context, {}, reply);
+  });
 }
 
 absl::StatusOr<v1::GetStatsReply> Client::GetStats() {
-  return impl_->Unary<v1::GetStatsReply>(
-      [&](auto* context, auto* reply) { return impl_->admin->GetStats(context, {}, reply); });
+  return impl_->Unary<v1::GetStatsReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->admin->GetStats(context, {}, reply);
+  });
 }
 
 absl::StatusOr<bool> Client::IsServing(const std::string& service) {
-  const auto stub = grpc::health::v1::Health::NewStub(impl_->channel);
+  const auto stub = grpc::health::v1::Health::NewStub(impl_->Calls()->channel);
   grpc::health::v1::HealthCheckRequest request;
   request.set_service(service);
   const auto reply = impl_->Unary<grpc::health::v1::HealthCheckResponse>(
@@ -151,7 +148,7 @@ absl::Status Client::WatchStatus(uint32_t interval_ms,
   if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
   v1::WatchStatusRequest request;
   request.set_interval_ms(interval_ms);
-  wire::StreamCall call(impl_->channel, &context, "/mla.v1.Admin/WatchStatus");
+  wire::StreamCall call(impl_->Calls()->channel, &context, "/mla.v1.Admin/WatchStatus");
   call.Write(request);
   call.WritesDone();
   v1::StatusUpdate status;
@@ -168,29 +165,34 @@ absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit,
   request.set_exit(exit);
   request.set_to(to);
   return impl_->Unary<v1::DrainReply>(
-      [&](auto* context, auto* reply) { return impl_->admin->Drain(context, request, reply); },
+      [&](auto* context, auto* reply) {
+        return impl_->Calls()->admin->Drain(context, request, reply);
+      },
       Millis(deadline_ms));
 }
 
 absl::StatusOr<v1::CancelDrainReply> Client::CancelDrain() {
-  return impl_->Unary<v1::CancelDrainReply>(
-      [&](auto* context, auto* reply) { return impl_->admin->CancelDrain(context, {}, reply); });
+  return impl_->Unary<v1::CancelDrainReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->admin->CancelDrain(context, {}, reply);
+  });
 }
 
 absl::StatusOr<v1::GetQuotaReply> Client::GetQuota(const v1::GetQuotaRequest& request) {
-  return impl_->Unary<v1::GetQuotaReply>(
-      [&](auto* context, auto* reply) { return impl_->admin->GetQuota(context, request, reply); });
+  return impl_->Unary<v1::GetQuotaReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->admin->GetQuota(context, request, reply);
+  });
 }
 
 absl::StatusOr<v1::SetQuotaReply> Client::SetQuota(const v1::SetQuotaRequest& request) {
-  return impl_->Unary<v1::SetQuotaReply>(
-      [&](auto* context, auto* reply) { return impl_->admin->SetQuota(context, request, reply); });
+  return impl_->Unary<v1::SetQuotaReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->admin->SetQuota(context, request, reply);
+  });
 }
 
 absl::StatusOr<v1::EvictSequencesReply> Client::EvictSequences(
     const v1::EvictSequencesRequest& request) {
   return impl_->Unary<v1::EvictSequencesReply>([&](auto* context, auto* reply) {
-    return impl_->admin->EvictSequences(context, request, reply);
+    return impl_->Calls()->admin->EvictSequences(context, request, reply);
   });
 }
 
@@ -200,7 +202,7 @@ absl::StatusOr<v1::EvictModelReply> Client::EvictModel(const std::string& tenant
   request.set_tenant(tenant);
   request.set_model_id(model_id);
   return impl_->Unary<v1::EvictModelReply>([&](auto* context, auto* reply) {
-    return impl_->admin->EvictModel(context, request, reply);
+    return impl_->Calls()->admin->EvictModel(context, request, reply);
   });
 }
 
@@ -213,8 +215,9 @@ absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& mod
   request.set_lease_ms(lease_ms);
   request.mutable_kv_scales()->Assign(kv_scales.begin(), kv_scales.end());
   request.mutable_sinks()->Assign(sinks.begin(), sinks.end());
-  auto registered = impl_->Unary<v1::RegisterReply>(
-      [&](auto* context, auto* reply) { return impl_->models->Register(context, request, reply); });
+  auto registered = impl_->Unary<v1::RegisterReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->models->Register(context, request, reply);
+  });
   if (registered.ok() && model.kv_format() > v1::KV_FORMAT_BF16 &&
       registered->model().kv_format() != model.kv_format()) {
     return absl::UnimplementedError(absl::StrCat("model.kv_format: the server does not know ",
@@ -272,7 +275,7 @@ absl::Status Client::UploadScales(const std::string& model_id, std::span<const f
   request.mutable_scales()->Assign(scales.begin(), scales.end());
   return impl_
       ->Unary<v1::UploadScalesReply>([&](auto* context, auto* reply) {
-        return impl_->models->UploadScales(context, request, reply);
+        return impl_->Calls()->models->UploadScales(context, request, reply);
       })
       .status();
 }
@@ -288,7 +291,7 @@ absl::StatusOr<v1::UploadSinksReply> Client::UploadSinks(const std::string& mode
   request.set_head_count(slice.head_count);
   request.mutable_sinks()->Assign(sinks.begin(), sinks.end());
   return impl_->Unary<v1::UploadSinksReply>([&](auto* context, auto* reply) {
-    return impl_->models->UploadSinks(context, request, reply);
+    return impl_->Calls()->models->UploadSinks(context, request, reply);
   });
 }
 
@@ -299,7 +302,7 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
         const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> digest(EVP_MD_CTX_new(),
                                                                              EVP_MD_CTX_free);
         EVP_DigestInit_ex(digest.get(), EVP_sha256(), nullptr);
-        wire::StreamCall call(impl_->channel, context, "/mla.v1.Models/UploadWeights");
+        wire::StreamCall call(impl_->Calls()->channel, context, "/mla.v1.Models/UploadWeights");
         v1::UploadWeightsRequest message;
         message.mutable_header()->set_model_id(model_id);
         bool open = call.Write(message);
@@ -326,7 +329,7 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
 
 absl::StatusOr<v1::ListModelsReply> Client::ListModels() {
   auto listed = impl_->Unary<v1::ListModelsReply>(
-      [&](auto* context, auto* reply) { return impl_->models->List(context, {}, reply); });
+      [&](auto* context, auto* reply) { return impl_->Calls()->models->List(context, {}, reply); });
   if (!listed.ok()) return listed;
   for (const v1::ModelInfo& info : listed->models()) {
     MLA_RETURN_IF_ERROR(impl_->CheckModel(info.model()));
@@ -343,7 +346,7 @@ absl::Status Client::UnregisterModel(const std::string& model_id) {
   }
   return impl_
       ->Unary<v1::UnregisterReply>([&](auto* context, auto* reply) {
-        return impl_->models->Unregister(context, request, reply);
+        return impl_->Calls()->models->Unregister(context, request, reply);
       })
       .status();
 }
@@ -359,7 +362,7 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
   request.set_client_id(client_id());
   request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
   const auto open = [&](auto* context, auto* reply) {
-    return impl_->sequences->Open(context, request, reply);
+    return impl_->Calls()->sequences->Open(context, request, reply);
   };
   auto reply = impl_->Unary<v1::OpenReply>(open);
   // The request id makes this safe: the second call finds the sequence that the first one may have
@@ -378,28 +381,32 @@ absl::StatusOr<v1::ProbeReply> Client::Probe(const std::string& model_id, const 
   request.set_model_id(model_id);
   *request.mutable_prefix() = prefix;
   return impl_->Unary<v1::ProbeReply>(
-      [&](auto* context, auto* reply) { return impl_->sequences->Probe(context, request, reply); },
+      [&](auto* context, auto* reply) {
+        return impl_->Calls()->sequences->Probe(context, request, reply);
+      },
       Millis(timeout_ms > 0 ? timeout_ms - impl_->options.call_timeout_ms : 0));
 }
 
 absl::StatusOr<v1::MatchReply> Client::MatchSequence(const v1::MatchRequest& request) {
-  return impl_->Unary<v1::MatchReply>(
-      [&](auto* context, auto* reply) { return impl_->sequences->Match(context, request, reply); });
+  return impl_->Unary<v1::MatchReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->sequences->Match(context, request, reply);
+  });
 }
 
 absl::StatusOr<v1::GetReply> Client::GetSequences(const std::vector<uint64_t>& ids, bool own_only) {
   v1::GetRequest request;
   request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
   if (own_only) request.set_client_id(client_id());
-  return impl_->Unary<v1::GetReply>(
-      [&](auto* context, auto* reply) { return impl_->sequences->Get(context, request, reply); });
+  return impl_->Unary<v1::GetReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->sequences->Get(context, request, reply);
+  });
 }
 
 absl::StatusOr<v1::ReleaseReply> Client::ReleaseSequences(const std::vector<uint64_t>& ids) {
   v1::ReleaseRequest request;
   request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
   return impl_->Unary<v1::ReleaseReply>([&](auto* context, auto* reply) {
-    return impl_->sequences->Release(context, request, reply);
+    return impl_->Calls()->sequences->Release(context, request, reply);
   });
 }
 
@@ -432,8 +439,9 @@ absl::StatusOr<v1::ForkReply> Client::ForkSequence(uint64_t id, uint64_t epoch,
   request.set_request_id(absl::StrFormat("fork-%016x", RandomNumber()));
   request.set_client_id(client_id());
   request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
-  return impl_->Unary<v1::ForkReply>(
-      [&](auto* context, auto* reply) { return impl_->sequences->Fork(context, request, reply); });
+  return impl_->Unary<v1::ForkReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->sequences->Fork(context, request, reply);
+  });
 }
 
 absl::StatusOr<v1::TruncateReply> Client::TruncateSequence(uint64_t id, uint64_t epoch,
@@ -443,7 +451,7 @@ absl::StatusOr<v1::TruncateReply> Client::TruncateSequence(uint64_t id, uint64_t
   request.set_expected_epoch(epoch);
   request.set_length(length);
   return impl_->Unary<v1::TruncateReply>([&](auto* context, auto* reply) {
-    return impl_->sequences->Truncate(context, request, reply);
+    return impl_->Calls()->sequences->Truncate(context, request, reply);
   });
 }
 
@@ -453,7 +461,7 @@ absl::StatusOr<v1::ReadTailReply> Client::ReadTail(uint64_t id, uint64_t epoch, 
   request.set_expected_epoch(epoch);
   request.set_offset(offset);
   return impl_->Unary<v1::ReadTailReply>([&](auto* context, auto* reply) {
-    return impl_->sequences->ReadTail(context, request, reply);
+    return impl_->Calls()->sequences->ReadTail(context, request, reply);
   });
 }
 
@@ -474,7 +482,7 @@ absl::Status Client::ExportPages(const v1::ExportRequest& request,
   MLA_RETURN_IF_ERROR(impl_->Lost());
   grpc::ClientContext context;
   impl_->Prepare(&context, Millis(impl_->options.request_timeout_ms * 10));
-  wire::StreamCall call(impl_->channel, &context, kExport);
+  wire::StreamCall call(impl_->Calls()->channel, &context, kExport);
   call.Write(request);
   call.WritesDone();
   v1::PagesPart part;
@@ -494,7 +502,7 @@ absl::StatusOr<Sequence> Client::ImportPages(
   absl::Status failed;
   const auto reply = impl_->Unary<v1::ImportReply>(
       [&](grpc::ClientContext* context, v1::ImportReply* out) {
-        wire::StreamCall call(impl_->channel, context, kImport);
+        wire::StreamCall call(impl_->Calls()->channel, context, kImport);
         bool open = call.Write(message);
         while (open) {
           absl::StatusOr<std::optional<v1::PagesPart>> part = next();
@@ -522,7 +530,7 @@ absl::Status Client::WatchEvents(std::optional<uint64_t> after,
   v1::WatchEventsRequest request;
   if (after) request.set_after(*after);
   request.set_all_tenants(all_tenants);
-  wire::StreamCall call(impl_->channel, &context, kWatchEvents);
+  wire::StreamCall call(impl_->Calls()->channel, &context, kWatchEvents);
   call.Write(request);
   call.WritesDone();
   v1::WatchEventsReply reply;
@@ -536,20 +544,24 @@ absl::StatusOr<v1::ExplainReply> Client::Explain(uint32_t most, bool all_tenants
   v1::ExplainRequest request;
   request.set_most(most);
   request.set_all_tenants(all_tenants);
-  return impl_->Unary<v1::ExplainReply>(
-      [&](auto* context, auto* reply) { return impl_->cache->Explain(context, request, reply); });
+  return impl_->Unary<v1::ExplainReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->cache->Explain(context, request, reply);
+  });
 }
 
 absl::StatusOr<v1::HintReply> Client::Hint(const v1::HintRequest& request) {
-  return impl_->Unary<v1::HintReply>(
-      [&](auto* context, auto* reply) { return impl_->cache->Hint(context, request, reply); });
+  return impl_->Unary<v1::HintReply>([&](auto* context, auto* reply) {
+    return impl_->Calls()->cache->Hint(context, request, reply);
+  });
 }
 
 absl::StatusOr<v1::CheckpointReply> Client::Checkpoint(const std::vector<uint64_t>& ids) {
   v1::CheckpointRequest request;
   request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
   return impl_->Unary<v1::CheckpointReply>(
-      [&](auto* context, auto* reply) { return impl_->cache->Checkpoint(context, request, reply); },
+      [&](auto* context, auto* reply) {
+        return impl_->Calls()->cache->Checkpoint(context, request, reply);
+      },
       Millis(impl_->options.request_timeout_ms * 10));
 }
 
@@ -559,7 +571,9 @@ absl::StatusOr<std::vector<Sequence>> Client::Restore(const std::vector<uint64_t
   request.set_client_id(client_id());
   request.set_lease_ms(static_cast<uint32_t>(impl_->options.sequence_lease_ms));
   const auto reply = impl_->Unary<v1::RestoreReply>(
-      [&](auto* context, auto* out) { return impl_->cache->Restore(context, request, out); },
+      [&](auto* context, auto* out) {
+        return impl_->Calls()->cache->Restore(context, request, out);
+      },
       Millis(impl_->options.request_timeout_ms * 10));
   if (!reply.ok()) return reply.status();
   std::vector<Sequence> sequences;
@@ -571,7 +585,7 @@ absl::StatusOr<std::vector<Sequence>> Client::Restore(const std::vector<uint64_t
 
 absl::StatusOr<v1::ListCheckpointsReply> Client::ListCheckpoints() {
   return impl_->Unary<v1::ListCheckpointsReply>([&](auto* context, auto* reply) {
-    return impl_->cache->ListCheckpoints(context, {}, reply);
+    return impl_->Calls()->cache->ListCheckpoints(context, {}, reply);
   });
 }
 
@@ -579,7 +593,7 @@ absl::StatusOr<v1::DropCheckpointsReply> Client::DropCheckpoints(const std::vect
   v1::DropCheckpointsRequest request;
   request.mutable_sequence_ids()->Add(ids.begin(), ids.end());
   return impl_->Unary<v1::DropCheckpointsReply>([&](auto* context, auto* reply) {
-    return impl_->cache->DropCheckpoints(context, request, reply);
+    return impl_->Calls()->cache->DropCheckpoints(context, request, reply);
   });
 }
 

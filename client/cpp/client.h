@@ -40,6 +40,7 @@ struct ClientOptions {
   std::string tenant;     // sent only without TLS; empty: the server's default tenant
   std::string client_id;  // groups this client's sequences; empty: a random name
   // PEM files; either all three or none. With them the target must match the server's certificate.
+  // They are read again when they change: calls and sessions that begin later have the new ones.
   std::string tls_ca, tls_cert, tls_key;
   // If not empty, the name that the certificate must have instead of the target's host.
   std::string tls_server_name;

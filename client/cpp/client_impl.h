@@ -2,7 +2,6 @@
 #ifndef MLA_CLIENT_CPP_CLIENT_IMPL_H_
 #define MLA_CLIENT_CPP_CLIENT_IMPL_H_
 
-#include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
 
 #include <algorithm>
@@ -24,6 +23,7 @@
 #include "base/usable_cpus.h"
 #include "client/cpp/channel.h"
 #include "client/cpp/client.h"
+#include "client/cpp/connections.h"
 #include "client/cpp/shared_memory/home.h"
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/streams/errors.h"
@@ -31,10 +31,6 @@
 #include "client/cpp/streams/shared_stream.h"
 #include "client/cpp/streams/stream.h"
 #include "client/cpp/ucx/ucx_session.h"
-#include "mla/v1/admin.grpc.pb.h"
-#include "mla/v1/cache.grpc.pb.h"
-#include "mla/v1/model.grpc.pb.h"
-#include "mla/v1/sequence.grpc.pb.h"
 #include "proto/wire/grpc_tuning.h"
 
 namespace mla::client {
@@ -52,9 +48,6 @@ inline constexpr Millis kLeastRenewalPause(20);
 // Spin time of helpers that copy: as long as the pause between two layers may last.
 inline constexpr int32_t kCopySpinMicros = 1000;
 inline constexpr int32_t kMostCopyThreads = 64;
-
-// By default a server allows 128 calls on one connection (wire.connection_streams).
-inline constexpr int kStreamsAConnection = 8;
 
 // Timeouts are cut to ten years: a clock can still add ten times as much to its own time.
 inline constexpr int64_t kLongestTimeoutMs = int64_t{10} * 366 * 24 * 3600 * 1000;
@@ -81,22 +74,11 @@ inline absl::Status NotOpen(const v1::GetReply& reply) {
                     detail);
 }
 
-// A connection that carries streams, which stay open.
-struct StreamCarrier {
-  std::shared_ptr<grpc::Channel> channel;
-  std::atomic<int> streams{0};
-};
-
 struct Client::Impl {
   const Home home;
   std::string target;
   ClientOptions options;
-  ChannelMaker make_channel;
-  std::shared_ptr<grpc::Channel> channel;  // for unary calls, which must not wait for streams
-  std::unique_ptr<v1::Admin::Stub> admin;
-  std::unique_ptr<v1::Models::Stub> models;
-  std::unique_ptr<v1::Sequences::Stub> sequences;
-  std::unique_ptr<v1::Cache::Stub> cache;
+  std::unique_ptr<Connections> connections;
   v1::GetServerInfoReply info;
   std::atomic<uint64_t> next_step{RandomNumber() >> 1};  // far from other clients' ids
 
@@ -104,7 +86,6 @@ struct Client::Impl {
   CondVar stopped;
   bool stop ABSL_GUARDED_BY(mutex) = false;
   absl::Status lost ABSL_GUARDED_BY(mutex);  // an error once another boot id was seen
-  std::vector<std::shared_ptr<StreamCarrier>> carriers ABSL_GUARDED_BY(mutex);
   std::map<std::string, v1::ModelSpec> registered ABSL_GUARDED_BY(mutex);  // by this client
   std::thread renewer;
 
@@ -152,18 +133,8 @@ struct Client::Impl {
     return reply;
   }
 
-  // Returns a carrier with room for one more stream, and counts that stream.
-  std::shared_ptr<StreamCarrier> TakeCarrier() {
-    const MutexLock lock(mutex);
-    auto carrier = std::find_if(carriers.begin(), carriers.end(),
-                                [](const auto& one) { return one->streams < kStreamsAConnection; });
-    if (carrier == carriers.end()) {
-      carrier = carriers.insert(carriers.end(), std::make_shared<StreamCarrier>());
-      (*carrier)->channel = make_channel();
-    }
-    ++(*carrier)->streams;
-    return *carrier;
-  }
+  // Returns the connection for a unary call that begins now.
+  std::shared_ptr<const CallConnection> Calls() const { return connections->ForCall(); }
 
   std::shared_ptr<StepStream> OpenStream() {
     StreamOptions wanted;
@@ -173,7 +144,7 @@ struct Client::Impl {
     wanted.timeout = Millis(options.request_timeout_ms);
     wanted.spin = options.stream_spin_us >= 0 ? std::chrono::microseconds(options.stream_spin_us)
                                               : DefaultStreamSpin(base::UsableCpuCount());
-    const std::shared_ptr<StreamCarrier> carrier = TakeCarrier();
+    const std::shared_ptr<StreamCarrier> carrier = connections->ForStream();
     return {new Stream(carrier->channel, wanted), [carrier](StepStream* stream) {
               if (stream->left()) return;
               delete stream;
@@ -241,7 +212,7 @@ struct Client::Impl {
     wanted.memory.library = options.ucx_library;
     wanted.memory.link = {options.ucx_transports, options.ucx_devices};
     wanted.memory.spin = std::chrono::microseconds(options.spin_us);
-    const std::shared_ptr<StreamCarrier> carrier = TakeCarrier();
+    const std::shared_ptr<StreamCarrier> carrier = connections->ForStream();
     auto memory = OpenUcxRing(carrier->channel, wanted);
     while (options.shared_bytes == 0 && absl::IsResourceExhausted(memory.status()) &&
            wanted.bytes / 2 >= kLeastSharedBytes) {
@@ -265,7 +236,9 @@ struct Client::Impl {
     v1::RenewLeaseRequest request;
     request.set_client_id(options.client_id);
     return Unary<v1::RenewLeaseReply>(
-        [&](auto* context, auto* reply) { return sequences->RenewLease(context, request, reply); },
+        [&](auto* context, auto* reply) {
+          return Calls()->sequences->RenewLease(context, request, reply);
+        },
         timeout - Millis(options.call_timeout_ms));
   }
 

@@ -10,17 +10,20 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <fstream>
 #include <set>
-#include <sstream>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "base/mutex.h"
+#include "base/status_macros.h"
+#include "client/cpp/channel.h"
 #include "client/cpp/cluster/faults.h"
 #include "client/cpp/cluster/targets.h"
 #include "client/cpp/shared_memory/home.h"
+#include "client/cpp/tls_files.h"
 #include "etcd/rpc.grpc.pb.h"
 
 namespace mla::client {
@@ -90,17 +93,9 @@ class DnsRegistry final : public Registry {
 // the server that has a sequence now.
 class EtcdRegistry final : public Registry {
  public:
-  EtcdRegistry(EtcdTarget target, std::shared_ptr<grpc::ChannelCredentials> credentials)
-      : target_(std::move(target)) {
-    grpc::ChannelArguments arguments;
-    arguments.SetMaxReceiveMessageSize(kMostReplyBytes);
-    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-    for (const Endpoint& one : target_.endpoints) {
-      channels_.push_back(grpc::CreateCustomChannel(one.ToString(), credentials, arguments));
-    }
-  }
+  // `files`: null without TLS.
+  EtcdRegistry(EtcdTarget target, std::unique_ptr<TlsFiles> files)
+      : target_(std::move(target)), files_(std::move(files)) {}
 
   absl::StatusOr<std::vector<Member>> Read() override {
     const std::string start = absl::StrCat(target_.prefix, "/servers/");
@@ -169,12 +164,13 @@ class EtcdRegistry final : public Registry {
   template <typename Reply, typename Act>
   absl::StatusOr<Reply> Call(Act act) {
     std::string last;
-    for (size_t turn = 0; turn < channels_.size(); ++turn) {
-      const size_t place = (first_ + turn) % channels_.size();
+    const std::vector<std::shared_ptr<grpc::Channel>> channels = Channels();
+    for (size_t turn = 0; turn < channels.size(); ++turn) {
+      const size_t place = (first_ + turn) % channels.size();
       grpc::ClientContext context;
       context.set_deadline(std::chrono::system_clock::now() + kCallTime);
       Reply reply;
-      const grpc::Status status = act(channels_[place], &context, &reply);
+      const grpc::Status status = act(channels[place], &context, &reply);
       if (status.ok()) {
         first_ = place;
         return reply;
@@ -188,20 +184,35 @@ class EtcdRegistry final : public Registry {
         ": ", last));
   }
 
-  const EtcdTarget target_;
-  std::vector<std::shared_ptr<grpc::Channel>> channels_;
-  std::atomic<size_t> first_{0};
-};
+  // Returns a channel for each endpoint. They are made again after a change of the PEM files; calls
+  // that have begun before end on the channels that they have.
+  std::vector<std::shared_ptr<grpc::Channel>> Channels() {
+    const MutexLock lock(mutex_);
+    const std::shared_ptr<grpc::ChannelCredentials> credentials =
+        files_ == nullptr ? insecure_ : files_->Current();
+    if (credentials == credentials_) return channels_;
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(kMostReplyBytes);
+    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kLeastBackoffMs);
+    arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kLongestBackoffMs);
+    channels_.clear();
+    for (const Endpoint& one : target_.endpoints) {
+      channels_.push_back(grpc::CreateCustomChannel(one.ToString(), credentials, arguments));
+    }
+    credentials_ = credentials;
+    return channels_;
+  }
 
-absl::Status ReadInto(const std::string& path, std::string* text) {
-  if (path.empty()) return absl::OkStatus();
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::InvalidArgumentError(absl::StrCat(path, ": cannot be read"));
-  std::ostringstream bytes;
-  bytes << file.rdbuf();
-  *text = bytes.str();
-  return absl::OkStatus();
-}
+  const EtcdTarget target_;
+  std::atomic<size_t> first_{0};  // the endpoint that has answered last
+  Mutex mutex_;
+  const std::unique_ptr<TlsFiles> files_ ABSL_PT_GUARDED_BY(mutex_);
+  const std::shared_ptr<grpc::ChannelCredentials> insecure_ = grpc::InsecureChannelCredentials();
+  std::shared_ptr<grpc::ChannelCredentials> credentials_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<grpc::Channel>> channels_ ABSL_GUARDED_BY(mutex_);
+};
 
 absl::StatusOr<std::unique_ptr<Registry>> MakeEtcd(const std::string& target,
                                                    const EtcdFiles& files) {
@@ -214,17 +225,11 @@ absl::StatusOr<std::unique_ptr<Registry>> MakeEtcd(const std::string& target,
                       "forked");
   }
   UseGrpc();
-  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
+  std::unique_ptr<TlsFiles> pem;
   if (parsed->tls) {
-    grpc::SslCredentialsOptions ssl;
-    for (const auto& [path, text] :
-         {std::pair(&files.ca, &ssl.pem_root_certs), std::pair(&files.cert, &ssl.pem_cert_chain),
-          std::pair(&files.key, &ssl.pem_private_key)}) {
-      if (absl::Status status = ReadInto(*path, text); !status.ok()) return status;
-    }
-    credentials = grpc::SslCredentials(ssl);
+    MLA_ASSIGN_OR_RETURN(pem, TlsFiles::Open({files.ca, files.cert, files.key}, "etcd_"));
   }
-  return std::make_unique<EtcdRegistry>(*std::move(parsed), std::move(credentials));
+  return std::make_unique<EtcdRegistry>(*std::move(parsed), std::move(pem));
 }
 
 }  // namespace

@@ -17,7 +17,7 @@
 namespace mla::client {
 
 // PEM files of the registry: its authorities, and this client's certificate and key. Empty: the
-// system's authorities, and no certificate.
+// system's authorities, and no certificate. Calls after a change of the files use the new ones.
 struct EtcdFiles {
   std::string ca, cert, key;
 };
@@ -35,7 +35,7 @@ class Registry {
 };
 
 // The registry that a target names. INVALID_ARGUMENT: the target has another form, or a file cannot
-// be read.
+// be used.
 absl::StatusOr<std::unique_ptr<Registry>> RegistryOf(const std::string& target,
                                                      const EtcdFiles& files = {});
 

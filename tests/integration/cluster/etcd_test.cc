@@ -280,6 +280,24 @@ TEST_F(EtcdTest, MembersAndTombstonesTravelOverTls) {
   EXPECT_TRUE(absl::IsInvalidArgument(client::RegistryOf(etcd.target(), missing).status()));
 }
 
+TEST_F(EtcdTest, CertificatesThatChangeAreReadAgain) {
+  const Authority authority;
+  Etcd etcd(&authority);
+  etcd.Announce("a", "a:1");
+  const auto use = [&](const std::string& name) {
+    authority.Write("used.pem", authority.Read(name + ".pem"));
+    authority.Write("used.key", authority.Read(name + ".key"));
+  };
+  use("foreign");
+  const auto registry = client::RegistryOf(etcd.target(), etcd.FilesOf("used"));
+  ASSERT_TRUE(registry.ok()) << registry.status();
+  EXPECT_EQ(ReasonIn((*registry)->Read().status()), "registry_away");
+  use("red");
+  const auto members = (*registry)->Read();
+  ASSERT_TRUE(members.ok()) << members.status();
+  EXPECT_EQ(members->size(), 1u);
+}
+
 TEST_F(EtcdTest, TheNextEndpointAnswersWhereOneDoesNot) {
   Etcd etcd;
   etcd.Announce("a", "a:1");

@@ -190,6 +190,14 @@ class LossTest(unittest.TestCase):
         self.assertEqual(options["grpc.keepalive_permit_without_calls"], 1)
         self.assertEqual(options["grpc.http2.max_pings_without_data"], 0)
 
+    def test_pauses_between_attempts_are_short(self):
+        with mock.patch.object(grpc, "insecure_channel") as made:
+            channels.maker_of("host:1", None, 0, False)()
+        options = dict(made.call_args[1]["options"])
+        self.assertEqual(options["grpc.initial_reconnect_backoff_ms"], 100)
+        self.assertEqual(options["grpc.max_reconnect_backoff_ms"], 1000)
+        self.assertEqual(options["grpc.min_reconnect_backoff_ms"], 10_000)  # bounds an attempt
+
     def test_a_server_that_is_back_is_found_soon(self):
         """A listener that ends every connection counts them: with gRPC's own pauses, up to two
         minutes, the last of these connections would take ten minutes."""
@@ -212,7 +220,6 @@ class LossTest(unittest.TestCase):
                 admin_pb2.GetServerInfoRequest(), timeout=WAIT_S, wait_for_ready=True)
             self.assertTrue(wanted.wait(WAIT_S))
             pending.cancel()
-
 
     def test_a_close_during_a_pause_ends_no_thread_by_an_error(self):
         failed, before = [], set(threading.enumerate())

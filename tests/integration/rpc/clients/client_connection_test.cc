@@ -2,22 +2,27 @@
 // connections that were lost, timeouts.
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <grpcpp/support/channel_arguments.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/c/mla_client.h"
+#include "client/cpp/channel.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
 #include "tests/integration/rpc/clients/forgetful_relay.h"
@@ -158,6 +163,21 @@ absl::Status AfterLoss(const Call& call) {
   return status;
 }
 
+// The same for an outage that `relay` makes. Prints the time from its end to the first answer.
+template <class Call>
+absl::Status AfterOutage(const ForgetfulRelay& relay, const Call& call) {
+  using Clock = std::chrono::steady_clock;
+  std::optional<Clock::time_point> end;
+  const absl::Status status = AfterLoss([&] {
+    if (!end && relay.refusals_left() == 0) end = Clock::now();
+    return call();
+  });
+  EXPECT_EQ(relay.refusals_left(), 0);
+  const std::chrono::duration<double> back = end ? Clock::now() - *end : Clock::duration(0);
+  std::printf("back %.2f s after the outage\n", back.count());
+  return status;
+}
+
 // Without probes a call waits for its whole deadline, and so do all after it: nothing tells that
 // packets vanish.
 TEST(ClientConnectionTest, AConnectionThatWasForgottenIsMadeAgain) {
@@ -205,6 +225,46 @@ TEST(ClientConnectionTest, AConnectionThatWasForgottenIsMadeAgain) {
   EXPECT_EQ(again.Step({&track}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
   mla_sequence_free(c_sequence);
   mla_client_free(c_client);
+}
+
+// With gRPC's own pauses, up to two minutes, the tenth attempt would come after longer than
+// AfterLoss waits. The time that is printed is that from the end of the outage to the first answer.
+TEST(ClientConnectionTest, AServerThatIsBackIsFoundSoon) {
+  const TestServer server;
+  ForgetfulRelay relay(server.server().tcp_port()), c_relay(server.server().tcp_port());
+  const auto client = client::Client::Connect(relay.target(), {});
+  ASSERT_TRUE(client.ok()) << client.status();
+  ASSERT_TRUE((*client)->RegisterModel(SpecOf({}, "m")).ok());
+  auto sequence = (*client)->OpenSequence("m");
+  ASSERT_TRUE(sequence.ok()) << sequence.status();
+  mla_client* c_client = nullptr;
+  mla_sequence* c_sequence = nullptr;
+  ASSERT_EQ(mla_connect(c_relay.target().c_str(), nullptr, &c_client, nullptr), MLA_OK);
+  ASSERT_EQ(mla_sequence_open(c_client, "m", nullptr, &c_sequence, nullptr), MLA_OK);
+
+  constexpr int kAttempts = 10;
+  const auto refresh_c = [&] {
+    return absl::Status(static_cast<absl::StatusCode>(mla_sequence_refresh(c_sequence, nullptr)),
+                        "");
+  };
+  relay.Refuse(kAttempts);
+  EXPECT_EQ(AfterOutage(relay, [&] { return sequence->Refresh(); }), absl::OkStatus());
+  c_relay.Refuse(kAttempts);
+  EXPECT_EQ(AfterOutage(c_relay, refresh_c), absl::OkStatus());
+  mla_sequence_free(c_sequence);
+  mla_client_free(c_client);
+}
+
+TEST(ClientConnectionTest, PausesBetweenAttemptsAreShort) {
+  const grpc::ChannelArguments arguments = client::ChannelArgumentsOf("host:1", {});
+  const grpc_channel_args raw = arguments.c_channel_args();
+  std::map<std::string, int> numbers;
+  for (size_t i = 0; i < raw.num_args; ++i) {
+    if (raw.args[i].type == GRPC_ARG_INTEGER) numbers[raw.args[i].key] = raw.args[i].value.integer;
+  }
+  EXPECT_EQ(numbers[GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS], 100);
+  EXPECT_EQ(numbers[GRPC_ARG_MAX_RECONNECT_BACKOFF_MS], 1000);
+  EXPECT_EQ(numbers[GRPC_ARG_MIN_RECONNECT_BACKOFF_MS], 10000);
 }
 
 TEST(ClientConnectionTest, TimeoutsMayBeAsLongAsOneLikes) {

@@ -47,6 +47,12 @@ void ForgetfulRelay::Forget() {
   while (forget_) std::this_thread::yield();
 }
 
+void ForgetfulRelay::Refuse(int attempts) {
+  refusals_left_ = attempts;
+  end_ = true;
+  while (end_) std::this_thread::yield();
+}
+
 bool ForgetfulRelay::Carry(int from, int to, bool known) {
   char buffer[65536];
   const ssize_t got = recv(from, buffer, sizeof(buffer), 0);
@@ -64,6 +70,14 @@ void ForgetfulRelay::Run() {
     if (forget_) {
       for (Link& link : links_) link.known = false;
       forget_ = false;
+    }
+    if (end_) {
+      for (const Link& link : links_) {
+        close(link.client);
+        close(link.server);
+      }
+      links_.clear();
+      end_ = false;
     }
     std::vector<pollfd> ends = {{listener_, POLLIN, 0}};
     for (const Link& link : links_) {
@@ -85,6 +99,11 @@ void ForgetfulRelay::Run() {
     }
     if (ends[0].revents != 0) {
       const int client = accept(listener_, nullptr, nullptr);
+      if (refusals_left_ > 0) {
+        close(client);
+        --refusals_left_;
+        continue;
+      }
       const int server = socket(AF_INET, SOCK_STREAM, 0);
       const sockaddr_in address = Loopback(server_port_);
       EXPECT_EQ(connect(server, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);

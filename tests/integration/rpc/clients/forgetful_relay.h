@@ -1,5 +1,6 @@
 // A relay between clients and a server that can forget its connections: what they send then
-// vanishes, as after the restart of a firewall. New connections work.
+// vanishes, as after the restart of a firewall. New connections work. It can also end them, and
+// refuse the next ones, as a server that is away.
 #ifndef MLA_TESTS_INTEGRATION_RPC_CLIENTS_FORGETFUL_RELAY_H_
 #define MLA_TESTS_INTEGRATION_RPC_CLIENTS_FORGETFUL_RELAY_H_
 
@@ -12,7 +13,7 @@
 
 namespace mla::integration {
 
-// Threading: Forget may be called by any thread.
+// Threading: any thread.
 class ForgetfulRelay final {
  public:
   // Relays to a port of the loopback, from a free one.
@@ -24,6 +25,10 @@ class ForgetfulRelay final {
   std::string target() const;
   // Forgets all connections that exist now.
   void Forget();
+  // Ends all connections that exist now, and each of the next `attempts` as soon as it comes.
+  void Refuse(int attempts);
+  // How many connections are still to be ended.
+  int refusals_left() const { return refusals_left_; }
 
  private:
   struct Link {
@@ -37,7 +42,8 @@ class ForgetfulRelay final {
 
   const int server_port_;
   int listener_ = -1, port_ = 0;
-  std::atomic<bool> stop_{false}, forget_{false};
+  std::atomic<bool> stop_{false}, forget_{false}, end_{false};
+  std::atomic<int> refusals_left_{0};
   std::vector<Link> links_;
   std::thread thread_;
 };
