@@ -145,6 +145,9 @@ int main(int argc, char** argv) {
   const bool printed = Print(loaded);
   if (!loaded.faults.empty()) return server::kExitBadConfig;
   if (loaded.command.check_config) {
+    for (const std::string& line : server::DescribeGpus(loaded.config)) {
+      std::printf("%s\n", line.c_str());
+    }
     const std::vector<std::string> faults = server::Preflight(loaded.config);
     for (const std::string& fault : faults) std::fprintf(stderr, "%s\n", fault.c_str());
     return faults.empty() ? server::kExitDrained : server::kExitBadConfig;

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <ctime>
+#include <utility>
 
+#include "kernels/hip/runtime/runtime_report.h"
 #include "scheduler/engine.h"
 #include "server/backends.h"
 #include "server/connections/listeners.h"
@@ -61,6 +63,20 @@ std::vector<std::string> Preflight(const Config& config) {
   ChooseSizes(*choice->backend, &sized);
   note(CheckHostMemory(sized, *choice->backend));
   return faults;
+}
+
+std::vector<std::string> DescribeGpus(const Config& config) {
+  namespace hip = kernels::hip;
+  std::vector<std::string> lines;
+  for (const auto& [backend, vendor] :
+       {std::pair("hip", hip::Vendor::kAmd), std::pair("cuda", hip::Vendor::kNvidia)}) {
+    if (config.backend != "auto" && config.backend != backend) continue;
+    const std::vector<std::string> more = hip::DescribeRuntime(
+        vendor, hip::RuntimeLibraries(vendor, config.backend_options.gpu_runtime_library),
+        hip::BuiltInKernelImages());
+    lines.insert(lines.end(), more.begin(), more.end());
+  }
+  return lines;
 }
 
 }  // namespace mla::server

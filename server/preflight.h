@@ -17,6 +17,10 @@ namespace mla::server {
 // group of the sockets, and the memory.
 std::vector<std::string> Preflight(const Config& config);
 
+// Returns lines of text on the GPU runtimes of this machine and the architectures that this binary
+// can drive with them. Returns none if the configuration names a backend without a GPU.
+std::vector<std::string> DescribeGpus(const Config& config);
+
 // Fills in the sizes that the configuration leaves open: limits.weights_bytes, and
 // limits.kv_cache_bytes from the remaining memory.
 void ChooseSizes(const kernels::AttentionBackend& backend, Config* config);

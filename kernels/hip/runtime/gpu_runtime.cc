@@ -33,8 +33,8 @@ constexpr unsigned kNvidiaHostMemory = 1, kNvidiaDeviceMemory = 2;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
-    Vendor vendor, int device, std::span<const std::string> libraries) {
+absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::OpenLibrary(
+    Vendor vendor, std::span<const std::string> libraries) {
   const std::vector<std::string> names = libraries.empty()
                                              ? RuntimeLibraries(vendor, "")
                                              : std::vector(libraries.begin(), libraries.end());
@@ -42,10 +42,31 @@ absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
                        OpenSharedLibrary(names, LoadedCopy::kIgnore, "no GPU runtime"));
   auto table = std::make_unique<RuntimeTable>();
   MLA_RETURN_IF_ERROR(FindEntryPoints(vendor, opened.handle, table.get()));
-  std::unique_ptr<GpuRuntime> runtime(
+  return std::unique_ptr<GpuRuntime>(
       new GpuRuntime(vendor, opened.name, opened.handle, std::move(table)));
+}
+
+absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
+    Vendor vendor, int device, std::span<const std::string> libraries) {
+  MLA_ASSIGN_OR_RETURN(auto runtime, OpenLibrary(vendor, libraries));
   MLA_RETURN_IF_ERROR(runtime->OpenDevice(device));
   return runtime;
+}
+
+absl::StatusOr<FoundRuntime> GpuRuntime::Find(Vendor vendor,
+                                              std::span<const std::string> libraries) {
+  MLA_ASSIGN_OR_RETURN(auto runtime, OpenLibrary(vendor, libraries));
+  const absl::StatusOr<int> count = runtime->CountDevices();
+  FoundRuntime found{runtime->library_, runtime->version_, count.status(), {}};
+  for (int device = 0; count.ok() && device < *count; ++device) {
+    runtime->device_ = device;
+    runtime->name_ = runtime->arch_ = "unknown";
+    if (absl::Status status = runtime->Identify(); !status.ok()) {
+      runtime->name_ = std::string(status.message());
+    }
+    found.devices.push_back({runtime->name_, runtime->arch_});
+  }
+  return found;
 }
 
 GpuRuntime::GpuRuntime(Vendor vendor, std::string name, void* library,
@@ -68,31 +89,36 @@ absl::Status GpuRuntime::Check(int code, const char* call) const {
                               : absl::InternalError(message);
 }
 
-absl::Status GpuRuntime::OpenDevice(int device) {
+absl::StatusOr<int> GpuRuntime::CountDevices() {
   int count = 0;
   absl::Status status = Check(api_->init(0), "init");
-  if (status.ok() && vendor_ == Vendor::kAmd) {
-    status = Check(api_->amd_version(&version_), "runtime version");
-    if (status.ok()) status = CheckRocm(version_, library_);
-    if (absl::IsFailedPrecondition(status)) return status;
+  if (vendor_ == Vendor::kAmd) {
+    // A runtime may say which it is although it finds no device.
+    absl::Status version = Check(api_->amd_version(&version_), "runtime version");
+    if (version.ok()) MLA_RETURN_IF_ERROR(CheckRocm(version_, library_));
+    if (!version.ok()) version_ = 0;
+    if (status.ok()) status = std::move(version);
   }
   if (status.ok()) status = Check(api_->device_count(&count), "device count");
-  if (!status.ok() || count == 0) {
-    return absl::UnavailableError(
-        absl::StrCat("no GPU device (", library_, ")", status.ok() ? "" : ": ", status.message()));
-  }
+  if (status.ok() && count > 0) return count;
+  return absl::UnavailableError(
+      absl::StrCat("no GPU device (", library_, ")", status.ok() ? "" : ": ", status.message()));
+}
+
+absl::Status GpuRuntime::OpenDevice(int device) {
+  MLA_ASSIGN_OR_RETURN(const int count, CountDevices());
   if (device < 0 || device >= count) {
     return absl::OutOfRangeError(absl::StrCat("GPU device ", device, " of ", count));
   }
   device_ = device;
-  return Identify();
-}
-
-absl::Status GpuRuntime::Identify() {
   if (vendor_ == Vendor::kNvidia) {
     MLA_RETURN_IF_ERROR(Check(api_->nvidia_retain_context(&context_, device_), "context"));
   }
   MLA_RETURN_IF_ERROR(Bind());
+  return Identify();
+}
+
+absl::Status GpuRuntime::Identify() {
   char name[256] = {};
   MLA_RETURN_IF_ERROR(Check(api_->device_name(name, sizeof(name) - 1, device_), "name"));
   name_ = name;

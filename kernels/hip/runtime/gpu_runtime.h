@@ -53,8 +53,23 @@ struct LaunchShape {
 // Entry points as the vendors' libraries export them; runtime_table.h has them.
 struct RuntimeTable;
 
+// A runtime that was found, and the devices that it lists.
+struct FoundRuntime {
+  struct Device {
+    std::string name, arch;
+  };
+  std::string library;
+  int version = 0;      // as hipRuntimeGetVersion reports it; 0: NVIDIA, or not known
+  absl::Status usable;  // FAILED_PRECONDITION: too old; UNAVAILABLE: it lists no device, and why
+  std::vector<Device> devices;
+};
+
 class GpuRuntime final {
  public:
+  // Finds the runtime and lists its devices without using one: no context is made. `libraries` as
+  // for Open. UNAVAILABLE if no library can be opened, or it lacks an entry point.
+  static absl::StatusOr<FoundRuntime> Find(Vendor vendor, std::span<const std::string> libraries);
+
   // `libraries` empty: RuntimeLibraries. UNAVAILABLE if no library can be opened (with names and
   // the loader's reason), it lacks an entry point, or it reports no device. FAILED_PRECONDITION if
   // it is older than kOldestHip. OUT_OF_RANGE if `device` is not below the count.
@@ -141,8 +156,11 @@ class GpuRuntime final {
   };
   absl::Status CopyRows(const RowsSide& to, const RowsSide& from, int64_t bytes, int64_t rows,
                         Stream stream);
+  static absl::StatusOr<std::unique_ptr<GpuRuntime>> OpenLibrary(
+      Vendor vendor, std::span<const std::string> libraries);
+  absl::StatusOr<int> CountDevices();
   absl::Status OpenDevice(int device);
-  absl::Status Identify();
+  absl::Status Identify();  // sets name_, arch_ and units_ of device_
   absl::Status IdentifyAmd();
   absl::Status IdentifyNvidia();
 

@@ -44,6 +44,12 @@ std::string RocmName(int version) {
   return absl::StrCat("ROCm ", version / 10'000'000, ".", version / 100'000 % 100);
 }
 
+int HipSince(std::string_view arch) {
+  if (arch == "gfx942") return 60000000;
+  if (arch == "gfx950") return 70000000;
+  return 0;
+}
+
 absl::Status CheckRocm(int version, const std::string& library) {
   if (version >= kOldestHip) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(

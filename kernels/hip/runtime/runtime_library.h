@@ -3,6 +3,7 @@
 #define MLA_KERNELS_HIP_RUNTIME_RUNTIME_LIBRARY_H_
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -22,6 +23,9 @@ inline constexpr int kOldestHip = 60200000;
 // From this version on, descriptors of memory are imported by value, as in CUDA.
 inline constexpr int kHipImportsByValue = 70100000;
 std::string RocmName(int version);  // "ROCm 7.2" of 70226015
+// Returns the version from which on HIP lists devices of an architecture with kernels (gfx942,
+// gfx950); 0 for others.
+int HipSince(std::string_view arch);
 // FAILED_PRECONDITION names `library` if the version is older than kOldestHip.
 absl::Status CheckRocm(int version, const std::string& library);
 

@@ -187,6 +187,8 @@ class HipImageTest(PodmanTest):
         (hip,) = re.findall(r"^backend hip +(.*)$", info, re.M)
         self.assertNotIn("cannot open shared object", hip)
         self.assertIn("device", hip)
+        said = self.podman("exec", "server", "mla-server", "--check-config", "--unix-path=")
+        self.assertRegex(said, r"AMD GPUs: .*libamdhip64\.so\.6.* drive ")
         self.assertIn("agree", self.podman("exec", "server", "mlactl", "attend"))
         self.stop()
 

@@ -32,7 +32,11 @@ bool Says(const ServerProcess& process, const std::string& text) {
 }
 
 TEST(ProcessTest, ConfigCommands) {
-  EXPECT_EQ(Shell(absl::StrCat(kServer, " --check-config")).code, 0);
+  const Result good = Shell(absl::StrCat(kServer, " --check-config"));
+  EXPECT_EQ(good.code, 0);
+  EXPECT_THAT(good.output, HasSubstr("AMD GPUs: "));
+  EXPECT_THAT(Shell(absl::StrCat(kServer, " --check-config --gpu-runtime-library=/none")).output,
+              HasSubstr("AMD GPUs: none of gfx942, gfx950 can be driven: no GPU runtime: /none"));
   const Result bad = Shell(
       absl::StrCat(kServer, " --check-config --listen=0.0.0.0:1 --limits-max-heads=0 --nonsense"));
   EXPECT_EQ(bad.code, 1);
