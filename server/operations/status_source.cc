@@ -131,6 +131,8 @@ void StatusSource::AddTenants(StatusPage* page) const {
   // Tenants with the most bytes in the pool come first. Calls are counted by name only for the
   // first 64 tenants.
   std::vector<scheduler::TenantUsage> usages = options_.engine->tenants()->Usages();
+  // The server's self-test uses a tenant of its own, which is not shown.
+  std::erase_if(usages, [](const auto& usage) { return usage.name.front() == ' '; });
   std::stable_sort(usages.begin(), usages.end(), [](const auto& a, const auto& b) {
     return a.used[Resource::kKvBytes] > b.used[Resource::kKvBytes];
   });
