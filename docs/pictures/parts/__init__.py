@@ -1,0 +1,1 @@
+"""What several pictures need: load on a server, and a browser."""
