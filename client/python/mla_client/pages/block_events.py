@@ -120,7 +120,7 @@ class _Watch:
             for events in self._events:
                 self._begun.set()
                 if len(self._heard) + len(events) > MOST_HEARD:
-                    break  # nobody takes them
+                    break  # no thread takes them
                 self._heard.extend([(self, event) for event in events])
         except errors.MlaError as error:
             LOG.info("mla: the events of a server have ended: %s", error)

@@ -207,10 +207,10 @@ class RealServerTest(unittest.TestCase):
     """An engine's two sides on a server with room for few pages."""
 
     def setUp(self):
-        self.server = server_binary.start("--kv-cache-bytes=64KiB", "--tenants-kv-bytes=64KiB",
-                                          "--tenants-kv-slab-bytes=64KiB")
+        self.server = server_binary.start("--kv-cache-bytes=1MiB", "--tenants-kv-bytes=1MiB",
+                                          "--tenants-kv-slab-bytes=1MiB")
         self.addCleanup(self.server.stop)
-        self.spec = mla_client.ModelSpec("m", mla_client.Geometry(1, 32, 16), 1, 0.25, 16)
+        self.spec = mla_client.ModelSpec("m", mla_client.Geometry(1, 512, 64), 1, 0.25, 16)
         made = Options.of({"target": self.server.target}, "m", "engine")
         self.worker = Link(made, pause=Pause(0.0, 0.0))
         self.worker.start(self.spec, None)
@@ -225,7 +225,7 @@ class RealServerTest(unittest.TestCase):
         found = self.admission.admit(name, tokens, salt)
         plan = self.admission.plan({name: (found, len(tokens) - found)}, ())
         made = self.passes.begin(plan.scheduled, plan.gone, plan.said, plan.number)
-        rows = np.zeros((len(tokens) - found, 48), np.float32)
+        rows = np.zeros((len(tokens) - found, 576), np.float32)
         made.step.attend(0, None, rows, mla_client.Profile.APPEND_ONLY)
         self.passes.layer_done(made)
         self.passes.end()
