@@ -10,7 +10,8 @@ import unittest
 
 PROGRAM = pathlib.Path(__file__).resolve().parent / "hosts" / "faults.py"
 LONG = os.environ.get("MLA_TEST_LONG", "") != ""
-SMALL = ("--servers=3", "--workers=4", "--hosts=2", "--kills=16", "--away=2")
+SMALL = ("--servers=3", "--workers=4", "--hosts=2", "--kills=16", "--partitions=1",
+         "--hold=1", "--away=2")
 SKIPPED = 77
 
 

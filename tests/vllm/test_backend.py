@@ -355,7 +355,7 @@ class ChecksTest(unittest.TestCase):
 
 
 class PublishedTest(unittest.TestCase):
-    """Events of cached blocks in vLLM's own structures, which a router reads after their journey."""
+    """Events of cached blocks in vLLM's own structures, as a router reads them."""
 
     def test_events_are_those_that_vllm_publishes(self):
         blocks = range(7, 7 + 2 * BLOCK)

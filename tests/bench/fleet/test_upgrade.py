@@ -11,7 +11,7 @@ import unittest
 
 PROGRAM = pathlib.Path(__file__).resolve().with_name("upgrade.py")
 LONG = os.environ.get("MLA_TEST_LONG", "") != ""
-SMALL = ("--sequences=7", "--workers=1")
+SMALL = ("--sequences=14", "--workers=1")
 
 
 class UpgradeTest(unittest.TestCase):
@@ -26,7 +26,7 @@ class UpgradeTest(unittest.TestCase):
             (row,) = json.loads(rows.read_text(encoding="utf-8"))
         self.assertEqual((row["lost"], row["rows_again"], row["wrong"]), (0, 0, 0))
         # Each server has handed over at least the sequences that were opened there.
-        self.assertGreaterEqual(row["moved"], 8 * (28 if LONG else 7))
+        self.assertGreaterEqual(row["moved"], 8 * (28 if LONG else 14))
         self.assertGreater(row["outputs"], 0)
 
 

@@ -1,7 +1,8 @@
 """A cluster on hosts of its own, network namespaces of this machine, with faults of processes and
 of the network.
 
-    faults.py [--servers 16] [--workers 50] [--hosts 5] [--kills 200] [--away 60] [--seed 1]
+    faults.py [--servers 16] [--workers 50] [--hosts 5] [--kills 200] [--partitions 4] [--hold 7]
+              [--away 60] [--seed 1]
 
 Three nodes of etcd, servers on the CPU backend with an announcer each, and hosts with workers; a
 relay in front of the first server. Parts, one after the other:
@@ -10,7 +11,9 @@ relay in front of the first server. Parts, one after the other:
                 three quarters of the kills
     kills       the other kills, while the workers run
     partitions  iptables drops all packets between a host of workers and a server; a server's link
-                is down; a node of etcd is off; the first server answers later than probes wait for
+                is down; a node of etcd is off; the first server answers later than probes wait for.
+                Each lasts for some turns of the workers and at least `--hold` seconds: longer than
+                a worker waits for an answer
     registry    all nodes of etcd are off for so many seconds, while clients keep their list for
                 twice as long, and a server is killed
 
@@ -27,7 +30,7 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parents[2] / "client" / "python")]
 
 # pylint: disable=wrong-import-position
 import fleet as hosted
@@ -36,7 +39,6 @@ import real
 
 SKIPPED = 77
 KEEP_S = 120.0
-PARTITIONS = 4       # of each kind
 SLOW_S = 0.4         # more than a probe waits
 MOST_WAIT_S = 300.0  # for turns that do not come
 
@@ -48,7 +50,7 @@ class Run:
         self.fleet, self.workers = fleet, workers
         self.rng = random.Random(args.seed)
         self.turns = args.workers // 2  # between two faults
-        self.down = []
+        self.hold_s, self.count = args.hold, args.partitions
 
     def go_on(self):
         """Until the workers have done some more turns."""
@@ -73,24 +75,26 @@ class Run:
 
     def during(self, begin, end):
         """Some turns of the workers in between, and some after that."""
+        until = time.monotonic() + self.hold_s
         begin()
         self.go_on()
+        time.sleep(max(0.0, until - time.monotonic()))
         end()
         self.go_on()
 
     def partitions(self):
         """Faults of the network."""
-        for _ in range(PARTITIONS):
+        for _ in range(self.count):
             worker = self.rng.choice(self.workers.hosts)
             server = self.fleet.hosts[self.address()]
             self.during(lambda: worker.cut(server), lambda: worker.cut(server, False))
-        for _ in range(PARTITIONS):
+        for _ in range(self.count):
             server = self.fleet.hosts[self.address()]
             self.during(server.unplug, lambda: server.unplug(False))
         for node in self.fleet.etcd.hosts:
             self.during(node.unplug, lambda: node.unplug(False))
         self.during(lambda: self.fleet.delay(SLOW_S), lambda: self.fleet.delay(0))
-        return {"cut": PARTITIONS, "unplugged": PARTITIONS,
+        return {"cut": self.count, "unplugged": self.count,
                 "nodes_off": len(self.fleet.etcd.hosts), "slow": 1}
 
     def registry_away(self, seconds):
@@ -148,6 +152,8 @@ def main():
     parser.add_argument("--workers", type=int, default=50)
     parser.add_argument("--hosts", type=int, default=5, help="of workers")
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--partitions", type=int, default=4, help="of each kind")
+    parser.add_argument("--hold", type=float, default=7.0, help="seconds of a partition")
     parser.add_argument("--away", type=float, default=60.0, help="seconds without the registry")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

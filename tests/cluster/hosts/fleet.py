@@ -93,8 +93,9 @@ class Fleet:
             host = switch.host()
             address = f"{host.address}:{PORT}"
             listen = address if number > 0 else f"127.0.0.1:{PORT_AFTER_RELAY}"
-            server = ServerProcess(real.BINARY, ["--kv-cache-bytes=16MiB", "--log-level=warning"],
-                                   listen=listen)
+            server = ServerProcess(real.BINARY, [
+                "--kv-cache-bytes=16MiB", "--log-level=warning", "--server-insecure"],
+                listen=listen)
             server.command[:0] = host.prefix
             self.servers[address], self.hosts[address] = server, host
             self.relayed = self.relayed or address

@@ -362,8 +362,8 @@ class ClusterStep(Step):
 
 
 class OwnedStep(Step):
-    """A step of one owner. If a drain moves its sequences to several servers before it has begun, it
-    becomes a ClusterStep."""
+    """A step of one owner. If a drain moves its sequences to several servers before it has begun,
+    it becomes a ClusterStep."""
 
     def __init__(self, service: Service, rows: Seq[Tuple[Sequence, int]], participants: int,
                  lease_ms: int, step_id: Optional[int], stream_of: Callable[[Service], Any],
