@@ -92,7 +92,8 @@ def fill_server(root):
     add(root, "etc/mla-server/server.yaml", deploy / "config/example.yaml")
     for name in ("alerts.yaml", "rules.yaml", "prometheus.yaml"):
         add(root, f"usr/share/doc/mla-server/prometheus/{name}", deploy / "prometheus" / name)
-    add(root, "usr/share/doc/mla-server/dashboard.json", deploy / "grafana/dashboard.json")
+    for name in ("dashboard.json", "fleet.json"):
+        add(root, f"usr/share/doc/mla-server/{name}", deploy / "grafana" / name)
     add_manuals(root, root / "usr/bin/mla-server")
     add(root, "DEBIAN/conffiles", "/etc/mla-server/server.yaml\n")
     for script in ("postinst", "prerm", "postrm"):

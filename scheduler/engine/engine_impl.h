@@ -3,6 +3,8 @@
 #ifndef MLA_SCHEDULER_ENGINE_ENGINE_IMPL_H_
 #define MLA_SCHEDULER_ENGINE_ENGINE_IMPL_H_
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -152,6 +154,8 @@ class Engine::Impl {
   }
 
   void RunThread() {
+    // Operators find this thread by its name, because its time is what all tenants share.
+    pthread_setname_np(pthread_self(), "mla-engine");
     engine_thread_ = std::this_thread::get_id();
     while (!stopping_) {
       int64_t sleep = kLongestSleepNanos;

@@ -328,7 +328,8 @@ def kill_at_each_point(fleet, kills, seed, points=POINTS):
                 worker.release(one)
             worker.turn(worker.conversations)
             killer.point = None
-            mine = set(killer.killed[before:])
+            # What a kill after the last step of the turn before has ended shows in this one.
+            mine = set(killer.killed[max(0, before - 1):])
             others = set(worker.failed) - mine - {""}
             if others:
                 wrong.append(f"{others} failed where {mine} was killed")

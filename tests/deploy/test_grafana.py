@@ -1,4 +1,4 @@
-"""The dashboard: panels that fit, and expressions on metrics that the server exports."""
+"""The dashboards: panels that fit, and expressions on metrics that the server exports."""
 
 import json
 import pathlib
@@ -10,15 +10,21 @@ import promql
 import test_prometheus
 import yaml
 
-PATH = promql.ROOT / "deploy/grafana/dashboard.json"
+FOLDER = promql.ROOT / "deploy/grafana"
 ROWS = ["Now", "Traffic", "Latency", "Scheduler", "KV cache", "Devices", "Wire", "Prefix cache",
         "Slower tiers", "Checkpoints and hand-over", "Tenants", "Launches in detail",
         "Configuration and connections"]
+ROWS_OF_FLEET = ["Fleet", "Load of each server", "Memory of each server", "Placement",
+                 "Failures and upgrades"]
 
 
-class DashboardTest(unittest.TestCase):
+class Dashboard:
+    """What holds for each of them; mixed into its tests."""
+
+    name, rows, least_queries = "", [], 0
+
     def setUp(self):
-        self.dashboard = json.loads(PATH.read_text(encoding="utf-8"))
+        self.dashboard = json.loads((FOLDER / self.name).read_text(encoding="utf-8"))
         self.panels = [panel for panel in self.dashboard["panels"] if panel["type"] != "row"]
         self.queries = [(panel["title"], target) for panel in self.panels
                         for target in panel["targets"]]
@@ -27,21 +33,15 @@ class DashboardTest(unittest.TestCase):
 
     def test_rows(self):
         titles = [panel["title"] for panel in self.dashboard["panels"] if panel["type"] == "row"]
-        self.assertEqual(titles, ROWS)
+        self.assertEqual(titles, self.rows)
         self.assertGreaterEqual(self.dashboard["schemaVersion"], 39)
 
     def test_expressions_use_what_the_server_exports(self):
         catalogue = promql.Catalogue(test_prometheus.recorded())
-        self.assertGreater(len(self.queries), 50)
+        self.assertGreater(len(self.queries), self.least_queries)
         faults = [f"{title}: {fault}" for title, query in self.queries
                   for fault in catalogue.faults(query["expr"])]
         self.assertEqual(faults, [])
-
-    def test_every_metric_is_on_a_panel(self):
-        shown = {name for panel in self.panels for target in panel["targets"]
-                 for name, _ in promql.selectors(target["expr"])}
-        shown |= {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
-        self.assertEqual(sorted(set(promql.exported()) - shown), [])
 
     def test_legends_name_labels_that_exist(self):
         labels = promql.Catalogue().labels
@@ -94,6 +94,25 @@ class DashboardTest(unittest.TestCase):
         for panel in self.panels:
             self.assertTrue(panel["description"], panel["title"])
             self.assertTrue(panel["fieldConfig"]["defaults"]["unit"], panel["title"])
+
+
+class ServerTest(Dashboard, unittest.TestCase):
+    name, rows, least_queries = "dashboard.json", ROWS, 50
+
+    def test_every_metric_is_on_a_panel(self):
+        shown = {name for panel in self.panels for target in panel["targets"]
+                 for name, _ in promql.selectors(target["expr"])}
+        shown |= {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
+        self.assertEqual(sorted(set(promql.exported()) - shown), [])
+
+
+class FleetTest(Dashboard, unittest.TestCase):
+    name, rows, least_queries = "fleet.json", ROWS_OF_FLEET, 20
+
+    def test_dashboards_are_told_apart(self):
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in FOLDER.glob("*.json")]
+        for field in ("uid", "title"):
+            self.assertEqual(len({one[field] for one in found}), len(found))
 
 
 if __name__ == "__main__":

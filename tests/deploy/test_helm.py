@@ -331,8 +331,9 @@ class TemplatesTest(unittest.TestCase):
                     self.assertTrue(url.startswith("https://docs.example/docs/runbook.md#"), url)
                     rule["annotations"]["runbook_url"] = url.removeprefix("https://docs.example/")
         self.assertEqual(rendered, groups)
-        board = item.objects["ConfigMap", "attention-dashboard"]["data"]["mla-server.json"]
-        self.assertEqual(board.strip(), read("deploy/grafana/dashboard.json").strip())
+        boards = item.objects["ConfigMap", "attention-dashboard"]["data"]
+        for name, file in (("mla-server.json", "dashboard.json"), ("mla-fleet.json", "fleet.json")):
+            self.assertEqual(boards[name].strip(), read(f"deploy/grafana/{file}").strip())
         # The label `job`, as the alerts select it.
         monitor = item.one("ServiceMonitor")["spec"]
         job = item.one("Service")["metadata"]["labels"][monitor["jobLabel"]]

@@ -51,6 +51,45 @@ class Examples(unittest.TestCase):
         self.assertEqual({mount["name"] for mount in container["volumeMounts"]},
                          {volume["name"] for volume in pod["volumes"]})
 
+    def check_events(self, arguments):
+        """Events are published in blocks of one size; returns it, and where they are published."""
+        options = self.check(arguments)
+        events = json.loads(arguments[arguments.index("--kv-events-config") + 1])
+        self.assertEqual((events["enable_kv_cache_events"], events["publisher"]), (True, "zmq"))
+        self.assertIn(f"--block-size={options.page_size}", arguments)
+        return options.page_size, events
+
+    def test_llm_d(self):
+        text = (ROOT / "deploy/vllm/llm-d.yaml").read_text(encoding="utf-8")
+        config, deployment, service = yaml.safe_load_all(text)
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        size, events = self.check_events(container["args"])
+        picker = yaml.safe_load(config["data"]["plugins.yaml"])
+        plugins = {one["type"]: one.get("parameters", {}) for one in picker["plugins"]}
+        for profile in picker["schedulingProfiles"]:
+            for one in profile["plugins"]:
+                self.assertIn(one["pluginRef"], plugins)
+        producer = plugins["precise-prefix-cache-producer"]
+        self.assertEqual(producer["tokenProcessorConfig"]["blockSize"], size)
+        port = producer["kvEventsConfig"]["podDiscoveryConfig"]["socketPort"]
+        self.assertEqual(events["endpoint"], f"tcp://*:{port}")
+        self.assertIn(port, [one["containerPort"] for one in container["ports"]])
+        self.assertTrue(events["topic"].startswith(producer["kvEventsConfig"]["topicFilter"]))
+        url = plugins["token-producer"]["vllm"]["url"]
+        self.assertEqual(url, f"http://{service['metadata']['name']}:"
+                              f"{service['spec']['ports'][0]['port']}")
+        self.assertIn(f"--model={plugins['token-producer']['modelName']}", container["args"])
+        self.assertEqual(service["spec"]["selector"].items()
+                         & deployment["spec"]["template"]["metadata"]["labels"].items(),
+                         service["spec"]["selector"].items())
+
+    def test_dynamo(self):
+        services = self.read("dynamo.yaml")["spec"]["services"]
+        frontend, worker = (services[name]["extraPodSpec"]["mainContainer"]["args"]
+                            for name in ("Frontend", "Worker"))
+        size, _ = self.check_events(worker)
+        self.assertEqual(frontend[frontend.index("--kv-cache-block-size") + 1], str(size))
+
 
 if __name__ == "__main__":
     unittest.main()

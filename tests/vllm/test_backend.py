@@ -6,14 +6,17 @@ import types
 import unittest
 from unittest import mock
 
+import msgspec
 import torch
+from vllm.distributed import kv_events
 
 import server_binary
 from mla_client import errors
+from mla_client.pages import block_events
 from mla_client.serving import (Admission, BatchPlan, Given, Link, PassPlan, Planner,
                                 Scheduled)
 from mla_client.types import Geometry
-from mla_client.vllm import backend, checks, plugin
+from mla_client.vllm import backend, checks, connector, plugin
 from mla_client.vllm.runtime import Runtime, runtime
 from mla_client.vllm.weights import Layer
 
@@ -349,6 +352,29 @@ class ChecksTest(unittest.TestCase):
                 with self.assertRaisesRegex(errors.Unimplemented,
                                             f"vLLM {version}: .* 0.25.1, 0.29.0 to 0.32.0"):
                     plugin.release()
+
+
+class PublishedTest(unittest.TestCase):
+    """Events of cached blocks in vLLM's own structures, as a router reads them."""
+
+    def test_events_are_those_that_vllm_publishes(self):
+        blocks = range(7, 7 + 2 * BLOCK)
+        sent = [connector._published(event) for event in (
+            block_events.Cleared(), block_events.Stored((1, 2**64 - 1), None, (*blocks,), BLOCK),
+            block_events.Stored((3,), 2**64 - 1, (9, 9, 9, 9), BLOCK),
+            block_events.Removed((3, 1)))]
+        batch = kv_events.KVEventBatch(ts=1.5, events=sent, data_parallel_rank=0)
+        read = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=kv_events.KVEventBatch)
+        self.assertEqual([type(event) for event in read.events], [
+            kv_events.AllBlocksCleared, kv_events.BlockStored, kv_events.BlockStored,
+            kv_events.BlockRemoved])
+        _, first, second, removed = read.events
+        self.assertEqual((first.block_hashes, first.parent_block_hash, first.token_ids,
+                          first.block_size, first.lora_id), (
+                              [1, 2**64 - 1], None, [*blocks], BLOCK, None))
+        self.assertEqual(second.parent_block_hash, first.block_hashes[-1])
+        self.assertEqual(removed.block_hashes, [3, 1])
+        self.assertEqual({getattr(event, "medium", "GPU") for event in read.events}, {"GPU"})
 
 
 if __name__ == "__main__":

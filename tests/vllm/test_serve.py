@@ -18,7 +18,10 @@ import unittest.mock
 import cases
 import engine
 import mla_client
+import msgspec
 import server_binary
+import zmq
+from vllm.distributed import kv_events
 
 ENVIRONMENT = "vllm"
 GATE = False
@@ -217,6 +220,53 @@ class Serve(unittest.TestCase):
         for target in self.servers:
             with mla_client.Client.connect(target) as client:
                 self.assertEqual((len(client.models()), client.stats().sequences), (0, 0), target)
+
+    def test_a_router_hears_which_blocks_are_cached(self):
+        """Events on vLLM's own socket, read by vLLM's own structures."""
+        context = zmq.Context()
+        self.addCleanup(context.destroy, 0)
+        self.router, self.blocks, self.cleared = context.socket(zmq.SUB), {}, 0
+        port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        self.router.subscribe(b"kv@")
+        self.serve("--block-size", "64", "--kv-events-config", json.dumps({
+            "enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv@engine@m",
+            "endpoint": f"tcp://127.0.0.1:{port}"}))
+        prompt = [2 + place % 200 for place in range(150)]
+        self.hear_until(lambda: tuple(prompt[:128]) in self.blocks.values(), prompt)
+        self.assertIn(tuple(prompt[:64]), self.blocks.values())
+        self.assertEqual(self.cleared, 1)  # as the engine began
+        self.server.kill()
+        self.server.start()
+        self.hear_until(lambda: self.cleared == 2, prompt)
+        self.hear_until(lambda: tuple(prompt[:128]) in self.blocks.values(), prompt)
+
+    def hear_until(self, condition, prompt):
+        """Asks for completions, with whose passes vLLM publishes, until the condition is true."""
+        deadline = time.monotonic() + ASK_S
+        while not condition():
+            self.assertLess(time.monotonic(), deadline, self.blocks)
+            self.completed({"model": "m", "prompt": prompt, "max_tokens": 4, "ignore_eos": True})
+            while self.router.poll(200):
+                topic, _, payload = self.router.recv_multipart()
+                self.assertEqual(topic, b"kv@engine@m")
+                for event in msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch).events:
+                    self.hear(event)
+
+    def hear(self, event):
+        """Keeps the tokens up to the end of each block, by its hash."""
+        if isinstance(event, kv_events.AllBlocksCleared):
+            self.blocks.clear()
+            self.cleared += 1
+        elif isinstance(event, kv_events.BlockRemoved):
+            for name in event.block_hashes:
+                del self.blocks[name]
+        else:
+            parent = event.parent_block_hash
+            before = self.blocks[parent] if parent is not None else ()
+            for place, name in enumerate(event.block_hashes):
+                begin = place * event.block_size
+                before += tuple(event.token_ids[begin:begin + event.block_size])
+                self.blocks[name] = before
 
 
 if __name__ == "__main__":

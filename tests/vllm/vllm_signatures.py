@@ -38,7 +38,7 @@ NAMES = {
         f"KVConnectorBase_V1.{name}" for name in (
             "__init__", "bind_connector_metadata", "clear_connector_metadata",
             "register_kv_caches", "start_load_kv", "wait_for_layer_load", "save_kv_layer",
-            "wait_for_save", "get_block_ids_with_load_errors", "shutdown",
+            "wait_for_save", "get_block_ids_with_load_errors", "shutdown", "take_events",
             "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
             "update_connector_output", "request_finished", "requires_piecewise_for_cudagraph")],
 }

@@ -1,12 +1,13 @@
 """A rolling upgrade of a fleet, with one eighth of its memory free, under load.
 
-    upgrade_benchmark [--json FILE] [--servers N] [--workers N] [--server PROGRAM] [--new PROGRAM]
+    upgrade_benchmark [--json FILE] [--servers N] [--workers N] [--sequences 14|28]
+                      [--server PROGRAM] [--new PROGRAM]
 
-N servers (8) on the CPU backend with mutual TLS, etcd, and an announcer next to each. Workers,
-which are processes of their own, have sequences on all servers and take steps on eight of them at a
-time; upgrade_worker.py looks at the outputs. One server after the other hands its sequences over to
-the others by the fleet's drain, ends, and another process (PROGRAM of --new, if given) takes its
-place.
+N servers (8) on the CPU backend with mutual TLS, etcd, and an announcer next to each. Each server
+has N sequences (28), which take seven eighths of its memory. Workers, which are processes of their
+own, take steps on eight sequences at a time; upgrade_worker.py looks at the outputs. One server
+after the other hands its sequences over to the others by the fleet's drain, ends, and another
+process (PROGRAM of --new, if given) takes its place.
 
 Prints sequences that were lost, rows that were computed again, and the stall of a moved sequence:
 the time of the call that found it moved. Goals: 0, 0, and p99 <= 2 s + the bytes of a sequence /
@@ -30,16 +31,17 @@ import upgrade_worker
 from mla_client import Client, Tls
 from mla_client.cluster.operations.drain import drain
 
-EACH = 28                # sequences of a server
-ROOM = EACH * 8 // 7     # sequences that it has room for: an eighth of it is free
+FULL = 7                 # eighths of a server's memory that its sequences take
+# By the number of a server's sequences, so many more take the room that slabs leave over.
+SPARE = {14: 2, 28: 1}
 MOST_GOAL_S = 2.0
 END_S = 300.0
 
 
-def flags_of(authority):
-    """A server's: room for ROOM sequences and the rows of steps, all of it for one tenant."""
+def flags_of(authority, each):
+    """A server's: its sequences take FULL eighths of its memory, which is one tenant's."""
     files = authority.files("server")
-    pool = f"{upgrade_worker.bytes_of_sequence() * (ROOM + 1)}"
+    pool = f"{upgrade_worker.bytes_of_sequence() * (each * 8 // FULL + SPARE[each])}"
     return lambda number: [
         f"--tls-cert={files['cert']}", f"--tls-key={files['key']}", f"--client-ca={files['ca']}",
         "--server-operators=blue,localhost", "--backend-threads=1", f"--kv-cache-bytes={pool}",
@@ -49,13 +51,14 @@ def flags_of(authority):
 class Workers:
     """Processes that take steps until they are told to end."""
 
-    def __init__(self, fleet, authority, count):
+    def __init__(self, fleet, authority, count, each):
+        """`count` workers, with `each` sequences of a server together."""
         files = authority.files("red")
-        each = EACH // count
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "client/python")}
         self.processes = [subprocess.Popen(  # pylint: disable=consider-using-with
             [sys.executable, str(HERE / "upgrade_worker.py"), fleet.etcd.target, files["ca"],
-             files["cert"], files["key"], str(number), str(each)], env=environment, text=True,
+             files["cert"], files["key"], str(number), str(each // count)],
+            env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE) for number in range(count)]
         for one in self.processes:
             if one.stdout.readline() != "begun\n":
@@ -104,7 +107,7 @@ def report(args, figures, moved, seconds):
     rate = moved * upgrade_worker.bytes_of_sequence() / seconds
     bound = MOST_GOAL_S + upgrade_worker.bytes_of_sequence() / rate
     p50, p99 = quantile(stalls, 0.5), quantile(stalls, 0.99)
-    print(f"{args.servers} servers, {EACH} sequences of {upgrade_worker.ROWS} rows each "
+    print(f"{args.servers} servers, {args.sequences} sequences of {upgrade_worker.ROWS} rows each "
           f"({upgrade_worker.bytes_of_sequence() / 1e6:.2f} MB), {args.workers} workers: "
           f"{total['lost']} sequences lost, {total['rows_again']} rows computed again, "
           f"{total['wrong']} of {total['outputs']} outputs wrong, {total['steps']} steps")
@@ -113,7 +116,8 @@ def report(args, figures, moved, seconds):
           f"{max(stalls) * 1e3:.0f} ms ({len(stalls)} seen); goal {bound * 1e3:.0f} ms: "
           f"{'met' if p99 <= bound else 'missed'}")
     row = {"bench": "upgrade", "shape": f"{args.servers} servers",
-           **{name: total[name] for name in ("lost", "rows_again")},
+           "moved": moved,
+           **{name: total[name] for name in ("lost", "rows_again", "wrong", "outputs")},
            "stall_p50_ms": p50 * 1e3, "stall_p99_ms": p99 * 1e3, "gb_per_s": rate / 1e9}
     return row, total["lost"] + total["rows_again"] + total["wrong"] == 0
 
@@ -124,19 +128,21 @@ def main():
     parser.add_argument("--json")
     parser.add_argument("--servers", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--sequences", type=int, default=28, choices=SPARE, help="of a server")
     parser.add_argument("--server", default=str(SERVER))
     parser.add_argument("--new", default="")
     args = parser.parse_args()
-    if args.workers < 1 or EACH % args.workers:
-        parser.error(f"--workers: got {args.workers}, must divide {EACH}")
+    if args.workers < 1 or args.sequences % args.workers:
+        parser.error(f"--workers: got {args.workers}, must divide {args.sequences}")
     authority = peers.Authority()
     moved, seconds, workers = 0, 0.0, None
     try:
         for name in ("red", "blue"):
             authority.make(name)
-        with Fleet(args.server, args.servers, flags_of(authority), host="localhost") as fleet:
+        with Fleet(args.server, args.servers, flags_of(authority, args.sequences),
+                   host="localhost") as fleet:
             try:
-                workers = Workers(fleet, authority, args.workers)
+                workers = Workers(fleet, authority, args.workers, args.sequences)
                 for member in fleet.members:
                     some, took = upgrade(fleet, member, authority.files("blue"),
                                          args.new or args.server)

@@ -18,7 +18,7 @@ from mla_client.cluster.moves import ClusterMoves
 from mla_client.cluster.owners import Marks, Owner, Owners
 from mla_client.cluster.placement import Choice, Costs
 from mla_client.cluster.recovery import Recovery, recover
-from mla_client.cluster.step import ClusterStep
+from mla_client.cluster.step import ClusterStep, OwnedStep
 from mla_client.service import Model, Sequence
 from mla_client.service.step import Step
 from mla_client.types import Buffers, ModelSpec, Prefix, PrefixMatch, Profile, SequenceState
@@ -299,14 +299,13 @@ class ClusterClient:
         if not rows:
             raise errors.InvalidArgument("step: needs at least one sequence")
         owner = rows[0][0].model.service
-        if all(sequence.model.service is owner for sequence, _ in rows):
-            return Step(owner, rows, participants, lease_ms, step_id,
-                        None if stream is None else stream.of(owner), rotations)
 
         def stream_of(service: Any) -> Any:
             return None if stream is None else stream.of(service)
-        return ClusterStep(owner, rows, participants, lease_ms, step_id, stream_of, partial,
-                           rotations)
+        one = all(sequence.model.service is owner for sequence, _ in rows)
+        kind = OwnedStep if one else ClusterStep
+        return kind(owner, rows, participants, lease_ms, step_id, stream_of, partial,
+                    rotations)
 
     def open_stream(self) -> ClusterStream:
         """A stream on every server that steps use."""
@@ -440,6 +439,7 @@ class ClusterClient:
         def made(member: Member) -> Any:
             client = connect(member)
             client._moves = ClusterMoves(self)
+            client._gathers = False
             return client
         return made
 

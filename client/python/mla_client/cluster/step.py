@@ -6,6 +6,7 @@ rows fail and no others; what the others have computed and committed counts.
 
 from __future__ import annotations
 
+import time
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence as Seq, Tuple
 
 import numpy as np
@@ -13,9 +14,13 @@ import numpy.typing as npt
 
 from mla_client import arrays, errors
 from mla_client.service import AttendFuture, Sequence, Service
+from mla_client.service.gathering import APART
 from mla_client.service.step import Step
 from mla_client.shm import device as device_memory
 from mla_client.types import AttendResult, Buffers, DType, Profile
+
+# How often a step is divided again among servers, as drains move its sequences.
+MOST_DIVISIONS = 4
 
 
 class OwnersFailed(errors.Aborted):
@@ -38,6 +43,26 @@ class OwnersFailed(errors.Aborted):
 
     def again(self) -> "OwnersFailed":
         return OwnersFailed(self.failed, self.result, self.lengths)
+
+
+class _OwnersStep(Step):
+    """A sub-step, which stays with its owner: where sequences have left that, the whole step is
+    divided again, because their new server may have part in it."""
+
+    def _begin(self) -> None:
+        deadline = time.monotonic() + self.service.timeout_s
+        while not self.open:
+            if any(one.model.service is not self.service for one in self.sequences):
+                raise errors.FailedPrecondition(
+                    "step: a drain has moved sequences of it",
+                    errors.ErrorDetail(field="sequences", reason=APART))
+            try:
+                self._handle = self.service._begin(self)
+                self.open = True
+            except errors.MlaError as error:
+                if isinstance(error, errors.DeadlineExceeded):
+                    self.service._give_up(self)  # it may still begin
+                self.service._follow(self.sequences, error, deadline)
 
 
 class _Part:
@@ -145,6 +170,13 @@ class ClusterStep(Step):
                  partial: bool, rotations: Optional[npt.NDArray] = None) -> None:
         super().__init__(service, rows, participants, lease_ms, step_id, None, rotations)
         self.partial = partial
+        self._participants = participants
+        self._lease_ms = lease_ms
+        self._stream_of = stream_of
+        self._divide()
+
+    def _divide(self) -> None:
+        """Makes the sub-steps of the servers that have the sequences now."""
         self.failed: Dict[Sequence, errors.MlaError] = {}
         self._told = 0
         ends = np.cumsum([0, *self.rows])
@@ -157,8 +189,9 @@ class ClusterStep(Step):
             some = [(self.sequences[place], self.rows[place]) for place in places]
             own = np.concatenate([np.arange(ends[place], ends[place + 1])
                                   for place in places]).astype(np.int64)
-            step = Step(owner, some, participants, lease_ms, self.step_id, stream_of(owner),
-                        None if self.rotations is None else self.rotations[own])
+            step = _OwnersStep(owner, some, self._participants, self._lease_ms, self.step_id,
+                               self._stream_of(owner),
+                               None if self.rotations is None else self.rotations[own])
             self._parts.append(_Part(step, places, own))
 
     @property
@@ -168,15 +201,14 @@ class ClusterStep(Step):
 
     def begin(self, ahead: bool = False) -> "ClusterStep":
         """Begins the sub-steps. Where any fails and not `partial`, the others are aborted. Always
-        waits for the answers."""
-        for part in self._parts:
-            try:
-                part.step.begin()
-            except errors.MlaError as error:
-                self.fail(part, error)
-            except BaseException:
-                self._abort_others()
-                raise
+        waits for the answers. Sequences that a drain has moved are followed."""
+        for division in range(MOST_DIVISIONS):
+            self._begin_parts()
+            if division + 1 == MOST_DIVISIONS or not any(
+                    error.detail.reason == APART for error in self.failed.values()):
+                break
+            self._abort_others()
+            self._divide()
         self.open = any(part.step.open for part in self._parts)
         self._handle = self if self.open else None
         if not self.open or (self.failed and not self.partial):
@@ -185,6 +217,16 @@ class ClusterStep(Step):
             raise OwnersFailed(self.failed)
         self.joined = max(part.step.joined for part in self._parts if part.error is None)
         return self
+
+    def _begin_parts(self) -> None:
+        for part in self._parts:
+            try:
+                part.step.begin()
+            except errors.MlaError as error:
+                self.fail(part, error)
+            except BaseException:
+                self._abort_others()
+                raise
 
     def chain(self, out: Buffers, profile: Profile = Profile.EXPANDED, *,
               head_offset: int = 0) -> Any:
@@ -317,6 +359,29 @@ class ClusterStep(Step):
                     part.step.abort()
                 except errors.MlaError:
                     pass  # its lease ends it
+
+
+class OwnedStep(Step):
+    """A step of one owner. If a drain moves its sequences to several servers before it has begun,
+    it becomes a ClusterStep."""
+
+    def __init__(self, service: Service, rows: Seq[Tuple[Sequence, int]], participants: int,
+                 lease_ms: int, step_id: Optional[int], stream_of: Callable[[Service], Any],
+                 partial: bool, rotations: Optional[npt.NDArray] = None) -> None:
+        super().__init__(service, rows, participants, lease_ms, step_id, stream_of(service),
+                         rotations)
+        self._made_of = (rows, participants, lease_ms, step_id, stream_of, partial, rotations)
+
+    def begin(self, ahead: bool = False) -> Step:
+        try:
+            return super().begin(ahead)
+        except errors.FailedPrecondition as error:
+            if error.detail.reason != APART:
+                raise
+        made_of = self._made_of
+        self.__class__ = ClusterStep  # type: ignore[assignment]
+        self.__init__(self.sequences[0].model.service, *made_of)  # type: ignore[misc]
+        return self.begin()
 
 
 def _rows(array: Optional[npt.NDArray], at: npt.NDArray[np.int64]) -> Optional[npt.NDArray]:

@@ -42,6 +42,8 @@ class Service(abc.ABC):
     instead."""
 
     timeout_s: float
+    # Sequences of a step that have moved to several servers are waited for until they are on one.
+    _gathers = True
 
     @abc.abstractmethod
     def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from mla_client.service import Model, Sequence
 
 GATHER_PAUSE_S = 0.1  # between two looks at sequences of which some have not moved yet
+# Reason of the error where sequences of a cluster's step are on several servers.
+APART = "moved_apart"
 
 
 def _open_again(sequence: Sequence, model: Model) -> None:
@@ -27,8 +29,8 @@ def _open_again(sequence: Sequence, model: Model) -> None:
 
 def gather(sequences: Seq[Sequence], deadline: float) -> None:
     """Waits until all are on one server, and makes them its. FailedPrecondition where some stay
-    elsewhere. Sequences without rows do not move: others are opened for them next to those with
-    rows."""
+    elsewhere; in a cluster, whose drains have many targets, at once, with reason APART. Sequences
+    without rows do not move: others are opened for them next to those with rows."""
     while True:
         for sequence in sequences:
             sequence.model.service._look(sequence)
@@ -39,6 +41,11 @@ def gather(sequences: Seq[Sequence], deadline: float) -> None:
         services = {id(sequence.model.service) for sequence in sequences}
         if len(services) == 1:
             return
+        if not all(sequence.model.service._gathers for sequence in sequences):
+            raise errors.FailedPrecondition(
+                f"step: a drain has moved its {len(sequences)} sequences to {len(services)} "
+                "servers: begin a step of the cluster's client",
+                errors.ErrorDetail(field="sequences", reason=APART))
         if time.monotonic() + GATHER_PAUSE_S > deadline:
             raise errors.FailedPrecondition(
                 f"step: its {len(sequences)} sequences are on {len(services)} servers, as a drain "

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Sequence as Seq, Tuple
+from typing import (Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence as Seq,
+                    Tuple)
 
 from mla_client import errors
+from mla_client.pages.block_events import BlockEvent, BlockEvents
 from mla_client.serving.faults import FAILURES, Fault
 from mla_client.serving.link import Link, free_groups
 from mla_client.serving.plan import PassPlan, Scheduled
@@ -75,15 +77,19 @@ class Admission:
     """Belongs to one thread at a time."""
 
     def __init__(self, link: Link, salt: str, shares: bool = True, opens: bool = True,
-                 now: Callable[[], float] = time.monotonic, follows: bool = False) -> None:
+                 now: Callable[[], float] = time.monotonic, follows: bool = False,
+                 tells: bool = False) -> None:
         """`opens`: False where the workers have more than one model, and open sequences of each.
         `follows`: a request waits for rows that it shares with one whose prompt is under way;
-        for engines that ask again before each pass."""
+        for engines that ask again before each pass. `tells`: what becomes of cached rows is kept
+        for `block_events`."""
         self._link = link
         self._salt = salt
         self._shares = shares and opens
         self._opens = opens
         self._follows = follows
+        self._tells = tells and self._shares
+        self._events: Optional[BlockEvents] = None
         self._now = now
         self._waiting: Dict[str, _Waiting] = {}
         self._salts: Dict[str, str] = {}    # of requests whose rows may be shared
@@ -134,6 +140,8 @@ class Admission:
         salt = self._salts.pop(request, None)
         if salt is not None and len(tokens) > 1:
             self._said[request] = Prefix(list(tokens)[:-1], salt=salt)
+        if self._events is not None:
+            self._events.ended(request, list(tokens)[:-1])
 
     def plan(self, rows: Mapping[str, Tuple[int, int]], gone: Iterable[str]) -> PassPlan:
         """The plan of a pass. `rows` gives (computed, new) for each request, in the order of the
@@ -175,6 +183,11 @@ class Admission:
         """Why the server is away, if it is."""
         return self._link.error
 
+    def block_events(self) -> List[BlockEvent]:
+        """What has become of cached rows since it was called last, for routers of requests: only of
+        requests without a salt of their own, because routers go by tokens alone."""
+        return self._events.take() if self._events is not None else []
+
     def forget(self) -> None:
         """Releases what was not taken over."""
         for request in list(self._waiting):
@@ -183,6 +196,8 @@ class Admission:
     def close(self) -> None:
         """As `forget`, and ends the connection."""
         self.forget()
+        if self._events is not None:
+            self._events.close()
         self._link.close()
 
     def _admitted(self, request: str, tokens: Seq[int], salt: str, shareable: bool, finds: bool
@@ -202,7 +217,7 @@ class Admission:
         if not self._opens:
             self._promised[request] = _Promise(need, 0)
             return 0
-        state, _ = model.service._open(model.spec.model_id, secrets.token_hex(16), 0, prefix)
+        state, matched = model.service._open(model.spec.model_id, secrets.token_hex(16), 0, prefix)
         self._free = -1.0, 0  # rows that were found are not free any more
         if need - state.length > self._room(model):
             model.service._release([state.sequence_id])
@@ -216,7 +231,19 @@ class Admission:
                                            salt)
         if shares:
             self._salts[request] = self._salt + salt
+        if self._tells and prefix is not None and not salt:
+            self._tell(model).admitted(self._link.client, request, state.sequence_id, tokens,
+                                       state.length, matched.end)
         return state.length
+
+    def _tell(self, model: Model) -> BlockEvents:
+        """Events of the model as it is registered now."""
+        if self._events is None or self._events.model_id != model.spec.model_id or (
+                self._events.block_size != model.spec.page_size):
+            if self._events is not None:
+                self._events.close()
+            self._events = BlockEvents(model.spec.model_id, model.spec.page_size)
+        return self._events
 
     def _room(self, model: Model) -> int:
         """Rows that the pool has room for beyond what was promised."""

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, Collection, Dict, List, Optional
+from typing import Any, Collection, Dict, Iterable, List, Optional
 
+from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (KVConnectorBase_V1,
                                                                KVConnectorMetadata,
                                                                KVConnectorRole)
 from vllm.version import __version__
 
+from mla_client.pages.block_events import BlockEvent, Removed, Stored
 from mla_client.serving import Admission, BatchPlan, Given, Link, Planner, Policy
 from mla_client.vllm import checks
 from mla_client.vllm.plugin import release
@@ -51,6 +53,28 @@ def _given(output: Any) -> List[Given]:
                   if each.request in rows else len(rows))
 
 
+# vLLM's word for the memory that rows lie in first; routers weigh blocks by it.
+MEDIUM = "GPU"
+
+
+def _published(event: BlockEvent) -> Any:
+    """The event in vLLM's own structure, whose fields differ by release."""
+    if isinstance(event, Stored):
+        fields = {"block_hashes": list(event.hashes), "parent_block_hash": event.parent,
+                  "token_ids": list(event.tokens), "block_size": event.block_size,
+                  "lora_id": None, "medium": MEDIUM, "lora_name": None}
+        return _filled(kv_events.BlockStored, fields)
+    if isinstance(event, Removed):
+        return _filled(kv_events.BlockRemoved,
+                       {"block_hashes": list(event.hashes), "medium": MEDIUM})
+    return kv_events.AllBlocksCleared()
+
+
+def _filled(structure: Any, fields: Dict[str, Any]) -> Any:
+    return structure(**{name: value for name, value in fields.items()
+                        if name in structure.__struct_fields__})
+
+
 class MlaServerConnector(KVConnectorBase_V1):
     """The connector of both roles. extra_config: see mla_client.serving.Options."""
 
@@ -78,11 +102,13 @@ class MlaServerConnector(KVConnectorBase_V1):
         options = checks.options_of(config)
         speculative = config.speculative_config
         ahead = config.scheduler_config.async_scheduling and speculative is not None
+        events = getattr(config, "kv_events_config", None)
         admission = Admission(Link(options), checks.salt(config, __version__),
                               # The keys of an indexer are not with the rows that are found.
                               options.prefix_cache and not checks.top_k_of(config),
                               opens=config.parallel_config.pipeline_parallel_size == 1,
-                              follows=True)
+                              follows=True,
+                              tells=events is not None and events.enable_kv_cache_events)
         self._planner = Planner(
             admission, config.cache_config.block_size,
             2 * (1 + speculative.num_speculative_tokens) if ahead else 0)
@@ -168,6 +194,12 @@ class MlaServerConnector(KVConnectorBase_V1):
                 LOG.error("mla: request %s fails: %s", request.request_id, admission.error)
             admission.ended(request.request_id, request.all_token_ids)
         return False, None
+
+    def take_events(self) -> Iterable[Any]:
+        """What vLLM publishes for routers, by `--kv-events-config`, in its own structures."""
+        if self._planner is None:
+            return ()
+        return [_published(event) for event in self._planner.admission.block_events()]
 
     def _begin_again(self, request: Any) -> None:
         """With asynchronous scheduling a pass of the request is under way. Its tokens are dropped

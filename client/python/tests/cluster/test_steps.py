@@ -6,7 +6,7 @@ import numpy as np
 
 from mla_client import Profile, errors
 from mla_client.cluster.step import ClusterStep, OwnersFailed
-from mla_client.service.step import Step
+from mla_client.service import Model
 from mla_client.types import Buffers, DType
 
 from fakes import ROW, Fleet
@@ -29,7 +29,7 @@ class StepsTest(unittest.TestCase):
 
     def test_sequences_of_one_server_have_a_step_of_that_server(self):
         step = self.client.step([(self.a, 1)], partial=True)
-        self.assertIs(type(step), Step)
+        self.assertNotIsInstance(step, ClusterStep)
         self.assertIs(step.service, self.a.model.service)
 
     def test_each_row_goes_to_its_owner_and_comes_back_to_its_place(self):
@@ -149,6 +149,70 @@ class StepsTest(unittest.TestCase):
             with self.assertRaises(errors.InvalidArgument):
                 step.attend(0, q, np.zeros((2, ROW + 1), np.float32), Profile.ABSORBED)
             self.assertEqual(step.failed, {})
+
+
+class MovedTest(unittest.TestCase):
+    """Sequences that drains move to servers of their own."""
+
+    def setUp(self):
+        self.fleet = Fleet(4)
+        self.client = self.fleet.client
+        self.a, self.b, self.c = self.fleet.sequences(3)
+        self.home = self.a.model.service
+        self.looks = 0
+
+    def drain(self, client, targets):
+        """The server of a client has moved sequences, by id, to those of other clients."""
+        def begin(step):
+            if any(one.id in targets for one in step.sequences):
+                raise errors.NotFound("moved", errors.ErrorDetail(reason="moved", peer="there:1"))
+            return client
+
+        def look(sequence):
+            self.looks += 1
+            if sequence.id in targets:
+                sequence.model = Model(targets[sequence.id], sequence.model.spec, 100)
+        client._begin, client._look = begin, look
+
+    def check(self, rows):
+        """A step over (sequence, rows) has the right outputs and lengths; returns it."""
+        with self.client.step(rows) as step:
+            q, kv = tensors(step.total_rows)
+            got = step.attend(0, q, kv, Profile.ABSORBED)
+        ids = np.repeat([one.id for one, _ in rows], [count for _, count in rows])
+        np.testing.assert_array_equal(got.o[:, 0, 0], ids * 1000.0 + np.arange(len(ids)))
+        self.assertEqual([one.length for one, _ in rows], [count for _, count in rows])
+        return step
+
+    def test_a_step_of_one_server_is_divided_where_they_have_gone(self):
+        other = self.a.model.open_sequence()
+        self.drain(self.home, {self.a.id: self.b.model.service, other.id: self.c.model.service})
+        step = self.check([(self.a, 2), (other, 1)])
+        self.assertEqual(step.owners, 2)
+        self.assertEqual(self.looks, 2)  # nothing was waited for
+
+    def test_a_step_follows_those_that_stay_together(self):
+        other = self.a.model.open_sequence()
+        self.drain(self.home, {self.a.id: self.b.model.service, other.id: self.b.model.service})
+        self.assertNotIsInstance(self.check([(self.a, 2), (other, 1)]), ClusterStep)
+
+    def test_a_step_of_several_servers_is_divided_again(self):
+        other = self.a.model.open_sequence()
+        there = self.b.model.service
+        self.drain(self.home, {self.a.id: there})
+        step = self.check([(self.a, 1), (self.b, 2), (other, 3)])
+        self.assertEqual(step.owners, 2)
+        self.assertEqual(there.server.calls.count("begin"), 2)
+        self.assertEqual(there.server.calls.count("abort"), 1)
+        self.assertFalse(step.failed)
+
+    def test_sequences_that_never_stay_fail(self):
+        homes = [one.model.service for one in (self.a, self.b, self.c)]
+        for client, then in zip(homes, homes[1:] + homes[:1]):
+            self.drain(client, {self.a.id: then, self.b.id: then})
+        with self.assertRaises(OwnersFailed) as raised:
+            self.client.step([(self.a, 1), (self.b, 1)]).begin()
+        self.assertEqual(set(raised.exception.failed), {self.a, self.b})
 
 
 if __name__ == "__main__":
