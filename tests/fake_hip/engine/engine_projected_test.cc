@@ -75,7 +75,7 @@ class ProjectedEngine {
     for (int i = 0; i < kSequences; ++i) requests.push_back(Submit(rows, i));
     for (int quiet = 0; quiet < 3;) {
       const bool busy =
-          h_->core().steps().StartLaunch() | h_->core().steps().CompleteLaunch(/*wait=*/true);
+          h_->core().launches().Start() | h_->core().launches().Complete(/*wait=*/true);
       quiet = busy ? 0 : quiet + 1;
     }
     return requests;

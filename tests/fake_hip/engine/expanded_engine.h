@@ -149,7 +149,7 @@ class ExpandedEngine {
   void Settle() {
     for (int quiet = 0; quiet < 3;) {
       const bool busy =
-          h_->core().steps().StartLaunch() | h_->core().steps().CompleteLaunch(/*wait=*/true);
+          h_->core().launches().Start() | h_->core().launches().Complete(/*wait=*/true);
       quiet = busy ? 0 : quiet + 1;
     }
   }
