@@ -66,9 +66,9 @@ class SlicesAheadTest : public ::testing::TestWithParam<Kind> {
     for (size_t i = 0; i < weights.size(); ++i) weights[i] = kernels::ToBf16(MakeRow(i, 1)[0]);
     for (int layer = 0; layer < 2; ++layer) {
       const auto bytes = std::as_bytes(std::span(weights));
-      ASSERT_TRUE(models.LoadWeights(*model, 1, layer, 0, kRankHeads, bytes).ok());
+      ASSERT_TRUE(models.weights().Load(*model, 1, layer, 0, kRankHeads, bytes).ok());
     }
-    ASSERT_TRUE(models.CommitWeights(*model, 1).empty());
+    ASSERT_TRUE(models.weights().Commit(*model, 1).empty());
   }
   // A slice whose tensors come when the rank's word is layer + 1. Rank 0 brings the row.
   std::unique_ptr<TestRequest> Slice(int rank, int layer) {

@@ -406,10 +406,11 @@ TEST(EngineSlices, ProfilesShareTheCopyOfTheRowsAndNotTheRecord) {
   }
   for (int layer = 0; layer < 2; ++layer) {
     ASSERT_TRUE(core.models()
-                    .LoadWeights(*model, 1, layer, 0, kRankHeads, std::as_bytes(std::span(weights)))
+                    .weights()
+                    .Load(*model, 1, layer, 0, kRankHeads, std::as_bytes(std::span(weights)))
                     .ok());
   }
-  ASSERT_TRUE(core.models().CommitWeights(*model, 1).empty());
+  ASSERT_TRUE(core.models().weights().Commit(*model, 1).empty());
 
   const SequenceInfo seq = r.harness().Open();
   ASSERT_TRUE(r.Fill(seq, 5));
