@@ -86,6 +86,8 @@ struct ModelSpec {
   // is an indexer.
   int32_t sent_row_dim() const { return geometry.kv_row_dim() + indexer.dim; }
 
+  // Returns true if the geometry has the dims of the expanded form, which needs weights.
+  bool has_expanded() const { return geometry.nope_dim > 0 && geometry.v_dim > 0; }
   bool windowed() const { return attention == kernels::AttentionKind::kWindow; }
   int32_t ratio(int32_t layer) const { return windowed() ? ratios[static_cast<size_t>(layer)] : 0; }
   // Returns the number of rows of a page of the window. Pages as large as the pages of entries

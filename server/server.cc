@@ -324,8 +324,7 @@ absl::Status Server::Parts::StartOps() {
     status->Note();
     metrics.SetServing(state.Get().serving());
     if (tls != nullptr) metrics.SetTls(TlsFiguresOf(tls->status()));
-    const TracerStats traces = tracer->stats();
-    metrics.SetTraces({traces.exported, traces.dropped, traces.refused});
+    metrics.SetTraces(tracer->stats());
     const bool open = WantsOpenMetrics(request.accept);
     return HttpReply{200, open ? kOpenMetricsType : "text/plain; version=0.0.4; charset=utf-8",
                      metrics.Expose(watchdog->Stats(), open)};

@@ -18,7 +18,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SCHEDULER_SOURCE = "scheduler/engine/step_machine.cc"
+SCHEDULER_SOURCE = "scheduler/steps/launches.cc"
 DEVICE_HEADER = "kernels/hip/device/primitives/memory.h"
 BOUNDS_MIN = {"cold": 20, "a source of the scheduler": 4, "a device header": 8}
 

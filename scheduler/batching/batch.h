@@ -9,7 +9,6 @@
 #include "scheduler/batching/head_slice_table.h"
 #include "scheduler/batching/launch_cost.h"
 #include "scheduler/batching/row_products.h"
-#include "scheduler/batching/rows.h"
 #include "scheduler/batching/waiting_requests.h"
 #include "scheduler/kvcache/page_moves.h"
 #include "scheduler/kvcache/pool/page_work.h"

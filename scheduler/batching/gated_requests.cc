@@ -1,6 +1,5 @@
 #include "scheduler/batching/gated_requests.h"
 
-#include "scheduler/batching/rows.h"
 #include "scheduler/tables/step_table.h"
 
 namespace mla::scheduler {

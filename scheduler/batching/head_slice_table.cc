@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "scheduler/batching/rows.h"
+#include "scheduler/tables/step_table.h"
 
 namespace mla::scheduler {
 namespace {

@@ -193,7 +193,7 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
   kernels::Geometry g;
   absl::Status status = with_model([&](ModelTable& models, Model& model) {
     g = model.spec->geometry;
-    return models.CheckChunk(model, layer, head_begin, head_count, w_uk_w_uv);
+    return models.weights().CheckChunk(model, layer, head_begin, head_count, w_uk_w_uv);
   });
   // One head at a time, because repacking a chunk of all heads takes as long as many launches.
   const size_t uk = size_t(g.nope_dim) * g.kv_lora_rank * sizeof(kernels::Bf16);
@@ -203,7 +203,7 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
     std::memcpy(head.data(), w_uk_w_uv.data() + h * uk, uk);
     std::memcpy(head.data() + uk, w_uk_w_uv.data() + head_count * uk + h * uv, uv);
     status = with_model([&](ModelTable& models, Model& model) {
-      return models.LoadWeights(model, upload, layer, head_begin + h, 1, head);
+      return models.weights().Load(model, upload, layer, head_begin + h, 1, head);
     });
     impl_->LetOthersIn();
   }
@@ -216,8 +216,9 @@ absl::Status Engine::LoadProjected(const std::string& tenant, const std::string&
   const absl::Status status = impl_->WithRole([&](EngineCore& core) {
     absl::StatusOr<Model*> model =
         core.models().Use(core.FindTenant(tenant), id, "header.model_id");
-    return model.ok() ? core.models().LoadProjected(**model, upload, part, layer, head, weights)
-                      : model.status();
+    return model.ok()
+               ? core.models().weights().LoadProjected(**model, upload, part, layer, head, weights)
+               : model.status();
   });
   impl_->LetOthersIn();
   return status;
@@ -228,7 +229,7 @@ absl::StatusOr<std::vector<int32_t>> Engine::CommitWeights(const std::string& te
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
     MLA_ASSIGN_OR_RETURN(Model* const model,
                          core.models().Use(core.FindTenant(tenant), id, "header.model_id"));
-    return core.models().CommitWeights(*model, upload);
+    return core.models().weights().Commit(*model, upload);
   });
 }
 
@@ -236,7 +237,7 @@ void Engine::DiscardWeights(const std::string& tenant, const std::string& id, Up
   impl_->WithRole([&](EngineCore& core) {
     absl::StatusOr<Model*> model =
         core.models().Use(core.FindTenant(tenant), id, "header.model_id");
-    if (model.ok()) core.models().DiscardWeights(**model, upload);
+    if (model.ok()) core.models().weights().Discard(**model, upload);
   });
 }
 

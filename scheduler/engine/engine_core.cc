@@ -73,7 +73,7 @@ EngineCore::EngineCore(const EngineOptions& options,
 
 // Running launches write into memory that is freed here, so wait for them.
 EngineCore::~EngineCore() {
-  while (step_machine_ != nullptr && step_machine_->CompleteLaunch(/*wait=*/true)) {
+  while (step_machine_ != nullptr && launches().Complete(/*wait=*/true)) {
   }
 }
 
@@ -151,23 +151,23 @@ void EngineCore::MakeTables(std::function<uint64_t()> ids) {
 absl::Status EngineCore::MakeLauncher() {
   MLA_ASSIGN_OR_RETURN(launcher_, Launcher::Create(limits_, backend_.get(), cache_.get(),
                                                    page_tables(), models_.get(), clock_));
-  step_machine_ =
-      std::make_unique<StepMachine>(limits_, StepMachine::Parts{.clock = clock_,
-                                                                .backend = backend_.get(),
-                                                                .cache = cache_.get(),
-                                                                .tenants = &tenants_,
-                                                                .models = models_.get(),
-                                                                .sequences = sequences_.get(),
-                                                                .steps = steps_.get(),
-                                                                .opener = opener_.get(),
-                                                                .launcher = launcher_.get(),
-                                                                .mover = mover_.get(),
-                                                                .tiers = tiers_.get(),
-                                                                .hints = hints_.get(),
-                                                                .draining = draining_.get(),
-                                                                .answers = &answers_,
-                                                                .load = &load_,
-                                                                .stats = &stats_});
+  step_machine_ = std::make_unique<StepMachine>(StepParts{.limits = limits_,
+                                                          .clock = clock_,
+                                                          .backend = backend_.get(),
+                                                          .cache = cache_.get(),
+                                                          .tenants = &tenants_,
+                                                          .models = models_.get(),
+                                                          .sequences = sequences_.get(),
+                                                          .steps = steps_.get(),
+                                                          .opener = opener_.get(),
+                                                          .launcher = launcher_.get(),
+                                                          .mover = mover_.get(),
+                                                          .tiers = tiers_.get(),
+                                                          .hints = hints_.get(),
+                                                          .draining = draining_.get(),
+                                                          .answers = &answers_,
+                                                          .load = &load_,
+                                                          .stats = &stats_});
   sequence_control_ = std::make_unique<SequenceControl>(
       limits_, SequenceControl::Parts{.tenants = &tenants_,
                                       .models = models_.get(),
@@ -176,7 +176,7 @@ absl::Status EngineCore::MakeLauncher() {
                                       .tiers = tiers_.get(),
                                       .hints = hints_.get(),
                                       .transfers = transfers_.get(),
-                                      .steps = step_machine_.get(),
+                                      .launches = &step_machine_->launches(),
                                       .draining = draining_.get()});
   return absl::OkStatus();
 }

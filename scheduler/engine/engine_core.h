@@ -2,9 +2,9 @@
 // form that one thread can step by hand. Engine (engine.h) adds the inbox, the role and the
 // dedicated thread.
 //
-// EngineCore makes the parts and connects them. StepMachine has streams, steps and launches,
-// SequenceControl the calls about sequences, RowTransfers exports and imports, and AnswerCollector
-// the answers.
+// EngineCore makes the parts and connects them. StepMachine has streams, steps and launches
+// (scheduler/steps), SequenceControl the calls about sequences, RowTransfers exports and imports,
+// and AnswerCollector the answers.
 //
 // Threading: one thread at a time; asserted by the caller (Engine holds the role).
 #ifndef MLA_SCHEDULER_ENGINE_ENGINE_CORE_H_
@@ -20,17 +20,17 @@
 #include "absl/status/statusor.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
-#include "scheduler/engine/answer_collector.h"
-#include "scheduler/engine/drain_state.h"
-#include "scheduler/engine/engine_load.h"
 #include "scheduler/engine/row_transfers.h"
 #include "scheduler/engine/sequence_control.h"
-#include "scheduler/engine/step_machine.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launching/launcher.h"
 #include "scheduler/moves/cache_hints.h"
 #include "scheduler/moves/page_mover.h"
 #include "scheduler/moves/tier_moves.h"
+#include "scheduler/steps/answer_collector.h"
+#include "scheduler/steps/drain_state.h"
+#include "scheduler/steps/engine_load.h"
+#include "scheduler/steps/step_machine.h"
 #include "scheduler/tables/model_table.h"
 #include "scheduler/tables/sequence_table.h"
 #include "scheduler/tables/step_opener.h"
@@ -49,6 +49,7 @@ class EngineCore final {
 
   // --- The parts.
   StepMachine& steps() { return *step_machine_; }
+  Launches& launches() { return step_machine_->launches(); }
   SequenceControl& sequences() { return *sequence_control_; }
   ModelTable& models() { return *models_; }
   RowTransfers& transfers() { return *transfers_; }

@@ -17,10 +17,10 @@
 #include "base/pauses/pause_watch.h"
 #include "base/status_macros.h"
 #include "scheduler/engine.h"
-#include "scheduler/engine/answer_queue.h"
 #include "scheduler/engine/engine_core.h"
 #include "scheduler/engine/inbox.h"
 #include "scheduler/engine/model_directory.h"
+#include "scheduler/steps/answer_queue.h"
 #include "scheduler/tables/prefix_plan.h"
 
 namespace mla::scheduler {
@@ -64,7 +64,8 @@ class Engine::Impl {
       impl_.core_->NoteLoad();
       // Requests waiting for siblings or KV rows are not work left; NextTick wakes the engine for
       // them.
-      const bool work_left = impl_.core_->steps().inflight() || impl_.core_->steps().MayLaunch();
+      const bool work_left =
+          impl_.core_->launches().inflight() || impl_.core_->launches().MayStart();
       const bool sooner = impl_.core_->steps().NextTick() < impl_.wake_at_;
       const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->answers().TakeAnswers());
       const LaunchReports reports = impl_.core_->answers().TakeReports();
@@ -127,12 +128,12 @@ class Engine::Impl {
     Drain(now);
     if (now >= core_->steps().NextTick()) core_->steps().Tick();
     core_->NoteLoad();
-    bool busy = core_->steps().StartLaunch(now);
+    bool busy = core_->launches().Start(now);
     if (core_->backend().Info().unified_memory) {
-      busy |= core_->steps().CompleteLaunch(/*wait=*/true);
+      busy |= core_->launches().Complete(/*wait=*/true);
     } else {
-      busy |= core_->steps().CompleteLaunch(/*wait=*/false);
-      if (!busy && (core_->steps().inflight() || core_->steps().AwaitsSlices())) {
+      busy |= core_->launches().Complete(/*wait=*/false);
+      if (!busy && (core_->launches().inflight() || core_->steps().queue().AwaitsSlices())) {
         if (options_.dedicated_thread) std::this_thread::yield();
         busy = true;
       }
@@ -147,7 +148,8 @@ class Engine::Impl {
     while (busy && waiting_for_role_ == 0 && !stopping_) {
       busy = Round();
       if (!core_->answers().has_answers()) continue;
-      if (!core_->steps().MayLaunch() && !core_->steps().inflight() && inbox_.empty()) return true;
+      if (!core_->launches().MayStart() && !core_->launches().inflight() && inbox_.empty())
+        return true;
       answers_.Push(core_->answers().TakeAnswers());
     }
     return false;
@@ -166,7 +168,7 @@ class Engine::Impl {
         const MonotonicNanos tick = core_->steps().NextTick();
         sleep = std::clamp<int64_t>(tick - now, 0, kLongestSleepNanos);
         wake_at_ = now + sleep;
-        if (answered || core_->steps().inflight() || waiting_for_role_ > 0) sleep = 0;
+        if (answered || core_->launches().inflight() || waiting_for_role_ > 0) sleep = 0;
       }
       while (waiting_for_role_ > 0 && !stopping_) std::this_thread::yield();
       if (sleep > 0) inbox_.Wait(sleep);
@@ -207,7 +209,7 @@ class Engine::Impl {
   // Awaits the launch on behalf of an idle submitter. Returns false if other threads want the role
   // or the submitter has work again.
   bool AwaitLaunch(const Submitter& submitter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
-    while (!core_->steps().CompleteLaunch(/*wait=*/false)) {
+    while (!core_->launches().Complete(/*wait=*/false)) {
       if (waiting_for_role_ > 0 || !inbox_.empty() || !submitter.IsIdle()) return false;
     }
     return true;
@@ -226,14 +228,14 @@ class Engine::Impl {
         Role role(*this, std::adopt_lock);
         const MonotonicNanos now = i == 0 ? arrival : clock_->Now();
         Drain(now);
-        if (core_->steps().pending().empty()) return;
-        const int64_t work = core_->steps().ReadyWork();
+        if (core_->steps().queue().empty()) return;
+        const int64_t work = core_->steps().queue().ReadyWork();
         const bool small = work <= options_.inline_work;
-        if (!(small || MayAwait(submitter, work)) || !core_->steps().StartLaunch(now)) {
+        if (!(small || MayAwait(submitter, work)) || !core_->launches().Start(now)) {
           return;
         }
         if (small) {
-          core_->steps().CompleteLaunch(/*wait=*/true);
+          core_->launches().Complete(/*wait=*/true);
         } else if (!AwaitLaunch(*submitter)) {
           return;
         }

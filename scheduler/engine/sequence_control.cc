@@ -182,7 +182,7 @@ int32_t SequenceControl::Release(const std::string& tenant_name, std::span<const
 
 void SequenceControl::End(Sequence* sequence, const char* why) {
   if (sequence->step != nullptr) {
-    steps_->AbortStep(
+    launches_->AbortStep(
         sequence->tenant, sequence->step->id,
         absl::AbortedError(absl::StrCat("its sequence ", sequence->id, " was ", why)));
   }

@@ -14,14 +14,14 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "scheduler/engine/drain_state.h"
 #include "scheduler/engine/row_transfers.h"
-#include "scheduler/engine/step_machine.h"
 #include "scheduler/engine_types.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/limits.h"
 #include "scheduler/moves/cache_hints.h"
 #include "scheduler/moves/tier_moves.h"
+#include "scheduler/steps/drain_state.h"
+#include "scheduler/steps/launches.h"
 #include "scheduler/tables/model_table.h"
 #include "scheduler/tables/sequence_table.h"
 #include "scheduler/tenant_table.h"
@@ -39,7 +39,7 @@ class SequenceControl final {
     TierMoves* tiers;
     CacheHints* hints;
     RowTransfers* transfers;
-    StepMachine* steps;
+    Launches* launches;
     DrainState* draining;
   };
   SequenceControl(const Limits& limits, const Parts& parts)
@@ -51,7 +51,7 @@ class SequenceControl final {
         tiers_(parts.tiers),
         hints_(parts.hints),
         transfers_(parts.transfers),
-        steps_(parts.steps),
+        launches_(parts.launches),
         draining_(parts.draining) {}
 
   // --- As the calls of Engine (engine.h). A prefix plan is the plan for the prefix of `args`.
@@ -102,7 +102,7 @@ class SequenceControl final {
   TierMoves* const tiers_;
   CacheHints* const hints_;
   RowTransfers* const transfers_;
-  StepMachine* const steps_;
+  Launches* const launches_;
   DrainState* const draining_;
 };
 

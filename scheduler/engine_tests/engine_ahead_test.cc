@@ -80,10 +80,10 @@ class EngineAheadTest : public EngineCoreTest {
 TEST_F(EngineAheadTest, ALaunchWaitsForTheTensorsOnTheDevice) {
   auto request = Unready(0);
   h_.Submit(request.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   EXPECT_EQ(request->answers, 0);
   ready_ = 1;
-  EXPECT_TRUE(h_.core().steps().CompleteLaunch(/*wait=*/true));
+  EXPECT_TRUE(h_.core().launches().Complete(/*wait=*/true));
   EXPECT_EQ(request->answers, 1);
   EXPECT_EQ(done_, 1u);
   ExpectComputed(*request, 0);
@@ -95,15 +95,15 @@ TEST_F(EngineAheadTest, ALaunchWaitsForTheTensorsOnTheDevice) {
 TEST_F(EngineAheadTest, TheNextOneIsLaunchedWhileOneRuns) {
   auto first = Unready(0), second = Unready(1);
   h_.Submit(first.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   ready_ = 1;
   h_.Submit(second.get());
   EXPECT_EQ(second->answers, 0);
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
-  EXPECT_TRUE(h_.core().steps().CompleteLaunch(/*wait=*/true));
+  EXPECT_TRUE(h_.core().launches().Start());
+  EXPECT_TRUE(h_.core().launches().Complete(/*wait=*/true));
   EXPECT_EQ(done_, 1u);
   ready_ = 2;
-  EXPECT_TRUE(h_.core().steps().CompleteLaunch(/*wait=*/true));
+  EXPECT_TRUE(h_.core().launches().Complete(/*wait=*/true));
   ExpectComputed(*first, 0);
   ExpectComputed(*second, 1);
   EXPECT_TRUE(h_.End(stream_, 1)->status.ok());
@@ -128,11 +128,11 @@ TEST_F(EngineAheadTest, WhatWaitsGoesFirst) {
   h_.Submit(first.get());
   h_.Submit(second.get());
   EXPECT_EQ(second->answers, 0);
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   EXPECT_EQ(h_.core().Stats().launches_ahead, 1u);
-  EXPECT_TRUE(h_.core().steps().CompleteLaunch(/*wait=*/true));
+  EXPECT_TRUE(h_.core().launches().Complete(/*wait=*/true));
   ready_ = 2;
-  EXPECT_TRUE(h_.core().steps().CompleteLaunch(/*wait=*/true));
+  EXPECT_TRUE(h_.core().launches().Complete(/*wait=*/true));
   ExpectComputed(*first, 0);
   ExpectComputed(*second, 1);
   EXPECT_EQ(h_.core().Stats().requests_handed_back, 0u);
@@ -190,7 +190,7 @@ TEST_F(EngineAheadTest, NoLaunchWaitsForAClientWhileOthersWait) {
 TEST_F(EngineAheadTest, OneLaunchAtATimeWaitsForAClient) {
   auto first = Unready(0), second = Unready(1);
   h_.Submit(first.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   h_.Submit(second.get());
   EXPECT_EQ(second->handed_back, HandedBack::kBusy);
   ready_ = 1;
@@ -202,12 +202,12 @@ TEST_F(EngineAheadTest, OneLaunchAtATimeWaitsForAClient) {
 TEST_F(EngineAheadTest, QueriesWaitForRowsOfALaunchThatWaits) {
   auto request = Unready(0);
   h_.Submit(request.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   auto query = h_.Query(stream_, 1, 0, 0, 2, 0, 2, kQueryKey);
-  EXPECT_FALSE(h_.core().steps().StartLaunch());
-  EXPECT_TRUE(h_.core().steps().CompleteLaunch(/*wait=*/true));  // too late
+  EXPECT_FALSE(h_.core().launches().Start());
+  EXPECT_TRUE(h_.core().launches().Complete(/*wait=*/true));  // too late
   EXPECT_EQ(request->handed_back, HandedBack::kLate);
-  EXPECT_FALSE(h_.core().steps().StartLaunch());
+  EXPECT_FALSE(h_.core().launches().Start());
   EXPECT_EQ(query->answers, 0);
   HandOverAgain(request.get());
   ExpectComputed(*request, 0);
@@ -224,9 +224,9 @@ TEST_F(EngineAheadTest, RowsBehindThoseOfALateLaunchAreSentAgain) {
   auto first = part(0, 1), second = part(1, 2);
   first->attend.ready = {&ready_, 1};
   h_.Submit(first.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   h_.Submit(second.get());
-  EXPECT_TRUE(h_.core().steps().CompleteLaunch(/*wait=*/true));
+  EXPECT_TRUE(h_.core().launches().Complete(/*wait=*/true));
   EXPECT_EQ(first->handed_back, HandedBack::kLate);
   EXPECT_EQ(second->detail.reason, "rows_out_of_order");
   EXPECT_EQ(h_.End(stream_, 2)->detail.reason, "rows_missing");
@@ -247,11 +247,11 @@ TEST_F(EngineAheadTest, WhatWaitsForItsTensorsBehindALateLaunchComesAgain) {
   first->attend.ready = {&ready_, 1};
   second->attend.ready = {&ready_, 2};
   h_.Submit(first.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   device_->EndGates();
   ready_ = 1;
   h_.Submit(second.get());
-  EXPECT_TRUE(h_.core().steps().CompleteLaunch(/*wait=*/true));
+  EXPECT_TRUE(h_.core().launches().Complete(/*wait=*/true));
   EXPECT_EQ(first->handed_back, HandedBack::kLate);
   EXPECT_EQ(second->handed_back, HandedBack::kBusy) << second->status;
   HandOverAgain(first.get());
@@ -273,12 +273,12 @@ TEST_F(EngineAheadTest, WhatWaitsBehindALateLaunchComesAgainInOrder) {
     parts[i]->on_done = [&order, i] { order.push_back(i); };
   }
   h_.Submit(parts[0].get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   device_->EndGates();
   ready_ = 3;
   h_.Submit(parts[1].get());
   h_.Submit(parts[2].get());
-  EXPECT_TRUE(h_.core().steps().CompleteLaunch(/*wait=*/true));
+  EXPECT_TRUE(h_.core().launches().Complete(/*wait=*/true));
   EXPECT_EQ(order, (std::vector<int>{0, 1, 2}));
   // This one was on its way to the engine when the launch ended.
   h_.Submit(parts[1].get());
@@ -296,7 +296,7 @@ TEST_F(EngineAheadTest, WhatWaitsBehindALateLaunchComesAgainInOrder) {
 TEST_F(EngineAheadTest, AStepMayBeAbortedWhileItsLaunchWaits) {
   auto request = Unready(0);
   h_.Submit(request.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   EXPECT_TRUE(h_.Abort(stream_, 1)->status.ok());
   EXPECT_EQ(request->handed_back, HandedBack::kLate);
   HandOverAgain(request.get());
@@ -317,7 +317,7 @@ TEST_F(EngineAheadTest, ALateLaunchKeepsItsTenantFromGoingAheadForAWhile) {
   EXPECT_EQ(first->handed_back, HandedBack::kBusy);
   h_.AdvanceMicros(1);
   h_.Submit(first.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   ready_ = 1;
   h_.Run();
   ExpectComputed(*first, 0);
@@ -343,7 +343,7 @@ TEST_F(EngineAheadTest, ATenantThatIsNeverInTimeWaitsSeldom) {
   // One in time ends that.
   h_.AdvanceMicros(AheadPauses::kLongestNanos / 1000);
   h_.Submit(request.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   ready_ = 1;
   h_.Run();
   ExpectComputed(*request, 0);
@@ -353,7 +353,7 @@ TEST_F(EngineAheadTest, ATenantThatIsNeverInTimeWaitsSeldom) {
   EXPECT_EQ(next->handed_back, HandedBack::kLate);
   h_.AdvanceMicros(AheadPauses::kPauseNanos / 1000);
   h_.Submit(next.get());
-  EXPECT_TRUE(h_.core().steps().StartLaunch());
+  EXPECT_TRUE(h_.core().launches().Start());
   ready_ = 2;
   h_.Run();
   ExpectComputed(*next, 1);

@@ -225,8 +225,8 @@ TEST_F(EngineCoreTest, LongPrefillIsCutAndDecodeGoesFirst) {
   ASSERT_TRUE(h_.Begin(stream_, 2, {{chat.id, 1, 3, 1}})->status.ok());
   auto prefill = h_.Attend(stream_, 1, 0, 0, Rows(14, 40), 5);
   auto decode = h_.Attend(stream_, 2, 1, 0, Rows(1, 60), 6);
-  ASSERT_TRUE(h_.core().steps().StartLaunch());
-  ASSERT_TRUE(h_.core().steps().CompleteLaunch(true));
+  ASSERT_TRUE(h_.core().launches().Start());
+  ASSERT_TRUE(h_.core().launches().Complete(true));
   // In the first launch, together with the first piece of the prefill.
   EXPECT_TRUE(decode->answered());
   EXPECT_FALSE(prefill->answered());

@@ -144,8 +144,8 @@ TEST_F(EngineCutRequestTest, RowsOfACutMessageThatAreStoredStay) {
   h.Submit(cut.get());
   auto behind = h.Attend(stream, 1, 0, 5, part(5, 6), 7);
   auto waits = h.Query(stream, 1, 0, 1, 1, 0, 2, 9);  // of a stored row
-  ASSERT_TRUE(h.core().steps().StartLaunch());
-  ASSERT_TRUE(h.core().steps().CompleteLaunch(/*wait=*/true));
+  ASSERT_TRUE(h.core().launches().Start());
+  ASSERT_TRUE(h.core().launches().Complete(/*wait=*/true));
   EXPECT_FALSE(cut->answered());
   h.AdvanceMicros(2000);
   ExpectCode(*cut, absl::StatusCode::kDeadlineExceeded, "deadline");
@@ -191,8 +191,8 @@ TEST_F(EngineCutRequestTest, StoredRowsOfACutMessageMayBeCommitted) {
   auto cut = h.Unsent(stream, 1, 0, 0, 5, rows, 0, 2, 5);
   cut->attend.timeout_us = 1000;
   h.Submit(cut.get());
-  ASSERT_TRUE(h.core().steps().StartLaunch());
-  ASSERT_TRUE(h.core().steps().CompleteLaunch(/*wait=*/true));
+  ASSERT_TRUE(h.core().launches().Start());
+  ASSERT_TRUE(h.core().launches().Complete(/*wait=*/true));
   h.AdvanceMicros(2000);
   ASSERT_EQ(cut->detail.next_row, 2);
   ASSERT_TRUE(h.End(stream, 1, {2})->status.ok());

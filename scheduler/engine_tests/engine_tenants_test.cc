@@ -88,9 +88,9 @@ TEST(EngineTenantsTest, OneTenantCannotHoldAllModelsOrWeights) {
   EXPECT_EQ(DetailOf(refused).reason, "models_exhausted");
   const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
   ModelTable& models = h->core().models();
-  ASSERT_TRUE(models.LoadWeights(*second, 1, 0, 0, 1, head).ok());
+  ASSERT_TRUE(models.weights().Load(*second, 1, 0, 0, 1, head).ok());
   Model* const first = *models.Find(h->core().FindTenant(h->tenant()), h->model().id, "model_id");
-  refused = models.LoadWeights(*first, 2, 0, 0, 1, head);
+  refused = models.weights().Load(*first, 2, 0, 0, 1, head);
   EXPECT_TRUE(absl::IsResourceExhausted(refused));
   ExpectTenantBound(DetailOf(refused), "weights_exhausted", weights);
 }
@@ -412,7 +412,7 @@ TEST(EngineTenantsTest, AnUnregisterThatFailsLeavesAModelThatWorks) {
   const TenantKey tenant = h.core().FindTenant(h.tenant());
   Model* const model = *models.Find(tenant, h.model().id, "model_id");
   const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
-  ASSERT_TRUE(models.LoadWeights(*model, 1, 0, 0, 1, head).ok());
+  ASSERT_TRUE(models.weights().Load(*model, 1, 0, 0, 1, head).ok());
   faults->FailAt(FaultPoint::kFreeWeights);
   ASSERT_FALSE(models.Unregister(tenant, h.model().id).ok());
   // Another model of another group size comes; the first one is still whole.

@@ -1,6 +1,6 @@
 #include "scheduler/launching/records_origin.h"
 
-#include "scheduler/batching/rows.h"
+#include "scheduler/tables/step_table.h"
 
 namespace mla::scheduler {
 namespace {

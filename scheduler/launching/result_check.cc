@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
-#include "scheduler/batching/rows.h"
+#include "scheduler/tables/step_table.h"
 
 namespace mla::scheduler {
 namespace {

@@ -1,7 +1,5 @@
 #include "scheduler/tables/model_table.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -21,33 +19,10 @@ constexpr int64_t kNanosPerMilli = 1'000'000;
 
 using kernels::AttentionDesc;
 using kernels::AttentionForm;
-using kernels::Bf16;
-
-bool HasExpanded(const ModelSpec& spec) {
-  return spec.geometry.nope_dim > 0 && spec.geometry.v_dim > 0;
-}
-
-// A digest that tells a repeated upload from a changed one. It need not be cryptographic, because a
-// tenant can only confuse its own model, and a SHA-256 protects the upload as a whole.
-uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
-  return XXH3_64bits_withSeed(values, static_cast<size_t>(count) * sizeof(Bf16), seed);
-}
-
-int64_t HeadWeightElements(const kernels::Geometry& g) {
-  return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim);
-}
 
 // A tenant's own unused models make room for its next one after Limits::model_yield_ms divided by
 // this. An engine that restarts under new names leaves such models.
 constexpr int64_t kOwnYieldPart = 10;
-
-absl::Status CheckHeads(const ModelSpec& spec, int32_t layer, int32_t head_begin,
-                        int32_t head_count) {
-  const int32_t heads = spec.geometry.num_heads;
-  MLA_RETURN_IF_ERROR(CheckRange("chunk.layer", layer, 0, spec.layers - 1));
-  MLA_RETURN_IF_ERROR(CheckRange("chunk.head_begin", head_begin, 0, heads - 1));
-  return CheckRange("chunk.head_count", head_count, 1, heads - head_begin);
-}
 
 }  // namespace
 
@@ -69,7 +44,7 @@ void ModelTable::NoteForms(const ModelSpec& spec, Model* model) const {
         std::pair(kernels::DType::kF32, &model->expanded_min_rows_f32)}) {
     AttentionDesc desc = DescOf(spec, AttentionForm::kExpanded);
     desc.q_dtype = q_dtype;
-    const bool offered = HasExpanded(spec) && backend_->CanRun(desc).ok();
+    const bool offered = spec.has_expanded() && backend_->CanRun(desc).ok();
     *min_rows = offered ? backend_->ExpandedFormMinRows(spec.geometry) : limits_.launch_rows + 1;
   }
   AttentionDesc absorbed_f32 = DescOf(spec, AttentionForm::kAbsorbed);
@@ -375,118 +350,6 @@ absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
   model.contents->kv_scales.assign(scales.begin(), scales.end());
   cache_->DropCached(model.contents->layout_id);  // rows stored under other scales
   return absl::OkStatus();
-}
-
-absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t head_begin,
-                                    int32_t head_count, std::span<const std::byte> bytes) const {
-  const kernels::Geometry& g = model.spec->geometry;
-  if (!HasExpanded(*model.spec)) {
-    return RefuseField("header.model_id", model.spec->id, "a model with nope_dim and v_dim",
-                       "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
-  }
-  absl::Status status = CheckHeads(*model.spec, layer, head_begin, head_count);
-  const int64_t want = int64_t{head_count} * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
-  if (status.ok() && static_cast<int64_t>(bytes.size()) != want) {
-    status = RefuseField("chunk.payload", absl::StrCat(bytes.size(), " bytes"),
-                         absl::StrCat(want, " bytes"), "payload_size");
-  }
-  return status;
-}
-
-absl::Status ModelTable::ChargeWeights(Model& model) {
-  if (model.contents->weights_bytes > 0) return absl::OkStatus();
-  const int64_t total = int64_t{model.spec->layers} * model.spec->layer_weight_bytes();
-  absl::Status status =
-      TakeOrYield(*model.account, Resource::kWeightBytes, total, "header.model_id", &model);
-  if (status.ok()) model.contents->weights_bytes = total;
-  return status;
-}
-
-absl::StatusOr<bool> ModelTable::IsRepeat(const ModelContents::Head& head, uint64_t digest,
-                                          int32_t layer, int32_t number) {
-  if (head.upload != ModelContents::kCommitted) return false;
-  if (head.digest == digest) return true;
-  return RefuseField("chunk.payload",
-                     absl::StrCat("other weights of layer ", layer, " head ", number),
-                     "equal to those in use; Unregister the model to change them", "weights_differ",
-                     absl::StatusCode::kAlreadyExists);
-}
-
-absl::Status ModelTable::CheckProjectedHeads(const Model& model, int32_t layer, int32_t head_begin,
-                                             int32_t head_count) const {
-  if (model.spec->projected.present()) {
-    return CheckHeads(*model.spec, layer, head_begin, head_count);
-  }
-  return RefuseField("chunk.part", "weights of PROFILE_PROJECTED",
-                     "WEIGHT_PART_UP: the model was registered without q_lora_rank",
-                     "no_projected_profile", absl::StatusCode::kFailedPrecondition);
-}
-
-absl::Status ModelTable::LoadProjected(Model& model, UploadId upload, kernels::ProjectedPart part,
-                                       int32_t layer, int32_t head, std::span<const Bf16> weights) {
-  absl::Status status = CheckProjectedHeads(model, layer, head, 1);
-  if (status.ok()) status = ChargeWeights(model);
-  if (!status.ok()) return status;
-  ModelContents& contents = *model.contents;
-  const int32_t heads = model.spec->geometry.num_heads;
-  ModelContents::Head& own =
-      contents.heads[size_t(layer) * contents.layer_heads + (1 + size_t(part)) * heads + head];
-  const uint64_t digest = Digest(weights.data(), static_cast<int64_t>(weights.size()), 0);
-  const absl::StatusOr<bool> repeat = IsRepeat(own, digest, layer, head);
-  if (!repeat.ok() || *repeat) return repeat.status();
-  status = backend_->LoadProjected(weights_slot(model, layer), model.spec->geometry,
-                                   model.spec->projected, part, head, weights.data());
-  if (status.ok()) own = {upload, digest};
-  return status;
-}
-
-absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t layer,
-                                     int32_t head_begin, int32_t head_count,
-                                     std::span<const std::byte> bytes) {
-  absl::Status status = CheckChunk(model, layer, head_begin, head_count, bytes);
-  if (status.ok()) status = ChargeWeights(model);
-  if (!status.ok()) return status;
-  const kernels::Geometry& g = model.spec->geometry;
-  const int64_t uk = int64_t{g.nope_dim} * g.kv_lora_rank;
-  const int64_t uv = int64_t{g.kv_lora_rank} * g.v_dim;
-  const Bf16* w_uk = reinterpret_cast<const Bf16*>(bytes.data());
-  const Bf16* w_uv = w_uk + head_count * uk;
-  ModelContents::Head* heads =
-      &model.contents->heads[size_t(layer) * model.contents->layer_heads + head_begin];
-  for (int32_t h = 0; h < head_count; ++h) {
-    const uint64_t digest = Digest(w_uk + h * uk, uk, Digest(w_uv + h * uv, uv, 0));
-    const absl::StatusOr<bool> repeat = IsRepeat(heads[h], digest, layer, head_begin + h);
-    if (!repeat.ok()) return repeat.status();
-    if (*repeat) continue;
-    status = backend_->LoadWeights(weights_slot(model, layer), g, head_begin + h,
-                                   head_begin + h + 1, w_uk + h * uk, w_uv + h * uv);
-    if (!status.ok()) return status;
-    heads[h] = {upload, digest};
-  }
-  return absl::OkStatus();
-}
-
-std::vector<int32_t> ModelTable::CommitWeights(Model& model, UploadId upload) {
-  for (ModelContents::Head& head : model.contents->heads) {
-    if (head.upload == upload) head.upload = ModelContents::kCommitted;
-  }
-  std::vector<int32_t> missing = MissingLayers(model);
-  model.contents->weights_complete = missing.empty() && HasExpanded(*model.spec);
-  return missing;
-}
-
-void ModelTable::DiscardWeights(Model& model, UploadId upload) {
-  for (ModelContents::Head& head : model.contents->heads) {
-    if (head.upload == upload) head = ModelContents::Head();
-  }
-}
-
-std::vector<int32_t> ModelTable::MissingLayers(const Model& model) const {
-  std::vector<int32_t> missing;
-  for (int32_t layer = 0; layer < model.spec->layers; ++layer) {
-    if (!model.contents->HasLayer(layer)) missing.push_back(layer);
-  }
-  return missing;
 }
 
 // ------------------------------------------------------------------------------------------ Leases

@@ -31,8 +31,8 @@ class ModelTableTest : public ::testing::Test {
   }
   absl::Status Load(UploadId upload, int layer, int head, int heads) {
     const std::span<const std::byte> all(weights_);
-    return table_.LoadWeights(*model_, upload, layer, head, heads,
-                              all.first(size_t(heads) * 8 * 11 * 2));
+    return table_.weights().Load(*model_, upload, layer, head, heads,
+                                 all.first(size_t(heads) * 8 * 11 * 2));
   }
 
   EngineHarness h_;
@@ -108,12 +108,12 @@ TEST_F(ModelTableTest, AModelInUseStays) {
 
 TEST_F(ModelTableTest, WeightsCountWhenEveryHeadIsCommitted) {
   ASSERT_TRUE(Load(1, 0, 0, 2).ok());
-  EXPECT_THAT(table_.CommitWeights(*model_, 1), ElementsAre(1));
+  EXPECT_THAT(table_.weights().Commit(*model_, 1), ElementsAre(1));
   EXPECT_FALSE(model_->contents->weights_complete);
   ASSERT_TRUE(Load(2, 1, 0, 1).ok());
-  EXPECT_THAT(table_.CommitWeights(*model_, 2), ElementsAre(1));
+  EXPECT_THAT(table_.weights().Commit(*model_, 2), ElementsAre(1));
   ASSERT_TRUE(Load(3, 1, 1, 1).ok());
-  EXPECT_THAT(table_.CommitWeights(*model_, 3), IsEmpty());
+  EXPECT_THAT(table_.weights().Commit(*model_, 3), IsEmpty());
   EXPECT_TRUE(model_->contents->weights_complete);
 }
 
@@ -263,9 +263,9 @@ TEST_F(ModelTableTest, IndexKeysHaveAPlaneOfTheirOwn) {
 TEST_F(ModelTableTest, ARepeatedUploadSucceedsAndAChangedOneDoesNot) {
   ASSERT_TRUE(Load(1, 0, 0, 2).ok());
   ASSERT_TRUE(Load(1, 1, 0, 2).ok());
-  EXPECT_THAT(table_.CommitWeights(*model_, 1), IsEmpty());
+  EXPECT_THAT(table_.weights().Commit(*model_, 1), IsEmpty());
   ASSERT_TRUE(Load(2, 0, 0, 2).ok());
-  EXPECT_THAT(table_.CommitWeights(*model_, 2), IsEmpty());
+  EXPECT_THAT(table_.weights().Commit(*model_, 2), IsEmpty());
   weights_.back() ^= std::byte{1};
   EXPECT_EQ(Load(3, 0, 0, 2).code(), absl::StatusCode::kAlreadyExists);
   EXPECT_EQ(DetailOf(Load(3, 0, 0, 2)).reason, "weights_differ");
@@ -277,13 +277,13 @@ TEST_F(ModelTableTest, ARepeatedUploadSucceedsAndAChangedOneDoesNot) {
 TEST_F(ModelTableTest, UploadsDoNotCommitEachOthersHeads) {
   ASSERT_TRUE(Load(1, 0, 0, 2).ok());
   ASSERT_TRUE(Load(2, 1, 0, 2).ok());
-  EXPECT_THAT(table_.CommitWeights(*model_, 2), ElementsAre(0));
-  table_.DiscardWeights(*model_, 1);
-  EXPECT_THAT(table_.MissingLayers(*model_), ElementsAre(0));
+  EXPECT_THAT(table_.weights().Commit(*model_, 2), ElementsAre(0));
+  table_.weights().Discard(*model_, 1);
+  EXPECT_THAT(table_.weights().MissingLayers(*model_), ElementsAre(0));
   ASSERT_TRUE(Load(3, 0, 0, 2).ok());
   ASSERT_TRUE(Load(4, 0, 0, 1).ok());  // takes head 0 over
-  EXPECT_THAT(table_.CommitWeights(*model_, 3), ElementsAre(0));
-  EXPECT_THAT(table_.CommitWeights(*model_, 4), IsEmpty());
+  EXPECT_THAT(table_.weights().Commit(*model_, 3), ElementsAre(0));
+  EXPECT_THAT(table_.weights().Commit(*model_, 4), IsEmpty());
 }
 
 class SharedContentsTest : public ModelTableTest {
@@ -312,7 +312,7 @@ TEST_F(SharedContentsTest, WeightsAreThereOnce) {
   EXPECT_EQ(Used(Resource::kModels), 2);
   ASSERT_TRUE(Load(1, 0, 0, 2).ok());
   ASSERT_TRUE(Load(1, 1, 0, 2).ok());
-  EXPECT_THAT(table_.CommitWeights(*model_, 1), IsEmpty());
+  EXPECT_THAT(table_.weights().Commit(*model_, 1), IsEmpty());
   const int64_t bytes = Used(Resource::kWeightBytes);
   EXPECT_GT(bytes, 0);
   EXPECT_TRUE(table_.Info(*second_).weights_complete);
@@ -441,7 +441,7 @@ TEST(ModelTableBudgetTest, WeightsOfAllModelsAreBoundedAndGivenBack) {
   Model* const second = *table.Register(tenant, spec);
   const std::vector<std::byte> head(8 * (6 + 5) * 2, std::byte{3});
   const auto load = [&](Model* model, UploadId upload) {
-    return table.LoadWeights(*model, upload, 0, 0, 1, head);
+    return table.weights().Load(*model, upload, 0, 0, 1, head);
   };
   ASSERT_EQ(load(first, 1), absl::OkStatus());
   EXPECT_EQ(load(second, 2).code(), absl::StatusCode::kResourceExhausted);
@@ -458,11 +458,12 @@ TEST_F(ModelTableTest, WeightChunksAreChecked) {
   EXPECT_EQ(Load(1, 0, 2, 1).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Load(1, 0, 1, 2).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(DetailOf(Load(1, 0, 1, 2)).field, "chunk.head_count");
-  EXPECT_EQ(
-      table_.LoadWeights(*model_, 1, 0, 0, 1, std::span<const std::byte>(weights_).first(7)).code(),
-      absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(DetailOf(table_.LoadWeights(*model_, 1, 0, 0, 1,
-                                        std::span<const std::byte>(weights_).first(7)))
+  EXPECT_EQ(table_.weights()
+                .Load(*model_, 1, 0, 0, 1, std::span<const std::byte>(weights_).first(7))
+                .code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(DetailOf(table_.weights().Load(*model_, 1, 0, 0, 1,
+                                           std::span<const std::byte>(weights_).first(7)))
                 .field,
             "chunk.payload");
 }

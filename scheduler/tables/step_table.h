@@ -156,6 +156,25 @@ bool SameStep(const Step& step, const BeginStepArgs& args);
 // Returns the most rows and entries that a row of the request attends to, whatever its context is.
 // INT64_MAX if only the context limits them.
 int64_t MostPlaces(const StreamRequest& request);
+// Return the first row of the step that the request still has to compute, and the end of these
+// rows.
+inline int32_t FirstRow(const StreamRequest& request) {
+  return request.attend.row_begin + request.engine.rows_done;
+}
+inline int32_t EndRow(const StreamRequest& request) {
+  return request.attend.row_begin + request.attend.row_count;
+}
+// Returns true if the request brings new KV rows; rows of a repeat are only compared.
+inline bool Appends(const StreamRequest& request) {
+  return request.attend.has_kv && !request.engine.repeat;
+}
+// Returns the entry of the step that contains the row. REQUIRES: 0 <= row < step.total_rows.
+inline const StepEntry* EntryOf(const Step& step, int32_t row) {
+  const auto after =
+      std::upper_bound(step.entries.begin(), step.entries.end(), row,
+                       [](int32_t r, const StepEntry& entry) { return r < entry.offset; });
+  return &*(after - 1);
+}
 // Returns the number of compressed entries that rows [begin, end) of the step complete at a layer.
 inline int64_t EntriesOfRows(const Step& step, int32_t layer, int32_t begin, int32_t end) {
   return EntriesOf(step.entries, step.model->spec->ratio(layer), begin, end);

@@ -295,7 +295,7 @@ std::unique_ptr<TestRequest> EngineHarness::Abort(StreamId stream, StepId step) 
 }
 
 void EngineHarness::Run() {
-  while (core_->steps().StartLaunch() | core_->steps().CompleteLaunch(/*wait=*/true)) {
+  while (core_->launches().Start() | core_->launches().Complete(/*wait=*/true)) {
   }
 }
 

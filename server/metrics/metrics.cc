@@ -20,6 +20,7 @@
 #include "server/metrics/open_metrics.h"
 #include "server/metrics/tenant_metrics.h"
 #include "server/process/process_usage.h"
+#include "server/tracing/tracer.h"
 
 namespace mla::server {
 namespace {
@@ -322,7 +323,7 @@ void Metrics::SetTls(const TlsStats& stats) {
   expires("client_crl", stats.client_crl_expires);
 }
 
-void Metrics::SetTraces(const TraceStats& stats) {
+void Metrics::SetTraces(const TracerStats& stats) {
   const MutexLock lock(impl_->mutex);
   RaiseTo(impl_->spans_exported, static_cast<double>(stats.exported));
   RaiseTo(impl_->spans_dropped, static_cast<double>(stats.dropped));

@@ -31,6 +31,8 @@
 
 namespace mla::server {
 
+struct TracerStats;  // server/tracing/tracer.h
+
 // Counts the requests of one tenant by status code. Metrics owns it and keeps it as long as itself.
 class TenantCounters {
  public:
@@ -50,11 +52,6 @@ struct TlsStats {
 struct ConfigStats {
   uint64_t reloads = 0, refused = 0;
   bool refused_now = false;  // the configuration on disk is refused
-};
-
-// Figures of the spans of traces, from Tracer.
-struct TraceStats {
-  uint64_t exported = 0, dropped = 0, refused = 0;
 };
 
 // Calls and requests of one tenant, as counted in mla_requests_total.
@@ -93,7 +90,7 @@ class Metrics final : public scheduler::EngineObserver {
 
   void SetTls(const TlsStats& stats);
   void SetConfig(const ConfigStats& stats);
-  void SetTraces(const TraceStats& stats);
+  void SetTraces(const TracerStats& stats);
 
   // From now on Expose shows what tenants use: first tenants with a quota in the configuration,
   // then those with the largest share of a bound. `most` of them are shown by name, and the others

@@ -50,19 +50,21 @@ WAY = {
     # The engine takes it.
     "scheduler/engine/engine.cc": "Submit",
     "scheduler/engine/engine_impl.h": "RunInline",
-    "scheduler/engine/answer_collector.cc": "Admit",
+    "scheduler/steps/answer_collector.cc": "Admit",
     "scheduler/tenant_table.cc": "TryTake",
     "scheduler/engine/inbox.h": "Push",
     "base/pauses/pause_watch.cc": "Take",
-    "scheduler/engine/step_machine.cc": "AcceptAttend",
+    "scheduler/steps/step_machine.cc": "AcceptAttend",
+    "scheduler/steps/step_ends.cc": "Find",
     "scheduler/tables/step_table.cc": "CheckAttend",
     # It waits and is chosen.
+    "scheduler/steps/launch_queue.cc": "Add",
     "scheduler/batching/waiting_requests.cc": "Add",
     "scheduler/batching/head_slice_table.cc": "Join",
+    "scheduler/steps/launches.cc": "Start",
     "scheduler/batching/batch_policy.cc": "Choose",
     "scheduler/batching/batch.cc": "OrderByStage",
     "scheduler/batching/launch_cost.cc": "Nanos",
-    "scheduler/batching/rows.h": "FirstRow",
     "scheduler/moves/page_mover.cc": "Take",
     "scheduler/kvcache/pool/page_work.cc": "TakeLayer",
     "scheduler/kvcache/kv_cache.cc": "copied_groups",
@@ -100,7 +102,7 @@ WAY = {
     # It is answered.
     "base/pauses/nap.cc": "Nap",
     "scheduler/launching/result_check.cc": "CheckResults",
-    "scheduler/engine/answer_queue.cc": "PushAndClaim",
+    "scheduler/steps/answer_queue.cc": "PushAndClaim",
     "server/metrics/histograms.cc": "ObserveLaunch",
     "server/attend/attend_reply.cc": "FillReply",
 }

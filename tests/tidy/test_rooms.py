@@ -34,7 +34,8 @@ FLOORS = {
                 "hip/device/sm90/prefill", "hip/device", "hip/host_images", "hip/runtime",
                 "hip/slot", "hip/device_state", "hip/launch", "hip/self_test", "hip"],
     "scheduler": ["kvcache/pool", "kvcache/prefix", "kvcache", "kvcache/tiers", "", "planning",
-                  "planning/cache", "tables", "batching", "moves", "launching", "engine"],
+                  "planning/cache", "tables", "batching", "moves", "launching", "steps",
+                  "engine"],
 }
 PUBLIC = re.compile(r"//visibility:public")
 # Packages with public targets: names that users type, and libraries of the distribution.

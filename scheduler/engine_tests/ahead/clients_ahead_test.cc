@@ -69,8 +69,8 @@ class ClientsAheadTest : public EngineCoreTest {
     const std::vector<Row> rows = Rows(2, 1 + layer);
     EXPECT_LT(h_.Error(request, Pointers(rows), {1, 2}, kQueryKey), kTolerance);
   }
-  bool Launch() { return h_.core().steps().StartLaunch(); }
-  bool Complete() { return h_.core().steps().CompleteLaunch(/*wait=*/true); }
+  bool Launch() { return h_.core().launches().Start(); }
+  bool Complete() { return h_.core().launches().Complete(/*wait=*/true); }
 
   std::unique_ptr<Client> a_ = Connect(11), b_ = Connect(12), c_ = Connect(13);
 };

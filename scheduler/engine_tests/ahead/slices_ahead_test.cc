@@ -66,9 +66,9 @@ class SlicesAheadTest : public ::testing::TestWithParam<Kind> {
     for (size_t i = 0; i < weights.size(); ++i) weights[i] = kernels::ToBf16(MakeRow(i, 1)[0]);
     for (int layer = 0; layer < 2; ++layer) {
       const auto bytes = std::as_bytes(std::span(weights));
-      ASSERT_TRUE(models.LoadWeights(*model, 1, layer, 0, kRankHeads, bytes).ok());
+      ASSERT_TRUE(models.weights().Load(*model, 1, layer, 0, kRankHeads, bytes).ok());
     }
-    ASSERT_TRUE(models.CommitWeights(*model, 1).empty());
+    ASSERT_TRUE(models.weights().Commit(*model, 1).empty());
   }
   // A slice whose tensors come when the rank's word is layer + 1. Rank 0 brings the row.
   std::unique_ptr<TestRequest> Slice(int rank, int layer) {
@@ -99,8 +99,8 @@ class SlicesAheadTest : public ::testing::TestWithParam<Kind> {
     Submit(request);
   }
   static std::vector<Row> Fresh() { return Rows(1, 9); }
-  bool Launch() { return r_.core().steps().StartLaunch(); }
-  bool Complete(bool wait = true) { return r_.core().steps().CompleteLaunch(wait); }
+  bool Launch() { return r_.core().launches().Start(); }
+  bool Complete(bool wait = true) { return r_.core().launches().Complete(wait); }
   EngineStats Stats() { return r_.core().Stats(); }
 
   // Compares the outputs with the outputs of awaited slices of the same heads.
@@ -201,14 +201,14 @@ TEST_P(SlicesAheadTest, OneThatIsAloneWaitsForTheOthersAWhile) {
   std::unique_ptr<TestRequest> slices[kRanks] = {Slice(0, 0), Slice(1, 0)};
   Submit(slices[0].get());
   EXPECT_FALSE(Launch());
-  EXPECT_TRUE(r_.core().steps().AwaitsSlices());
+  EXPECT_TRUE(r_.core().steps().queue().AwaitsSlices());
   r_.harness().AdvanceMicros(kAheadUs - 1);
   EXPECT_FALSE(Launch());
   EXPECT_EQ(slices[0]->answers, 0);
   r_.harness().AdvanceMicros(1);
   EXPECT_EQ(slices[0]->handed_back, HandedBack::kBusy);
   EXPECT_FALSE(Launch());
-  EXPECT_FALSE(r_.core().steps().AwaitsSlices());
+  EXPECT_FALSE(r_.core().steps().queue().AwaitsSlices());
   Submit(slices[1].get());
   EXPECT_FALSE(Launch());
   ready_[0] = ready_[1] = 1;

@@ -357,7 +357,7 @@ TEST_F(EngineMovesTest, AMoveOutlivesItsSequenceAndKeepsItsGroup) {
   std::vector<SequenceId> absent;
   h_.core().sequences().Release(h_.tenant(), std::vector{pages.id, source.id}, &absent);
   EXPECT_EQ(h_.core().Stats().page_groups_pinned, 1);
-  EXPECT_TRUE(h_.core().steps().MayLaunch());
+  EXPECT_TRUE(h_.core().launches().MayStart());
   h_.Run();
   EXPECT_TRUE(done);
   EXPECT_EQ(h_.core().Stats().page_groups_pinned, 0);

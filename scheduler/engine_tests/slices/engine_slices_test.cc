@@ -110,7 +110,7 @@ TEST_P(EngineSlicesTest, ALateSiblingCostsTheBoundAndNobodyElseWaits) {
   EXPECT_FALSE(slices[0]->answered());
   // The engine asks to be woken exactly at the bound.
   EXPECT_EQ(r.core().steps().NextTick(), r.harness().clock().Now() + kSliceWaitMicros * 1000);
-  EXPECT_FALSE(r.core().steps().MayLaunch());
+  EXPECT_FALSE(r.core().launches().MayStart());
   r.harness().AdvanceMicros(kSliceWaitMicros - 1);
   r.harness().Run();
   EXPECT_FALSE(slices[0]->answered());
@@ -238,8 +238,8 @@ TEST_P(EngineSlicesTest, ALateSiblingOfACutGroupGoesAtOnce) {
   std::vector<std::unique_ptr<TestRequest>> slices;
   for (int i = 0; i + 1 < ranks; ++i) slices.push_back(r.Send(i, 1, 0, rows));
   r.harness().AdvanceMicros(kSliceWaitMicros);
-  EXPECT_TRUE(r.core().steps().StartLaunch());
-  r.core().steps().CompleteLaunch(/*wait=*/true);
+  EXPECT_TRUE(r.core().launches().Start());
+  r.core().launches().Complete(/*wait=*/true);
   EXPECT_FALSE(slices[0]->answered());
   slices.push_back(r.Send(ranks - 1, 1, 0, rows));
   r.harness().Run();
@@ -406,10 +406,11 @@ TEST(EngineSlices, ProfilesShareTheCopyOfTheRowsAndNotTheRecord) {
   }
   for (int layer = 0; layer < 2; ++layer) {
     ASSERT_TRUE(core.models()
-                    .LoadWeights(*model, 1, layer, 0, kRankHeads, std::as_bytes(std::span(weights)))
+                    .weights()
+                    .Load(*model, 1, layer, 0, kRankHeads, std::as_bytes(std::span(weights)))
                     .ok());
   }
-  ASSERT_TRUE(core.models().CommitWeights(*model, 1).empty());
+  ASSERT_TRUE(core.models().weights().Commit(*model, 1).empty());
 
   const SequenceInfo seq = r.harness().Open();
   ASSERT_TRUE(r.Fill(seq, 5));

@@ -130,7 +130,7 @@ TEST_P(LostDeviceTest, FailsWhatIsInFlightAndTakesNothingNew) {
   ASSERT_TRUE(gpu->Begin(1, a, 0, 130).ok());
   ASSERT_TRUE(gpu->Begin(2, b, 0, 140).ok());
   const auto in_flight = gpu->Attend(1, 0, 130, 1);
-  ASSERT_TRUE(gpu->harness().core().steps().StartLaunch());
+  ASSERT_TRUE(gpu->harness().core().launches().Start());
   Lose();
   gpu->Settle();
   ASSERT_EQ(in_flight->answers, 1);

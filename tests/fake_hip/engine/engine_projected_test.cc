@@ -75,7 +75,7 @@ class ProjectedEngine {
     for (int i = 0; i < kSequences; ++i) requests.push_back(Submit(rows, i));
     for (int quiet = 0; quiet < 3;) {
       const bool busy =
-          h_->core().steps().StartLaunch() | h_->core().steps().CompleteLaunch(/*wait=*/true);
+          h_->core().launches().Start() | h_->core().launches().Complete(/*wait=*/true);
       quiet = busy ? 0 : quiet + 1;
     }
     return requests;
@@ -87,16 +87,16 @@ class ProjectedEngine {
     auto model = models.Find(h_->core().FindTenant(h_->tenant()), h_->model().id, "model_id");
     ASSERT_TRUE(model.ok()) << model.status();
     const std::vector<Bf16> up = Weights(77, size_t{kHeads} * 2 * kDim * kLora);
-    ASSERT_TRUE(models.LoadWeights(**model, 1, 0, 0, kHeads, std::as_bytes(std::span(up))).ok());
+    ASSERT_TRUE(models.weights().Load(**model, 1, 0, 0, kHeads, std::as_bytes(std::span(up))).ok());
     for (int head = 0; head < kHeads; ++head) {
       const auto load = [&](ProjectedPart part, const std::vector<Bf16>& weights) {
-        const absl::Status s = models.LoadProjected(**model, 1, part, 0, head, weights);
+        const absl::Status s = models.weights().LoadProjected(**model, 1, part, 0, head, weights);
         ASSERT_TRUE(s.ok()) << s;
       };
       load(ProjectedPart::kQueries, Weights(80 + head, size_t{kDim + kRope} * kShape.q_lora_rank));
       load(ProjectedPart::kOutputs, Weights(90 + head, size_t{kShape.hidden_size} * kDim));
     }
-    EXPECT_TRUE(models.CommitWeights(**model, 1).empty());
+    EXPECT_TRUE(models.weights().Commit(**model, 1).empty());
   }
 
   // Each sequence has a stream and a step of its own.

@@ -80,9 +80,9 @@ class ExpandedEngine {
     auto model = models.Find(h_->core().FindTenant(h_->tenant()), h_->model().id, "model_id");
     if (!model.ok()) return model.status();
     absl::Status s =
-        models.LoadWeights(**model, upload, 0, 0, heads_, std::as_bytes(std::span(weights)));
+        models.weights().Load(**model, upload, 0, 0, heads_, std::as_bytes(std::span(weights)));
     if (!s.ok()) return s;
-    EXPECT_TRUE(models.CommitWeights(**model, upload).empty());
+    EXPECT_TRUE(models.weights().Commit(**model, upload).empty());
     return s;
   }
 
@@ -149,7 +149,7 @@ class ExpandedEngine {
   void Settle() {
     for (int quiet = 0; quiet < 3;) {
       const bool busy =
-          h_->core().steps().StartLaunch() | h_->core().steps().CompleteLaunch(/*wait=*/true);
+          h_->core().launches().Start() | h_->core().launches().Complete(/*wait=*/true);
       quiet = busy ? 0 : quiet + 1;
     }
   }

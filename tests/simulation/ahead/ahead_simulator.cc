@@ -263,9 +263,9 @@ bool AheadSimulator::Operate() {
     device_->EndGates();
     return true;
   }
-  if (what < 68) return core.steps().StartLaunch();
-  if (what < 78) return core.steps().CompleteLaunch(/*wait=*/false);
-  if (what < 84) return core.steps().CompleteLaunch(/*wait=*/true);
+  if (what < 68) return core.launches().Start();
+  if (what < 78) return core.launches().Complete(/*wait=*/false);
+  if (what < 84) return core.launches().Complete(/*wait=*/true);
   if (what < 90) return End(client);
   if (what < 96) {
     harness_->AdvanceMicros(static_cast<int64_t>(Pick(20'000)));
@@ -471,8 +471,8 @@ void AheadSimulator::Finish() {
       End(client.get());
       Pump(client.get());
     }
-    core.steps().StartLaunch();
-    core.steps().CompleteLaunch(/*wait=*/true);
+    core.launches().Start();
+    core.launches().Complete(/*wait=*/true);
     harness_->AdvanceMicros(1000);
   }
   if (!violation_.empty()) return;

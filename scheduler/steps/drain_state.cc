@@ -1,4 +1,4 @@
-#include "scheduler/engine/drain_state.h"
+#include "scheduler/steps/drain_state.h"
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"

@@ -2,8 +2,8 @@
 // itself; together they may be of different moments.
 //
 // Threading: Note calls with the role; Fill from any thread.
-#ifndef MLA_SCHEDULER_ENGINE_ENGINE_LOAD_H_
-#define MLA_SCHEDULER_ENGINE_ENGINE_LOAD_H_
+#ifndef MLA_SCHEDULER_STEPS_ENGINE_LOAD_H_
+#define MLA_SCHEDULER_STEPS_ENGINE_LOAD_H_
 
 #include <atomic>
 #include <cstdint>
@@ -45,4 +45,4 @@ class EngineLoad final {
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_ENGINE_ENGINE_LOAD_H_
+#endif  // MLA_SCHEDULER_STEPS_ENGINE_LOAD_H_

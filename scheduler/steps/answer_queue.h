@@ -13,8 +13,8 @@
 //
 // Ownership: borrows the requests, whose links it uses (StreamRequest::engine.next), until Done.
 // Threading: all methods from any thread; Flush and Stop not from Done. Allocates nothing.
-#ifndef MLA_SCHEDULER_ENGINE_ANSWER_QUEUE_H_
-#define MLA_SCHEDULER_ENGINE_ANSWER_QUEUE_H_
+#ifndef MLA_SCHEDULER_STEPS_ANSWER_QUEUE_H_
+#define MLA_SCHEDULER_STEPS_ANSWER_QUEUE_H_
 
 #include <atomic>
 #include <cstdint>
@@ -128,4 +128,4 @@ class AnswerQueue final {
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_ENGINE_ANSWER_QUEUE_H_
+#endif  // MLA_SCHEDULER_STEPS_ANSWER_QUEUE_H_

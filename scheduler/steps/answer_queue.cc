@@ -1,4 +1,4 @@
-#include "scheduler/engine/answer_queue.h"
+#include "scheduler/steps/answer_queue.h"
 
 namespace mla::scheduler {
 

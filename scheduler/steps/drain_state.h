@@ -1,14 +1,14 @@
 // Whether the engine drains, and the errors of calls that a drain refuses.
 //
 // Threading: the engine role.
-#ifndef MLA_SCHEDULER_ENGINE_DRAIN_STATE_H_
-#define MLA_SCHEDULER_ENGINE_DRAIN_STATE_H_
+#ifndef MLA_SCHEDULER_STEPS_DRAIN_STATE_H_
+#define MLA_SCHEDULER_STEPS_DRAIN_STATE_H_
 
 #include <string>
 
 #include "absl/status/status.h"
-#include "scheduler/engine/engine_load.h"
 #include "scheduler/request.h"
+#include "scheduler/steps/engine_load.h"
 #include "scheduler/tables/sequence_table.h"
 
 namespace mla::scheduler {
@@ -40,4 +40,4 @@ class DrainState final {
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_ENGINE_DRAIN_STATE_H_
+#endif  // MLA_SCHEDULER_STEPS_DRAIN_STATE_H_

@@ -1,4 +1,4 @@
-#include "scheduler/engine/answer_collector.h"
+#include "scheduler/steps/answer_collector.h"
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"

@@ -2,8 +2,8 @@
 // launches until the holder of the engine role takes them.
 //
 // Threading: the engine role, except where a method says any thread.
-#ifndef MLA_SCHEDULER_ENGINE_ANSWER_COLLECTOR_H_
-#define MLA_SCHEDULER_ENGINE_ANSWER_COLLECTOR_H_
+#ifndef MLA_SCHEDULER_STEPS_ANSWER_COLLECTOR_H_
+#define MLA_SCHEDULER_STEPS_ANSWER_COLLECTOR_H_
 
 #include <algorithm>
 #include <array>
@@ -13,10 +13,10 @@
 
 #include "absl/status/status.h"
 #include "scheduler/clock.h"
-#include "scheduler/engine/answer_queue.h"
 #include "scheduler/engine_types.h"
 #include "scheduler/limits.h"
 #include "scheduler/request.h"
+#include "scheduler/steps/answer_queue.h"
 #include "scheduler/tenant_table.h"
 
 namespace mla::scheduler {
@@ -78,4 +78,4 @@ class AnswerCollector final {
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_ENGINE_ANSWER_COLLECTOR_H_
+#endif  // MLA_SCHEDULER_STEPS_ANSWER_COLLECTOR_H_
