@@ -7,8 +7,8 @@
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
 //             [--kv bf16|fp8_tensor|fp8_row] [--compute bf16|fp8] [--sparse topk=2048]
-//             [--whole 1] [--streamed 1] [--spread 0] [--small-rows N] [--peers FILE]
-//             [--json FILE]
+//             [--whole 1] [--streamed 1] [--spread 0] [--small-rows N] [--item-rows N]
+//             [--peers FILE] [--json FILE]
 //
 // --compute fp8: 8-bit products over 8-bit rows, if there is a kernel for them. --whole: requests
 // of equal length are not cut, so that nothing is merged and only the attention kernel is timed.
@@ -16,7 +16,8 @@
 // that. --spread: values of every second group of 128 are divided by 2^N; from 5 on, groups of
 // fp8_row have scales of their own. --sparse: each query row has an index list of this many random
 // positions, ascending, or of all. --small-rows: most KV rows an item for which batches are cut for
-// the smallest blocks (PlanTraits::small), instead of the backend's own; 0 has none cut that way.
+// the smallest blocks (PlanTraits::small; 0: never); --item-rows: KV rows that an item is charged
+// (PlanTraits::item_overhead_rows); both instead of the backend's own.
 // --peers: times of other libraries (peers/peer_times.h) for shapes "h=H b=B ctx=C", one query row
 // over bf16 rows of equal length, and "decode h=H b=B topk=K", lists over rows of fp8_row.
 //
@@ -63,15 +64,14 @@ struct Flags {
   bool ragged = false, whole = false, streamed = false;
   int32_t spread = 0;  // binades between groups of a row's values
   int32_t query_rows = 1;
-  int32_t small_rows = -1;  // below 0: as the backend has it
+  int32_t small_rows = -1, item_rows = -1;  // below 0: as the backend has it
   double max_gb = 20.0;
-  std::string kv = "bf16";  // format of the rows
-  std::string compute = "bf16";
-  std::string sparse;  // empty: dense; else topk=N
-  int32_t top_k = 0;   // N of it
-  std::string json;    // file for rows of JSON
-  std::string peers;   // file with times of other libraries
-  std::string image;   // file with device code to use instead of the built-in code
+  std::string kv = "bf16", compute = "bf16";  // formats of the rows and of products
+  std::string sparse;                         // empty: dense; else topk=N
+  int32_t top_k = 0;                          // N of it
+  std::string json;                           // file for rows of JSON
+  std::string peers;                          // file with times of other libraries
+  std::string image;  // file with device code to use instead of the built-in code
 };
 
 struct Shape {
@@ -131,8 +131,7 @@ class Bench {
               const Times& launch, const Times& on_device);
   std::string PeerShape(const Shape& shape) const;
 
-  int64_t row_bytes() const { return row_.row_bytes; }
-  int64_t page_bytes() const { return kPage * row_bytes(); }
+  int64_t page_bytes() const { return kPage * row_.row_bytes; }
   kernels::AttentionDesc Desc(const Shape& shape) const {
     kernels::AttentionDesc desc;
     desc.geometry = {shape.heads, 512, 64, 128, 128};
@@ -220,7 +219,7 @@ void Bench::MakeLists(const Shape& shape) {
 // Fills the pool by repeating some rows.
 absl::Status Bench::FillPool(int64_t bytes) {
   constexpr int64_t kRows = 16384;
-  const int64_t block = std::min(bytes, kRows * row_bytes());
+  const int64_t block = std::min(bytes, kRows * row_.row_bytes);
   MLA_ASSIGN_OR_RETURN(const auto host, backend_->AllocateHost(block));
   std::mt19937 random(2);
   std::normal_distribution<float> normal;
@@ -228,7 +227,7 @@ absl::Status Bench::FillPool(int64_t bytes) {
   for (size_t i = 0; i < q_->bytes().size() / 2; ++i) q[i] = kernels::ToBf16(normal(random));
   std::vector<float> values(kRowDim);
   std::byte* row = host->bytes().data();
-  for (int64_t i = 0; i < block / row_bytes(); ++i, row += row_bytes()) {
+  for (int64_t i = 0; i < block / row_.row_bytes; ++i, row += row_.row_bytes) {
     for (float& x : values) x = normal(random);
     for (int32_t k = 0; k < kRowDim; ++k)
       values[k] *= std::ldexp(1.0f, -flags_.spread * (k / 128 % 2));
@@ -287,7 +286,7 @@ absl::Status Bench::MakeRecords(const Shape& shape, const Tensors& tensors) {
     r.lse_head_stride = 1;
     r.lse_row_stride = shape.heads;
     r.page_table = entry;
-    r.row_stride = row_bytes();
+    r.row_stride = row_.row_bytes;
     r.kv_scale = kLayerScale;
     r.page_size = kPage;
     r.q_rows = flags_.query_rows;
@@ -378,6 +377,7 @@ absl::Status Bench::Time(const Shape& shape) {
   }
   if (flags_.top_k > 0) MakeLists(shape);
   kernels::PlanTraits traits = backend_->Traits(desc);
+  if (flags_.item_rows >= 0) traits.item_overhead_rows = flags_.item_rows;
   if (flags_.whole) traits.item_overhead_rows = kNeverCutRows;
   kernels::SmallBatches& small = traits.small;
   if (flags_.small_rows >= 0) small.unit_kv_rows = small.lone_kv_rows = flags_.small_rows;
@@ -408,7 +408,7 @@ void Bench::Report(const Shape& shape, const kernels::PlanView& plan, const Time
       flags_.compute == "fp8" ? "products " : "",
       flags_.top_k > 0 ? (flags_.sparse + " ").c_str() : "", shape.heads, shape.batch,
       shape.context, flags_.ragged ? " ragged" : "", flags_.query_rows, kernels.us,
-      kernels.least_us, static_cast<double>(shape.rows * row_bytes()) / kernels.us / 1e6,
+      kernels.least_us, static_cast<double>(shape.rows * row_.row_bytes) / kernels.us / 1e6,
       flop / kernels.us / 1e6, launch.us,
       on_device.us > 0 ? absl::StrFormat("%.1f us", on_device.us).c_str() : "not timed",
       plan.work_info.size(), plan.reduce_final_map.size(),
@@ -482,7 +482,7 @@ int Main(int argc, char** argv) {
                         {"--sparse", &flags.sparse},     {"--compute", &flags.compute},
                         {"--whole", &flags.whole},       {"--spread", &flags.spread},
                         {"--streamed", &flags.streamed}, {"--small-rows", &flags.small_rows},
-                        {"--peers", &flags.peers}};
+                        {"--peers", &flags.peers},       {"--item-rows", &flags.item_rows}};
   absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
   absl::StatusOr<kernels::KvFormat> format = s.ok() ? CheckFlags(&flags) : s;
   absl::StatusOr<PeerTimes> peers = PeerTimes();
