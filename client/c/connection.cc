@@ -197,11 +197,11 @@ mla_code mla_connect(const char* target, const mla_connect_options* options, mla
     }
     const auto known = mla::capi::OptionsOf(options);
     if (!known.ok()) return known.status();
-    auto made = mla::client::Client::Connect(target, *known);
-    if (!made.ok()) return made.status();
+    auto connected = mla::client::Client::Connect(target, *known);
+    if (!connected.ok()) return connected.status();
     auto client = std::make_unique<mla_client>();
-    client->backend = (*made)->info().backend().name();
-    client->client = *std::move(made);
+    client->backend = (*connected)->info().backend().name();
+    client->client = *std::move(connected);
     *out = client.release();
     return absl::OkStatus();
   });

@@ -31,11 +31,11 @@ mla_code Report(const absl::Status& status, mla_error** error) noexcept {
   const auto code = static_cast<mla_code>(status.code());
   if (error == nullptr) return code;
   try {
-    auto made = std::make_unique<mla_error>();
-    made->code = code;
-    made->message = std::string(status.message());
-    made->detail = client::DetailOf(status).value_or(v1::ErrorDetail());
-    *error = made.release();
+    auto result = std::make_unique<mla_error>();
+    result->code = code;
+    result->message = std::string(status.message());
+    result->detail = client::DetailOf(status).value_or(v1::ErrorDetail());
+    *error = result.release();
   } catch (const std::exception&) {  // the code alone has to do
   }
   return code;

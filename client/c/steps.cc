@@ -113,19 +113,19 @@ absl::Status Begin(mla_session* session, const char* model_id, std::span<const m
           {std::get_if<client::ClusterSequence>(&one.sequence->sequence), one.rows});
     }
   }
-  auto made = std::make_unique<mla_step>();
-  made->sequences = rows.size();
+  auto result = std::make_unique<mla_step>();
+  result->sequences = rows.size();
   if (session->cluster != nullptr) {
     auto step = session->cluster->Begin(model_id, of_cluster,
                                         {.step = options, .partial = known.partial != 0});
     if (!step.ok()) return step.status();
-    made->cluster = *std::move(step);
+    result->cluster = *std::move(step);
   } else {
     auto step = session->session->Begin(model_id, sequences, options);
     if (!step.ok()) return step.status();
-    made->step = *std::move(step);
+    result->step = *std::move(step);
   }
-  *out = made.release();
+  *out = result.release();
   return absl::OkStatus();
 }
 
@@ -139,15 +139,15 @@ mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** err
   return Guard(error, [&] {
     if (absl::Status status = CheckNotNull(out, "out"); !status.ok()) return status;
     *out = nullptr;
-    auto made = std::make_unique<mla_session>();
+    auto result = std::make_unique<mla_session>();
     if (client->cluster != nullptr) {
-      made->cluster = client->cluster->OpenSession();
+      result->cluster = client->cluster->OpenSession();
     } else {
       auto session = client->client->OpenSession();
       if (!session.ok()) return session.status();
-      made->session = *std::move(session);
+      result->session = *std::move(session);
     }
-    *out = made.release();
+    *out = result.release();
     return absl::OkStatus();
   });
 }

@@ -30,7 +30,7 @@ std::vector<absl::StatusOr<v1::ProbeReply>> Probes::Ask(std::span<Client* const>
   *message.mutable_prefix() = prefix;
   std::vector<absl::StatusOr<v1::ProbeReply>> answers(clients.size(), v1::ProbeReply());
   std::vector<std::unique_ptr<Request>> requests(clients.size());
-  size_t left = 0;
+  size_t waiting = 0;
   // All of them are prepared first, because that calls functions of the user, which may throw.
   for (size_t i = 0; i < clients.size(); ++i) {
     Client::Impl& client = *clients[i]->impl_;
@@ -40,9 +40,9 @@ std::vector<absl::StatusOr<v1::ProbeReply>> Probes::Ask(std::span<Client* const>
     }
     requests[i] = std::make_unique<Request>();
     client.Prepare(&requests[i]->context, Millis(timeout_ms - client.options.call_timeout_ms));
-    ++left;
+    ++waiting;
   }
-  if (left == 0) return answers;  // a process that was forked may not use the library
+  if (waiting == 0) return answers;  // a process that was forked may not use the library
   grpc::CompletionQueue queue;
   for (size_t i = 0; i < clients.size(); ++i) {
     if (requests[i] == nullptr) continue;
@@ -54,7 +54,7 @@ std::vector<absl::StatusOr<v1::ProbeReply>> Probes::Ask(std::span<Client* const>
   // Every request has a deadline, so each of them ends.
   void* ended = nullptr;
   bool ok = false;
-  for (; left > 0; --left) queue.Next(&ended, &ok);
+  for (; waiting > 0; --waiting) queue.Next(&ended, &ok);
   queue.Shutdown();
   while (queue.Next(&ended, &ok)) {
   }

@@ -19,13 +19,13 @@ const void* ReadFragments(const FragmentedInput& input, int64_t begin, int64_t b
   const bool whole = piece + 1 == fragments.end() || from + bytes <= (piece + 1)->begin;
   if (whole && reinterpret_cast<uintptr_t>(start) % kAlignment == 0) return start;
   auto* target = static_cast<std::byte*>(spare);
-  for (int64_t left = bytes; left > 0; ++piece) {
+  for (int64_t bytes_left = bytes; bytes_left > 0; ++piece) {
     const bool last = piece + 1 == fragments.end();
-    const int64_t here = last ? left : std::min(left, (piece + 1)->begin - from);
+    const int64_t here = last ? bytes_left : std::min(bytes_left, (piece + 1)->begin - from);
     std::memcpy(target, piece->data + (from - piece->begin), static_cast<size_t>(here));
     target += here;
     from += here;
-    left -= here;
+    bytes_left -= here;
   }
   return spare;
 }

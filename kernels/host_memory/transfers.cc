@@ -48,12 +48,12 @@ void Copy(std::byte* to, const std::byte* from, int64_t bytes, PartDigest* diges
     std::memcpy(to, from, static_cast<size_t>(bytes));
     return;
   }
-  for (int64_t at = 0; at < bytes; at += kDigestPartBytes) {
-    const auto part = static_cast<size_t>(std::min(kDigestPartBytes, bytes - at));
-    CopyPart(to + at, from + at, part);
+  for (int64_t offset = 0; offset < bytes; offset += kDigestPartBytes) {
+    const auto part = static_cast<size_t>(std::min(kDigestPartBytes, bytes - offset));
+    CopyPart(to + offset, from + offset, part);
     // Digests the source, which is in a near cache now. The digest is made before the caller may
     // change the source.
-    *digests++ = DigestOfPart(std::span(from + at, part));
+    *digests++ = DigestOfPart(std::span(from + offset, part));
   }
   EndCopies();
 }

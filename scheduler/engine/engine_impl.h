@@ -75,14 +75,14 @@ class Engine::Impl {
         impl_.Observe(reports);
         return;
       }
-      const bool left = work_left || sooner || !impl_.inbox_.empty();
-      if (left && left_ == nullptr) impl_.inbox_.Wake();
+      const bool unfinished = work_left || sooner || !impl_.inbox_.empty();
+      if (unfinished && left_ == nullptr) impl_.inbox_.Wake();
       impl_.answers_.Deliver(answers);
       impl_.Observe(reports);
       // Requests that arrived during the delivery were left in the inbox, to share a launch.
       const bool came = !answers.empty() && !impl_.inbox_.empty();
       if (left_ != nullptr) {
-        *left_ = left || came;
+        *left_ = unfinished || came;
       } else if (came) {
         impl_.inbox_.Wake();
       }

@@ -101,13 +101,13 @@ absl::StatusOr<int> ConnectionAcceptor::ListenTcp(const std::string& address, Ha
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE;
-  addrinfo* found = nullptr;
+  addrinfo* addresses = nullptr;
   const int error = getaddrinfo(host.empty() ? nullptr : host.c_str(),
-                                address.substr(colon + 1).c_str(), &hints, &found);
+                                address.substr(colon + 1).c_str(), &hints, &addresses);
   if (error != 0) return failed(gai_strerror(error));
-  const absl::Cleanup free_found = [found] { freeaddrinfo(found); };
+  const absl::Cleanup free_found = [addresses] { freeaddrinfo(addresses); };
   int port = 0, why = 0;
-  for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
+  for (const addrinfo* one = addresses; one != nullptr; one = one->ai_next) {
     // The port that the system chose for the first address is used for all.
     if (port != 0) SetPort(one->ai_addr, port);
     const int descriptor = BindTo(one->ai_addr, one->ai_addrlen);

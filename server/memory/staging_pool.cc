@@ -28,11 +28,11 @@ StagingPool::StagingPool(std::unique_ptr<kernels::HostBuffer> memory) : memory_(
   unit_.resize(units_);
   free_.assign(static_cast<size_t>(std::bit_width(units_)), kNone);
   // Divides the region into the largest aligned powers of two.
-  uint32_t at = 0;
+  uint32_t offset = 0;
   for (int order = std::bit_width(units_) - 1; order >= 0; --order) {
     if ((units_ >> order) & 1) {
-      PushFree(at, static_cast<uint8_t>(order));
-      at += uint32_t{1} << order;
+      PushFree(offset, static_cast<uint8_t>(order));
+      offset += uint32_t{1} << order;
     }
   }
 }

@@ -172,21 +172,21 @@ absl::StatusOr<std::unique_ptr<OpsHttp>> OpsHttp::Start(const std::string& addre
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE;
-  addrinfo* found = nullptr;
+  addrinfo* addresses = nullptr;
   if (const int error =
-          getaddrinfo(host.c_str(), address.substr(colon + 1).c_str(), &hints, &found);
+          getaddrinfo(host.c_str(), address.substr(colon + 1).c_str(), &hints, &addresses);
       error != 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("ops.listen: ", address, ": ", gai_strerror(error)));
   }
-  const absl::Cleanup free_found = [found] { freeaddrinfo(found); };
+  const absl::Cleanup free_found = [addresses] { freeaddrinfo(addresses); };
   const size_t limit = static_cast<size_t>(connections) + kReserve;
   std::unique_ptr<OpsHttp> port(new OpsHttp(limit, std::move(paths)));
   unsigned flags = MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_POLL;
-  if (found->ai_family == AF_INET6) flags |= MHD_USE_IPv6;
+  if (addresses->ai_family == AF_INET6) flags |= MHD_USE_IPv6;
   MHD_Daemon* daemon = MHD_start_daemon(
       flags, 0, nullptr, nullptr, OpsHttpCallbacks::Handle, port.get(), MHD_OPTION_SOCK_ADDR,
-      found->ai_addr, MHD_OPTION_NOTIFY_CONNECTION, OpsHttpCallbacks::Notify, port.get(),
+      addresses->ai_addr, MHD_OPTION_NOTIFY_CONNECTION, OpsHttpCallbacks::Notify, port.get(),
       MHD_OPTION_STRICT_FOR_CLIENT, 1,
       // Connections that were shut down but are not closed yet count too.
       MHD_OPTION_CONNECTION_LIMIT, static_cast<unsigned>(2 * limit), MHD_OPTION_CONNECTION_TIMEOUT,

@@ -58,24 +58,24 @@ TraceContext StepTraces::Find(scheduler::StepId id) const {
 void StepTraces::End(const StreamRequest& message, const absl::Status& answer, int64_t now_ns,
                      std::vector<TraceSpan>* spans) {
   const MutexLock lock(mutex_);
-  const auto found = std::find_if(open_.begin(), open_.end(), [&message](const Open& open) {
+  const auto entry = std::find_if(open_.begin(), open_.end(), [&message](const Open& open) {
     return open.id == message.step_id;
   });
-  if (found == open_.end()) return;
+  if (entry == open_.end()) return;
   TraceSpan span;
-  span.trace = found->context.trace;
-  span.id = found->context.span;
-  span.parent = found->parent;
+  span.trace = entry->context.trace;
+  span.id = entry->context.span;
+  span.parent = entry->parent;
   span.name = "step";
   span.server = true;
-  span.begin_ns = found->begin_ns;
+  span.begin_ns = entry->begin_ns;
   span.end_ns = now_ns;
   span.tenant = tenant_;
-  span.model = found->model;
+  span.model = entry->model;
   span.step = absl::StrCat(message.step_id);
   span.error = SpanError(answer);
   spans->push_back(std::move(span));
-  open_.erase(found);
+  open_.erase(entry);
   open_count_.store(open_.size(), std::memory_order_relaxed);
 }
 

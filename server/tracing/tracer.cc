@@ -110,16 +110,16 @@ TracerStats Tracer::stats() const {
 }
 
 void Tracer::Export(std::vector<TraceSpan> spans) {
-  bool taken = false;
+  bool exported = false;
   for (const auto& exporter : exporters_) {
     const absl::Status status = exporter->Export(spans);
     if (!status.ok()) {
       Log(LogLevel::kDebug, "spans_lost",
           {{"spans", spans.size()}, {"reason", std::string(status.message())}});
     }
-    taken |= status.ok();
+    exported |= status.ok();
   }
-  (taken ? exported_ : dropped_).fetch_add(spans.size(), std::memory_order_relaxed);
+  (exported ? exported_ : dropped_).fetch_add(spans.size(), std::memory_order_relaxed);
 }
 
 void Tracer::Run() {

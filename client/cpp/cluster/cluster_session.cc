@@ -16,11 +16,11 @@ absl::StatusOr<std::shared_ptr<OwnerSession>> ClusterSession::SessionOn(
     const auto known = sessions_.find(connection.get());
     if (known != sessions_.end() && !known->second->broken) return known->second;
   }
-  auto made = connection->OpenSession();
-  if (!made.ok()) return made.status();
+  auto session = connection->OpenSession();
+  if (!session.ok()) return session.status();
   const MutexLock lock(mutex_);
-  sessions_[connection.get()] = *made;
-  return *made;
+  sessions_[connection.get()] = *session;
+  return *session;
 }
 
 std::vector<ClusterStep::Part> ClusterSession::PartsOf(const std::vector<ClusterRows>& rows) const {

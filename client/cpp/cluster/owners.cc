@@ -243,9 +243,9 @@ void Owners::Know(const std::vector<Member>& members) {
 
 std::shared_ptr<Owner> Owners::At(const std::string& address) {
   const MutexLock lock(mutex_);
-  auto& found = owners_[address];
-  if (found == nullptr) {
-    found = std::make_shared<Owner>(
+  auto& owner = owners_[address];
+  if (owner == nullptr) {
+    owner = std::make_shared<Owner>(
         address,
         [this, address] {
           Member member = MemberAt(address);
@@ -258,7 +258,7 @@ std::shared_ptr<Owner> Owners::At(const std::string& address) {
         },
         now_);
   }
-  return found;
+  return owner;
 }
 
 std::vector<std::shared_ptr<Owner>> Owners::All() const {

@@ -204,18 +204,18 @@ bool SequenceRecovery::Fetch(const std::string& holder, const std::string& to) {
   });
   v1::ImportTarget target;
   target.set_model_id(sequence_->model_id());
-  auto made = (*here)->client()->ImportPages(target, [&parts] { return parts.Take(); });
+  auto imported = (*here)->client()->ImportPages(target, [&parts] { return parts.Take(); });
   parts.Close();
   exporter.join();
-  if (!made.ok()) {
+  if (!imported.ok()) {
     const bool here_failed = exported.ok() || absl::IsCancelled(exported);
     cluster_->owners_->At(here_failed ? to : holder)
-        ->Failed(here_failed ? made.status() : exported);
+        ->Failed(here_failed ? imported.status() : exported);
     return false;
   }
   // Without a match nothing is shared with others; the rows are right all the same.
-  made->Match(prefix_).status().IgnoreError();
-  sequence_->Become(ClusterSequence(cluster_, *here, *std::move(made), sequence_->model_id()));
+  imported->Match(prefix_).status().IgnoreError();
+  sequence_->Become(ClusterSequence(cluster_, *here, *std::move(imported), sequence_->model_id()));
   return true;
 }
 

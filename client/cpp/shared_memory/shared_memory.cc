@@ -511,15 +511,15 @@ absl::Status SharedMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanos
     const uint32_t doorbell = Atomic(header_->complete_doorbell).load();
     Atomic(header_->client_waits).store(1);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    const int64_t left = (timeout - (Clock::now() - start)).count();
-    if (!Ready() && left > 0) {
-      wire::FutexWait(&header_->complete_doorbell, doorbell, std::min(left, kLongestSleepNanos));
+    const int64_t rest_ns = (timeout - (Clock::now() - start)).count();
+    if (!Ready() && rest_ns > 0) {
+      wire::FutexWait(&header_->complete_doorbell, doorbell, std::min(rest_ns, kLongestSleepNanos));
     }
     Atomic(header_->client_waits).store(0);
     if (Poll(entry)) return absl::OkStatus();
     // Checked last, because completions from before the end can still be taken.
     if (!Connected() && !Ready()) return absl::UnavailableError("the shared memory has ended");
-    if (left <= 0) return absl::DeadlineExceededError("no completion in time");
+    if (rest_ns <= 0) return absl::DeadlineExceededError("no completion in time");
   }
 }
 

@@ -97,12 +97,12 @@ bool Stream::PollOnce(Clock::time_point deadline, bool spin) {
   }
   if (status == Queue::TIMEOUT) {
     // Bounded so that the sum below cannot overflow; callers try again.
-    const auto left = std::clamp<Clock::duration>(deadline - Clock::now(), Clock::duration::zero(),
+    const auto rest = std::clamp<Clock::duration>(deadline - Clock::now(), Clock::duration::zero(),
                                                   std::chrono::hours(1));
     status =
         queue_.AsyncNext(&tag, &ok,
                          std::chrono::system_clock::now() +
-                             std::chrono::duration_cast<std::chrono::system_clock::duration>(left));
+                             std::chrono::duration_cast<std::chrono::system_clock::duration>(rest));
   }
   if (status != Queue::GOT_EVENT) return false;
   switch (static_cast<Operation>(reinterpret_cast<uintptr_t>(tag))) {

@@ -296,16 +296,16 @@ absl::Status UcxMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanoseco
     if (Poll(entry)) break;
     const auto now = Clock::now();
     if (moved) last_work = now;
-    const auto left = timeout - (now - start);
+    const auto rest = timeout - (now - start);
     if (!Connected() && !Ready()) {
       status = EndStatus();
       break;
     }
-    if (left.count() <= 0) {
+    if (rest.count() <= 0) {
       status = absl::DeadlineExceededError("no completion in time");
       break;
     }
-    if (now - last_work >= options_.spin) Sleep(left);
+    if (now - last_work >= options_.spin) Sleep(rest);
   }
   waiting_.fetch_sub(1);
   return status;

@@ -63,12 +63,12 @@ class HelpFormatter final : public CLI::Formatter {
     return "=" + option->get_type_name();
   }
   std::string make_subcommand(const CLI::App* command) const override {
-    std::string left = command->get_name();
+    std::string name = command->get_name();
     for (const CLI::Option* option : command->get_options()) {
-      if (option->get_positional()) absl::StrAppend(&left, " ", option->get_name(true, false));
+      if (option->get_positional()) absl::StrAppend(&name, " ", option->get_name(true, false));
     }
     std::ostringstream text;
-    CLI::detail::format_help(text, left, command->get_description(), column_width_);
+    CLI::detail::format_help(text, name, command->get_description(), column_width_);
     return text.str();
   }
   std::string make_subcommands(const CLI::App* app, CLI::AppFormatMode mode) const override {

@@ -131,18 +131,18 @@ absl::StatusOr<Connection> Complete(const Connection& given, const std::string& 
   if (!contexts.ok()) return contexts.status();
   if (wanted.empty()) wanted = contexts->current;
   if (wanted.empty()) return connection;
-  const auto found = contexts->all.find(wanted);
-  if (found == contexts->all.end()) {
+  const auto entry = contexts->all.find(wanted);
+  if (entry == contexts->all.end()) {
     return absl::NotFoundError(
         absl::StrCat("--server-context: got \"", wanted, "\", not in ", path));
   }
   // A context that is named outweighs a variable that is always set.
   if (!name.empty()) {
     connection = given;
-    Fill(found->second, &connection);
+    Fill(entry->second, &connection);
     return connection;
   }
-  Fill(found->second, &connection);
+  Fill(entry->second, &connection);
   return connection;
 }
 

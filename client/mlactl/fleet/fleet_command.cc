@@ -183,11 +183,11 @@ int Rebalance(const CommonOptions& common, const Options& options) {
 
 // Sequences with rows that did not move.
 uint32_t LeftIn(const v1::DrainReply& reply) {
-  uint32_t left = 0;
+  uint32_t count = 0;
   for (const v1::HandedOver& one : reply.handed_over()) {
-    left += one.outcome() != v1::HAND_OVER_OUTCOME_MOVED && one.rows() > 0 ? 1 : 0;
+    count += one.outcome() != v1::HAND_OVER_OUTCOME_MOVED && one.rows() > 0 ? 1 : 0;
   }
-  return left;
+  return count;
 }
 
 // Hands over to one peer, and writes down what went there.

@@ -33,15 +33,15 @@ absl::Status Fault(size_t line, const std::string& what) {
 template <typename Number>
 absl::Status Read(const Json& line, size_t number, const char* key, double least, double most,
                   const Number* otherwise, Number* to) {
-  const auto found = line.find(key);
-  if (found == line.end() && otherwise != nullptr) {
+  const auto position = line.find(key);
+  if (position == line.end() && otherwise != nullptr) {
     *to = *otherwise;
     return absl::OkStatus();
   }
-  if (found == line.end() || !found->is_number()) {
+  if (position == line.end() || !position->is_number()) {
     return Fault(number, absl::StrCat(key, ": must be a number"));
   }
-  const double value = found->template get<double>();
+  const double value = position->template get<double>();
   if (!(value >= least && value <= most)) {
     return Fault(number, absl::StrCat(key, ": got ", value, ", must be ", least, "..", most));
   }

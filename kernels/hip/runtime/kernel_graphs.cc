@@ -111,12 +111,12 @@ void Copy(const PendingKernel& from, PendingKernel& to) {
 void Extend(const PendingKernel& last, const PendingKernel& next, PendingKernel& expected) {
   Copy(next, expected);
   if (last.arg_bytes != next.arg_bytes) return;
-  for (size_t at = 0; at + sizeof(uint64_t) <= next.arg_bytes; at += sizeof(uint64_t)) {
+  for (size_t offset = 0; offset + sizeof(uint64_t) <= next.arg_bytes; offset += sizeof(uint64_t)) {
     uint64_t before, word;
-    std::memcpy(&before, last.args.data() + at, sizeof(before));
-    std::memcpy(&word, next.args.data() + at, sizeof(word));
+    std::memcpy(&before, last.args.data() + offset, sizeof(before));
+    std::memcpy(&word, next.args.data() + offset, sizeof(word));
     word += word - before;
-    std::memcpy(expected.args.data() + at, &word, sizeof(word));
+    std::memcpy(expected.args.data() + offset, &word, sizeof(word));
   }
 }
 

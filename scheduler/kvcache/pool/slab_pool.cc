@@ -278,11 +278,11 @@ int64_t SlabPool::MostGroupsOfSlab() const {
 }
 
 SlabPool::Place SlabPool::PlaceOf(uint32_t entry) const {
-  const int64_t at = offset(entry);
-  Require(at < bytes_, "a page table entry points past the pool");
-  const int32_t head = At(static_cast<int32_t>(at / slab_bytes_)).head;
+  const int64_t position = offset(entry);
+  Require(position < bytes_, "a page table entry points past the pool");
+  const int32_t head = At(static_cast<int32_t>(position / slab_bytes_)).head;
   Require(head != kNone, "a page table entry points into a free slab");
-  const int64_t inside = at - head * slab_bytes_;
+  const int64_t inside = position - head * slab_bytes_;
   const auto group = static_cast<int32_t>(inside / Of(At(head).layout).group_bytes);
   Require(group < At(head).groups_total, "a page table entry points past its slab's groups");
   return {head, group};

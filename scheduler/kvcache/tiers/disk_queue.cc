@@ -35,11 +35,11 @@ void DiskQueue::Start(DiskMove* move) {
 }
 
 void DiskQueue::Finish(DiskMove* move, size_t done) {
-  const int64_t at = move->at + static_cast<int64_t>(done);
+  const int64_t offset = move->at + static_cast<int64_t>(done);
   const std::span<std::byte> rest = move->bytes.subspan(done);
   move->status = rest.empty()  ? absl::OkStatus()
-                 : move->write ? file_->Write(at, rest)
-                               : file_->Read(at, rest);
+                 : move->write ? file_->Write(offset, rest)
+                               : file_->Read(offset, rest);
   move->done();
 }
 
