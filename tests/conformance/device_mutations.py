@@ -18,6 +18,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEVICE = pathlib.Path("kernels/hip/device")
 WORK = ROOT / "build/device_mutations"
 TARGET = "//tests/conformance:host_conformance"
 RUNFILES = ROOT / ".bazel/bin/tests/conformance/host_conformance.runfiles"
@@ -210,7 +211,7 @@ MUTATIONS = (
              "sm90/decode/rows64_codes/rows_values.h", "group * (L::kBlocks / 2) + block / 2",
              "group * (L::kBlocks / 2)", ("sm_90",)),
     Mutation("scale_of_rows_with_several", "Rows count as rows of one scale by their first two.",
-             "sm90/decode/rows64_codes/copier.h", "for (int b = 0; b < L::kBlocks; ++b) one =",
+             "sm90/decode/rows64_codes/rows_layout.h", "for (int b = 0; b < kBlocks; ++b) one =",
              "for (int b = 0; b < 2; ++b) one =", ("sm_90",)),
     Mutation("part_of_codes_merged_early", "Parts of codes are merged before they are written.",
              "sm90/decode/rows16_fp8/attend_fp8.h",
@@ -372,7 +373,7 @@ class Harness:
         return ended.returncode == 0, text
 
     def find(self, mutation, arch):
-        file = self.tree / "kernels/hip/device" / mutation.file
+        file = self.tree / DEVICE / mutation.file
         original = file.read_text()
         if original.count(mutation.old) != 1:
             raise HarnessError(f"{mutation.name}: {mutation.file} has its text "

@@ -13,6 +13,14 @@ import device_mutations  # noqa: E402
 ALL = os.environ.get("MLA_TEST_LONG", "") != ""
 
 
+class DeviceMutationTextTest(unittest.TestCase):
+    def test_every_mutation_applies(self):
+        """The text that a mutation replaces is once in its file."""
+        for mutation in device_mutations.MUTATIONS:
+            text = (device_mutations.ROOT / device_mutations.DEVICE / mutation.file).read_text()
+            self.assertEqual(text.count(mutation.old), 1, mutation.name)
+
+
 class DeviceMutationTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):

@@ -31,6 +31,13 @@ class MutationTest(unittest.TestCase):
         for name in mutation_harness.names():
             self.assertRegex(mutation_harness.about(name), r"^[A-Z].*\.$", name)
 
+    def test_every_mutation_applies(self):
+        for name in mutation_harness.names():
+            check = mutation_harness.run(
+                ["git", "apply", "--check", mutation_harness.PATCHES / f"{name}.patch"],
+                cwd=mutation_harness.ROOT)
+            self.assertEqual(check.returncode, 0, f"{name}: {check.stderr}")
+
     def test_mutations_are_found(self):
         harness = mutation_harness.Harness()
         for name in mutation_harness.names() if ALL else mutation_harness.SAMPLE:
