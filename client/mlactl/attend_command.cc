@@ -262,7 +262,7 @@ void AddAttendCommand(Program* program) {
   Command command =
       program->Add({.name = "attend",
                     .group = "Checks and load",
-                    .summary = "a few rows of attention, checked against this program's own",
+                    .summary = "compute a few rows of attention and check them",
                     .examples = "mlactl attend\nmlactl attend --transport=shm --json\n",
                     .notes = kNotes});
   AddTransport(&command, transport.get());

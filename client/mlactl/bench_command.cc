@@ -251,7 +251,7 @@ void AddBenchCommand(Program* program) {
   const auto arguments = std::make_shared<BenchArguments>();
   Command command = program->Add({.name = "bench",
                                   .group = "Checks and load",
-                                  .summary = "load on the server, measured",
+                                  .summary = "put load on the server and measure it",
                                   .examples = kExamples,
                                   .notes = kNotes});
   AddBenchOptions(&command, arguments.get());

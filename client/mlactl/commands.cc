@@ -25,7 +25,7 @@ void AddCompletion(Program* program) {
   Command command =
       program->Add({.name = "completion",
                     .group = "Shell",
-                    .summary = "a script that completes these words in bash, zsh or fish",
+                    .summary = "print a script that completes these words in bash, zsh or fish",
                     .examples = "source <(mlactl completion bash)\n"
                                 "mlactl completion fish | source\n"});
   command.Word("SHELL", "bash, zsh or fish", shell.get());

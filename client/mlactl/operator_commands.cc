@@ -245,7 +245,7 @@ void AddSetQuota(Program* program) {
   Command command =
       program->Add({.name = "set-quota",
                     .group = kGroup,
-                    .summary = "bounds of one tenant, until the server ends",
+                    .summary = "set the bounds of one tenant, until the server ends",
                     .examples = "mlactl set-quota research --bounds=kv_bytes=4GiB,sequences=64\n"
                                 "mlactl set-quota research --reset\n",
                     .notes = kQuotaNotes});
@@ -269,7 +269,7 @@ void AddQuotas(Program* program) {
   program
       ->Add({.name = "quotas",
              .group = kGroup,
-             .summary = "what each tenant uses and may use",
+             .summary = "show what each tenant uses and may use",
              .examples = "mlactl quotas --json\n"})
       .Run([](const CommonOptions& common) {
         v1::GetQuotaRequest request;
@@ -279,7 +279,7 @@ void AddQuotas(Program* program) {
   const auto request = std::make_shared<v1::GetQuotaRequest>();
   Command command = program->Add({.name = "quota",
                                   .group = kGroup,
-                                  .summary = "what one tenant uses and may use",
+                                  .summary = "show what one tenant uses and may use",
                                   .examples = "mlactl quota research\n"});
   command.Word("TENANT", "the tenant", request->mutable_tenant());
   command.Run([request](const CommonOptions& common) { return ShowQuota(common, *request); });
@@ -312,7 +312,7 @@ void AddEvictSequences(Program* program) {
                     .group = kGroup,
                     .summary = "release sequences of any tenant",
                     .examples = "mlactl evict-sequences research --client=worker-7\n"});
-  command.Word("TENANT", "whose sequences", options->request.mutable_tenant());
+  command.Word("TENANT", "the owner of the sequences", options->request.mutable_tenant());
   command.Parts({"ids", "LIST", "these, as sequences shows them"},
                 "ids as sequences shows them, separated by commas",
                 [options](const std::string& part) {
@@ -338,7 +338,7 @@ void AddEvictModel(Program* program) {
                                   .group = kGroup,
                                   .summary = "release a model's sequences and unregister it",
                                   .examples = "mlactl evict-model research deepseek-v3\n"});
-  command.Word("TENANT", "whose model", &words->tenant);
+  command.Word("TENANT", "the owner of the model", &words->tenant);
   command.Word("MODEL", "its name", &words->model);
   command.Run([words](const CommonOptions& common) {
     return CallAndPrint(

@@ -198,7 +198,7 @@ void AddCheckpointCommands(Program* program) {
   program
       ->Add({.name = "checkpoints",
              .group = kGroup,
-             .summary = "checkpoints of the tenant on the server's disk",
+             .summary = "list the tenant's checkpoints on the server's disk",
              .examples = "mlactl checkpoints --json\n"})
       .Run([](const CommonOptions& common) {
         return CallAndPrint(
@@ -305,10 +305,10 @@ void AddEventCommands(Program* program) {
   const auto options = std::make_shared<EventsOptions>();
   Command events = program->Add({.name = "events",
                                  .group = kGroup,
-                                 .summary = "events of cached rows, until Ctrl-C",
+                                 .summary = "show events of cached rows, until Ctrl-C",
                                  .examples = "mlactl events --all\nmlactl events --json\n"});
   events.Flag("all", "begin with the oldest event that is kept", &options->all);
-  events.Flag("all-tenants", "of all tenants, for operators; not with --after",
+  events.Flag("all-tenants", "show all tenants, for operators; not with --after",
               &options->all_tenants);
   events.Number({"after", "N", "begin after event N"}, 1, UINT64_MAX, &options->after);
   events.Number({"count", "N", "end after N events"}, 1, UINT64_MAX, &options->count);
@@ -321,10 +321,10 @@ void AddEventCommands(Program* program) {
   Command explain =
       program->Add({.name = "explain",
                     .group = kGroup,
-                    .summary = "why the latest matches did not find all rows",
+                    .summary = "show why the latest matches did not find all rows",
                     .examples = "mlactl explain\nmlactl explain --most=100 --json\n"});
   explain.Number({"most", "N", "misses, the latest first (default 20)"}, 1, 8192, &shown->most);
-  explain.Flag("all-tenants", "of all tenants, for operators", &shown->all_tenants);
+  explain.Flag("all-tenants", "show all tenants, for operators", &shown->all_tenants);
   explain.Run([shown](const CommonOptions& common) {
     return CallAndPrint(
         common,
@@ -348,11 +348,11 @@ void AddPageCommands(Program* program) {
        .examples = "mlactl export 5f3c9a0012d4e6b7 rows.mlapages\n",
        .notes = absl::StrCat("The file is complete or not there at all.\n", kKeyNotes)});
   write.Word("SEQUENCE", "its id, as sequences shows it", &out->sequence);
-  write.Word("FILE", "where to", &out->file);
-  write.Number({"first-row", "N", "from this row on, the first of a page (default 0)"}, 0,
-               UINT64_MAX, &out->first_row);
-  write.Number({"end-row", "N", "up to this row (default: all that are committed)"}, 1, UINT64_MAX,
-               &out->end_row);
+  write.Word("FILE", "the file to write", &out->file);
+  write.Number({"first-row", "N", "first row, which begins a page (default 0)"}, 0, UINT64_MAX,
+               &out->first_row);
+  write.Number({"end-row", "N", "end of the rows, which is left out (default: all committed rows)"},
+               1, UINT64_MAX, &out->end_row);
   write.Text({"mac-key", "FILE", "key of MACs that go with the rows (default: none)"}, &out->key);
   write.Run([out](const CommonOptions& common) { return Export(common, *out); });
 
@@ -364,12 +364,13 @@ void AddPageCommands(Program* program) {
                     .examples = "mlactl import deepseek-v3 rows.mlapages\n",
                     .notes = "The sequence stays for its lease: renew that to go on "
                              "with it.\n"});
-  read.Word("MODEL", "of which they are rows", &in->model);
-  read.Word("FILE", "as export wrote it", &in->file);
-  read.Text({"sequence", "ID", "whose rows they follow (default: a new one)"}, &in->sequence);
-  read.Text({"mac-key", "FILE", "that the file was written with (default: none)"}, &in->key);
-  read.Text({"client", "ID", "that a new sequence belongs to"}, &in->client);
-  read.Number({"lease-ms", "N", "of a new sequence (default 0: the server's)"}, 0, UINT32_MAX,
+  read.Word("MODEL", "the model of the rows", &in->model);
+  read.Word("FILE", "the file, as export wrote it", &in->file);
+  read.Text({"sequence", "ID", "sequence that the rows continue (default: a new one)"},
+            &in->sequence);
+  read.Text({"mac-key", "FILE", "key that the file was written with (default: none)"}, &in->key);
+  read.Text({"client", "ID", "owner of a new sequence"}, &in->client);
+  read.Number({"lease-ms", "N", "lease of a new sequence (default 0: the server's)"}, 0, UINT32_MAX,
               &in->lease_ms);
   read.Run([in](const CommonOptions& common) { return Import(common, *in); });
 }

@@ -192,7 +192,7 @@ void AddWatch(Program* program) {
   const auto options = std::make_shared<WatchOptions>();
   Command command = program->Add({.name = "watch",
                                   .group = kGroup,
-                                  .summary = "its state whenever that changes, until Ctrl-C",
+                                  .summary = "show the server's state at each change, until Ctrl-C",
                                   .examples = "mlactl watch\nmlactl watch --count=1 --json\n"});
   command.Number({"interval-ms", "N", "a line at least this often (default 1000)"}, 100, 60000,
                  &options->interval_ms);
@@ -206,7 +206,7 @@ void AddQueryCommands(Program* program) {
   program
       ->Add({.name = "info",
              .group = kGroup,
-             .summary = "what the server is: backends, limits, profiles",
+             .summary = "show what the server is: backends, limits, profiles",
              .examples = "mlactl info\nmlactl --target=unix:/run/mla/mla.sock info --json\n"})
       .Run([](const CommonOptions& common) {
         return CallAndPrint(
@@ -216,7 +216,7 @@ void AddQueryCommands(Program* program) {
   program
       ->Add({.name = "status",
              .group = kGroup,
-             .summary = "what it does now: counters and gauges",
+             .summary = "show what the server does now: counters and gauges",
              .examples = "mlactl status\nmlactl status --json | jq .kv_bytes_used\n"})
       .Run([](const CommonOptions& common) {
         return CallAndPrint(
@@ -227,7 +227,7 @@ void AddQueryCommands(Program* program) {
   program
       ->Add({.name = "models",
              .group = kGroup,
-             .summary = "registered models of the tenant",
+             .summary = "list the tenant's models",
              .examples = "mlactl models\n"})
       .Run([](const CommonOptions& common) {
         return CallAndPrint(
@@ -236,7 +236,7 @@ void AddQueryCommands(Program* program) {
   program
       ->Add({.name = "sequences",
              .group = kGroup,
-             .summary = "open sequences of the tenant",
+             .summary = "list the tenant's open sequences",
              .examples = "mlactl sequences --tenant=research\n"})
       .Run([](const CommonOptions& common) {
         return CallAndPrint(

@@ -142,7 +142,7 @@ void AddLoad(Command* command, CLI::Option* scene, BenchArguments* arguments) {
                   1e7, kMaxList, &arguments->rates)
           ->excludes(scene);
   command
-      ->Choice({"arrivals", "KIND", "of the open loop: poisson (default) or uniform"},
+      ->Choice({"arrivals", "KIND", "arrivals of the open loop: poisson (default) or uniform"},
                {"poisson", "uniform"}, &arguments->arrivals)
       ->needs(rate);
   CLI::Option* const duration =
@@ -156,7 +156,8 @@ void AddLoad(Command* command, CLI::Option* scene, BenchArguments* arguments) {
       ->excludes(duration)
       ->excludes(scene);
   command
-      ->Real({"warmup", "SECONDS", "before it is measured (default 1)"}, 0, 3600, &load->warmup_s)
+      ->Real({"warmup", "SECONDS", "time before the measurement (default 1)"}, 0, 3600,
+             &load->warmup_s)
       ->excludes(scene);
 }
 
@@ -196,28 +197,29 @@ CLI::Option* AddScene(Command* command, SceneOptions* scene) {
                           uint32_t* value) {
     command->Number({option, "N", help}, least, most, value)->needs(name);
   };
-  number("conversations", "of agents (default 8)", 1, kMost, &shape->conversations);
-  number("turns", "of each conversation (default 43)", 1, 4096, &shape->turns);
+  number("conversations", "conversations of agents (default 8)", 1, kMost, &shape->conversations);
+  number("turns", "turns of each conversation (default 43)", 1, 4096, &shape->turns);
   number("system", "rows that all conversations begin with (default 512)", 0, kMaxTraceRows,
          &shape->system);
-  number("outputs", "of each turn (default 4)", 1, 65536, &shape->output);
-  number("branches", "of a conversation that has some (default 3)", 0, 4096, &shape->branches);
+  number("outputs", "outputs of each turn (default 4)", 1, 65536, &shape->output);
+  number("branches", "branches of a conversation that has some (default 3)", 0, 4096,
+         &shape->branches);
   command
-      ->Real({"branching", "SHARE", "of the conversations that have branches (default 0.44)"}, 0, 1,
-             &shape->branching)
+      ->Real({"branching", "SHARE", "share of the conversations that have branches (default 0.44)"},
+             0, 1, &shape->branching)
       ->needs(name);
   command
       ->Real({"pause-ms", "MS", "between turns, the mean (default 2000)"}, 0, 1e6, &shape->pause_ms)
       ->needs(name);
   command
-      ->Real({"share", "SHARE", "of agent-turn's rows that the cache has (default 0.96)"}, 0, 0.999,
-             &scene->share)
+      ->Real({"share", "SHARE", "share of agent-turn's rows that the cache has (default 0.96)"}, 0,
+             0.999, &scene->share)
       ->needs(name);
-  number("repeats", "of agent-turn (default 3)", 1, 1000, &scene->repeats);
-  number("prefill-rows", "of a step that computes an input (default 512)", 1, 65536,
+  number("repeats", "repeats of agent-turn (default 3)", 1, 1000, &scene->repeats);
+  number("prefill-rows", "rows of a step that computes an input (default 512)", 1, 65536,
          &scene->prefill_rows);
   command
-      ->Real({"speed", "X", "of the trace's time (default 0: nothing is waited for)"}, 0, 1e6,
+      ->Real({"speed", "X", "speed of the trace's clock (default 0: no waits)"}, 0, 1e6,
              &scene->speed)
       ->needs(name);
   command->Text({"trace", "FILE", "run this trace"}, &scene->trace_file)->needs(name);
@@ -242,10 +244,10 @@ void AddModel(Command* command, BenchArguments* arguments) {
   command->Number({"nope", "N", "unrotated part of an expanded query head (default 128)"}, 1, kMost,
                   &arguments->nope);
   command->Number({"v", "N", "expanded output head (default 128)"}, 1, kMost, &arguments->v);
-  command->Choice({"query-precision", "P", "of expanded: default, bf16 or split"},
+  command->Choice({"query-precision", "P", "precision of expanded queries: default, bf16 or split"},
                   {"default", "bf16", "split"}, &arguments->query_precision);
   command->Choice(
-      {"kv-format", "F", "of the cache: bf16 (default), fp8_tensor, fp8_row or fp8_page"},
+      {"kv-format", "F", "format of the cache: bf16 (default), fp8_tensor, fp8_row or fp8_page"},
       {"bf16", "fp8_tensor", "fp8_row", "fp8_page"}, &arguments->kv_format);
   command->Choice({"fp8-compute", "C",
                    "whether products over 8-bit rows are of 8 bits too: auto (default), off or on"},
@@ -283,15 +285,15 @@ void AddBenchOptions(Command* command, BenchArguments* arguments) {
   command->Flag("lse", "request the log-sum-exp of every row and head too", &options->want_lse)
       ->excludes(scene);
   command
-      ->Choice({"q-dtype", "TYPE", "of q as sent: bf16 (default) or e4m3"}, {"bf16", "e4m3"},
+      ->Choice({"q-dtype", "TYPE", "type of q as sent: bf16 (default) or e4m3"}, {"bf16", "e4m3"},
                &arguments->query_dtype)
       ->excludes(scene);
   command
-      ->Choice({"kv-row-dtype", "TYPE", "of KV rows as sent: bf16 (default) or e4m3"},
+      ->Choice({"kv-row-dtype", "TYPE", "type of KV rows as sent: bf16 (default) or e4m3"},
                {"bf16", "e4m3"}, &arguments->row_dtype)
       ->excludes(scene);
   command
-      ->Choice({"output-dtype", "TYPE", "of o: bf16 (default) or f32"}, {"bf16", "f32"},
+      ->Choice({"output-dtype", "TYPE", "type of o: bf16 (default) or f32"}, {"bf16", "f32"},
                &arguments->output_dtype)
       ->excludes(scene);
   command
@@ -299,7 +301,7 @@ void AddBenchOptions(Command* command, BenchArguments* arguments) {
              &options->touch)
       ->excludes(scene);
   AddSpin(command, &options->spin_us);
-  command->Number({"seed", "N", "of arrivals and data (default 1)"}, 0,
+  command->Number({"seed", "N", "seed of arrivals and data (default 1)"}, 0,
                   std::numeric_limits<uint64_t>::max(), &options->load.seed);
   command->Text({"plot", "FILE", "write latency curves and time series as SVG"},
                 &options->plot_file);

@@ -253,7 +253,7 @@ void Program::AddCommonOptions() {
       ->option_text("[=FILE]");
   common_options.Text({"tenant", "NAME", "tenant to act for, without TLS ($MLA_CLIENT_TENANT)"},
                       &common_.client.tenant);
-  common_options.Number({"timeout-ms", "N", "of each call (default 5000)"}, 1, 86400000,
+  common_options.Number({"timeout-ms", "N", "time limit of each call (default 5000)"}, 1, 86400000,
                         &common_.client.call_timeout_ms);
   common_options.Text(
       {"tls-ca", "FILE", "authorities of the server's certificate: mutual TLS ($MLA_CLIENT_CA)"},

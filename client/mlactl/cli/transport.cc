@@ -19,7 +19,7 @@ void AddTransport(Command* command, std::string* name) {
 
 void AddSpin(Command* command, uint32_t* spin_us) {
   command->Number({"spin-us", "N",
-                   "how long each side of ring-spin and ucx spins before it sleeps (default 100)"},
+                   "time that each side of ring-spin and ucx spins before it sleeps (default 100)"},
                   1, 10'000'000, spin_us);
 }
 

@@ -303,7 +303,7 @@ void AddFleetCommand(Program* program) {
   Command command = program->Add(
       {.name = "cluster",
        .group = "Clusters",
-       .summary = "status, sequences, top, drain or rebalance of all servers of a cluster",
+       .summary = "show or change the servers of a cluster",
        .examples = "mlactl cluster status --target=etcd://etcd-0:2379/fleet\n"
                    "mlactl cluster sequences --target=a:50551,b:50551\n"
                    "mlactl cluster top --target=a:50551,b:50551 --interval-ms=500\n"
@@ -311,15 +311,15 @@ void AddFleetCommand(Program* program) {
                    "mlactl cluster rebalance --target=dns:///mla:50551\n",
        .notes = kNotes});
   command.Word("ACTION", "status, sequences, top, drain or rebalance", &options->action);
-  command.Word("SERVER", "of drain: the member that is to be emptied", &options->server)
-      ->required(false);
+  command.Word("SERVER", "with drain: the member to empty", &options->server)->required(false);
   command.Number(
-      {"deadline-ms", "N", "of drain: abort what is open after this time (default: the server's)"},
+      {"deadline-ms", "N", "with drain: abort open steps after this time (default: the server's)"},
       0, 86400000, &options->deadline_ms);
-  command.Flag("exit", "of drain: stop the process if all rows have moved", &options->exit);
-  command.Number({"interval-ms", "N", "of top: between two looks (default 2000)"}, kLeastIntervalMs,
-                 kMostIntervalMs, &options->top.interval_ms);
-  command.Number({"count", "N", "of top: end after N looks"}, 1, UINT64_MAX, &options->top.count);
+  command.Flag("exit", "with drain: stop the process if all rows have moved", &options->exit);
+  command.Number({"interval-ms", "N", "with top: time between two readings (default 2000)"},
+                 kLeastIntervalMs, kMostIntervalMs, &options->top.interval_ms);
+  command.Number({"count", "N", "with top: end after N readings"}, 1, UINT64_MAX,
+                 &options->top.count);
   command.Text({"etcd-ca", "FILE", "authorities of etcds:// (default: the system's)"},
                &options->etcd.ca);
   command.Text({"etcd-cert", "FILE", "this client's certificate for etcds://"},

@@ -85,12 +85,15 @@ void AddHintCommand(Program* program) {
        .notes = "pin: they stay in the pool for --ttl-ms, 0: no more. retain: they go later than "
                 "others.\nprefetch: they come back from slower tiers. demote: they go there.\n"});
   hint.Word("KIND", "pin, retain, prefetch or demote", &options->kind);
-  hint.Text({"sequence", "ID", "whose declared rows are meant"}, &options->sequence);
-  hint.Text({"model", "ID", "of which --tokens are the beginning of a text"}, &options->model);
+  hint.Text({"sequence", "ID", "the sequence with the rows, which it has declared"},
+            &options->sequence);
+  hint.Text({"model", "ID", "the model of --tokens, which begin a text"}, &options->model);
   hint.Text({"tokens", "T,T,...", "token ids, with --model"}, &options->tokens);
-  hint.Text({"salt", "TEXT", "of these rows (default: none)"}, &options->salt);
-  hint.Number({"ttl-ms", "N", "of pin (default 60000)"}, 0, UINT32_MAX, &options->ttl_ms);
-  hint.Number({"priority", "N", "of retain, 0 to 3 (default 1)"}, 0, 3, &options->priority);
+  hint.Text({"salt", "TEXT", "salt of these rows (default: none)"}, &options->salt);
+  hint.Number({"ttl-ms", "N", "time that pin keeps them (default 60000)"}, 0, UINT32_MAX,
+              &options->ttl_ms);
+  hint.Number({"priority", "N", "priority of retain, 0 to 3 (default 1)"}, 0, 3,
+              &options->priority);
   hint.Run([options](const CommonOptions& common) {
     return CallAndPrint(
         common,

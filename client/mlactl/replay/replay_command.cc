@@ -190,18 +190,19 @@ int Replay(const CommonOptions& common, const Inputs& inputs) {
 
 void AddReplayCommand(Program* program) {
   const auto inputs = std::make_shared<Inputs>();
-  Command command = program->Add({.name = "replay",
-                                  .group = "Checks and load",
-                                  .summary = "a recording sent to the server, its outputs compared",
-                                  .examples = kExamples,
-                                  .notes = kNotes});
+  Command command =
+      program->Add({.name = "replay",
+                    .group = "Checks and load",
+                    .summary = "send a recording to the server and compare the outputs",
+                    .examples = kExamples,
+                    .notes = kNotes});
   command.Word("FILE", "the recording", &inputs->recording);
   AddTransport(&command, &inputs->transport);
   AddSpin(&command, &inputs->spin_us);
   command.Text(
       {"save", "FILE", "write the recording with this server's outputs, to replay elsewhere"},
       &inputs->save_file);
-  command.Choice({"output-dtype", "TYPE", "of the server's outputs: f32 (default) or bf16"},
+  command.Choice({"output-dtype", "TYPE", "type of the server's outputs: f32 (default) or bf16"},
                  {"f32", "bf16"}, &inputs->output_dtype);
   OutputRule* const rule = &inputs->rule;
   command.Real(

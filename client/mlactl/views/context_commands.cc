@@ -79,7 +79,7 @@ void AddContexts(Program* program) {
   program
       ->Add({.name = "contexts",
              .group = kGroup,
-             .summary = "servers by name; * marks the one that is meant without --target",
+             .summary = "list servers by name; * marks the default",
              .examples = "mlactl contexts\n"})
       .Run(List);
   const auto name = std::make_shared<std::string>();

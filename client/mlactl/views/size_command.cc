@@ -87,7 +87,7 @@ void AddSize(Program* program) {
   Command command = program->Add(
       {.name = "size",
        .group = "Planning",
-       .summary = "how many servers a load needs, without one",
+       .summary = "compute how many servers a load needs, without one",
        .examples = "mlactl size --model=deepseek-v3 --memory=256GB --sessions=200 --tokens=142000\n"
                    "mlactl size --kv-format=fp8_row --sessions=64 --rate=2000 --link=4GB\n",
        .notes =
@@ -98,14 +98,16 @@ void AddSize(Program* program) {
   command.Choice({"model", "NAME", "a known model (default deepseek-v3)"}, names, &options->model);
   command.Choice({"kv-format", "NAME", "bf16 (default), fp8_row or fp8_tensor"},
                  {"bf16", "fp8_row", "fp8_tensor"}, &options->load.format);
-  command.Text({"memory", "SIZE", "of one server for the cache (default 256GB)"}, &options->memory);
+  command.Text({"memory", "SIZE", "memory of one server for the cache (default 256GB)"},
+               &options->memory);
   command.Number({"sessions", "N", "conversations at a time (default 1)"}, 1, 1'000'000'000,
                  &options->load.sessions);
-  command.Number({"tokens", "N", "tokens of each (default 32768)"}, 1, 1'000'000'000,
+  command.Number({"tokens", "N", "tokens of each conversation (default 32768)"}, 1, 1'000'000'000,
                  &options->load.tokens);
   command.Real({"rate", "X", "tokens decoded a second, all together (default 0)"}, 0, 1e9,
                &options->load.tokens_per_second);
-  command.Text({"link", "SIZE", "a second, to one server (default: not counted)"}, &options->link);
+  command.Text({"link", "SIZE", "bytes a second to one server (default: not counted)"},
+               &options->link);
   command.Run([options](const CommonOptions& common) { return RunSize(common, *options); });
 }
 

@@ -83,12 +83,12 @@ int Top(const CommonOptions& common, const TopOptions& options) {
 
 void AddTop(Program* program) {
   const auto options = std::make_shared<TopOptions>();
-  Command command =
-      program->Add({.name = "top",
-                    .group = "State of a server",
-                    .summary = "its rates and its cache, or those of a cluster, live, until Ctrl-C",
-                    .examples = "mlactl top\nmlactl top --interval-ms=500 --count=10\n"
-                                "mlactl top --target=etcd://etcd-0:2379/fleet\n"});
+  Command command = program->Add(
+      {.name = "top",
+       .group = "State of a server",
+       .summary = "show rates and cache of the server or a cluster, live, until Ctrl-C",
+       .examples = "mlactl top\nmlactl top --interval-ms=500 --count=10\n"
+                   "mlactl top --target=etcd://etcd-0:2379/fleet\n"});
   command.Number({"interval-ms", "N", "between two looks (default 2000)"}, kLeastIntervalMs,
                  kMostIntervalMs, &options->interval_ms);
   command.Number({"count", "N", "end after N looks"}, 1, UINT64_MAX, &options->count);

@@ -37,9 +37,9 @@ void AddVersion(Program* program) {
   const auto only_this = std::make_shared<bool>(false);
   Command command = program->Add({.name = "version",
                                   .group = "State of a server",
-                                  .summary = "of mlactl and of the server",
+                                  .summary = "show the versions of mlactl and of the server",
                                   .examples = "mlactl version\nmlactl version --client\n"});
-  command.Flag("client", "of mlactl alone, without a server", only_this.get());
+  command.Flag("client", "show mlactl's version alone, without a server", only_this.get());
   command.Run([only_this](const CommonOptions& common) { return Version(common, *only_this); });
 }
 
