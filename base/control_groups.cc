@@ -20,7 +20,7 @@ bool HasWord(const std::string& list, std::string_view word) {
   return false;
 }
 
-// The group in version 2, or in the hierarchy of version 1 that has the controller.
+// Returns the group in version 2, or in the hierarchy of version 1 that has the controller.
 std::vector<Mount> MountsOf(int version, std::string_view controller, const std::string& root) {
   std::vector<Mount> mounts;
   std::ifstream file(root + "/proc/self/mountinfo");

@@ -32,7 +32,7 @@ constexpr struct {
 
 constexpr absl::string_view kOwner = "bound_of";
 
-// A line for each field that is set: key=value, the value escaped as in C.
+// Returns a line for each field that is set: key=value, the value escaped as in C.
 std::string Encode(const ErrorDetail& detail) {
   static const ErrorDetail kUnset;
   std::string lines;

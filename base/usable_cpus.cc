@@ -11,7 +11,7 @@ namespace mla::base {
 
 namespace {
 
-// The whole CPUs that a group's quota amounts to, at most `cpus`.
+// Returns the number of whole CPUs that a group's quota amounts to, at most `cpus`.
 int32_t QuotaOf(const ControlGroup& group, int32_t cpus) {
   double quota = 0, period = 0;
   if (group.version == 2) {

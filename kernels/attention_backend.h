@@ -117,7 +117,7 @@ struct BackendInfo {
   }
 };
 
-// How the planner makes rounds of the expanded form (kernels/types/round_info.h).
+// Tells the planner how to make rounds of the expanded form (kernels/types/round_info.h).
 struct RoundTraits {
   // Size of the workspace for up-projected keys and values, at least LeastRoundWorkspace(dims). 0:
   // the planner makes no rounds.
@@ -133,9 +133,9 @@ struct RoundTraits {
   friend bool operator==(const RoundTraits&, const RoundTraits&) = default;
 };
 
-// How small batches are planned for fewer units, so that fewer parts are written and merged. It
-// pays since `blocks` blocks of `block_rows` packed rows each run at a time, and those blocks of
-// one tile share its KV rows.
+// Tells the planner to use fewer units for small batches, so that fewer parts are written and
+// merged. It pays since `blocks` blocks of `block_rows` packed rows each run at a time, and those
+// blocks of one tile share its KV rows.
 struct SmallBatches {
   int32_t blocks = 0;  // 0: never plan for fewer units
   int32_t block_rows = 1;
@@ -145,7 +145,7 @@ struct SmallBatches {
   friend bool operator==(const SmallBatches&, const SmallBatches&) = default;
 };
 
-// How the planner should cut launches of one desc for this backend.
+// Tells the planner how to cut launches of one desc for this backend.
 struct PlanTraits {
   int32_t units = 1;                 // number of work_indptr ranges
   int32_t tile_rows = 128;           // packed rows (query rows x heads) a tile holds at most

@@ -39,7 +39,7 @@ struct OutputPart {
 class LaunchLayout final {
  public:
   LaunchLayout() = default;
-  // For slot `slot` of a configured backend.
+  // Makes the layout of slot `slot` of a configured backend.
   LaunchLayout(AttentionBackend& backend, int32_t slot)
       : LaunchLayout(backend.Info().unified_memory, backend.Memory(slot)) {
     if (!unified_) backend_ = &backend;

@@ -27,8 +27,8 @@ absl::Status ReadRows(AttentionBackend& backend, int32_t slot,
   const KvRowLayout layout =
       MakeKvRowLayout(where.format, where.row_dim - where.rope_dim, where.rope_dim);
   const int64_t scale_bytes = layout.page_scales_bytes;
-  // One transfer a page for all requested rows, and one for their scales if the page keeps scales
-  // apart.
+  // One transfer a page reads all requested rows, and one more their scales if the page keeps
+  // scales apart.
   std::vector<std::byte> bytes(static_cast<size_t>(where.rows * where.row_stride));
   std::vector<std::byte> scales(static_cast<size_t>(where.rows * scale_bytes));
   std::vector<PageTransfer> transfers;

@@ -26,7 +26,7 @@ class SharedDeviceMemory {
   // Bytes of a handle in the vendors' runtimes.
   static constexpr size_t kHandleBytes = 64;
   using Handle = std::array<uint8_t, kHandleBytes>;
-  // How the other process opens the memory.
+  // Tells the other process how to open the memory.
   struct Export {
     bool nvidia = false;                    // else AMD
     std::array<uint8_t, 16> device_uuid{};  // as the runtime reports it
@@ -36,7 +36,7 @@ class SharedDeviceMemory {
   };
 
   virtual ~SharedDeviceMemory() = default;
-  // Device addresses; the first is a multiple of 64.
+  // Returns device addresses; the first is a multiple of 64.
   virtual std::span<std::byte> bytes() const = 0;
   virtual const Export& exported() const = 0;
   // Returns true if the work that the other process recorded last in this event is complete, or if

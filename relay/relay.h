@@ -49,7 +49,7 @@ class Relay final : private wire::UcxReceiver {
   bool handles_losses();  // as of wire::UcxLink
   absl::Status Connect(std::string_view client);
 
-  // One round of both directions, for tests. Returns true if something has moved.
+  // Runs one round of both directions, for tests. Returns true if something has moved.
   bool Step();
   // Works until `control` has something to read or its other end has been closed: OK. Otherwise
   // returns the reason for ending: the client is lost or has broken a rule, or the ring has ended.

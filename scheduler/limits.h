@@ -83,11 +83,11 @@ struct Limits {
   int64_t model_yield_ms = 600000;    // after this time unused it makes room for others; 0: never
   int64_t step_lease_ms = 2000;       // counted from the last message of the step
   int64_t max_step_lease_ms = 60000;  // longest step lease that a client may ask for
-  // How long head slices wait for slices of other ranks; 0: not at all.
+  // Head slices wait this long for slices of other ranks; 0: not at all.
   int64_t slice_wait_us = 200;
   int64_t kv_wait_ms = 500;  // how long a request may wait for KV rows that have not arrived
   int64_t queue_ms = 30000;  // how long any request may wait for its launch
-  // How long a launch may wait on the device for a client's work; 0: not at all.
+  // A launch may wait this long on the device for a client's work; 0: not at all.
   int64_t ahead_us = 200;
 
   // --- Names

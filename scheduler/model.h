@@ -65,8 +65,8 @@ struct ModelSpec {
   kernels::DType products() const {
     return fp8_compute == Fp8Compute::kOn ? kernels::DType::kFp8E4m3 : kernels::DType::kBf16;
   }
-  // Elements of one query or output head in a profile; 0 for append-only. Those of PROJECTED are
-  // the server's own: its rows differ.
+  // Returns the number of elements of one query or output head in a profile; 0 for append-only.
+  // Those of PROJECTED are the server's own: its rows differ.
   int32_t q_dim(Profile profile) const;
   int32_t o_dim(Profile profile) const;
   // Returns the number of elements of a row of q and of o as the client has them, of `heads` heads.

@@ -145,8 +145,8 @@ inline bool IsSparse(const AttendArgs& args) { return args.list_begin != nullptr
 // True if the server's indexer makes the index lists.
 inline bool Selects(const AttendArgs& args) { return args.index_inputs != nullptr; }
 
-// Number of compressed entries, of `ratio` positions each, that rows [begin, end) of a step
-// complete; 0 if `ratio` is 0.
+// Returns the number of compressed entries, of `ratio` positions each, that rows [begin, end) of a
+// step complete; 0 if `ratio` is 0.
 template <typename Sequences>
 int64_t EntriesOf(const Sequences& sequences, int32_t ratio, int64_t begin, int64_t end) {
   int64_t entries = 0, offset = 0;
@@ -182,7 +182,7 @@ struct EndStepArgs {
   }
 };
 
-// Where the request spent its time, in nanoseconds of the engine's clock.
+// Says where the request spent its time, in nanoseconds of the engine's clock.
 struct RequestTimings {
   int64_t queue_ns = 0;
   int64_t plan_ns = 0;
@@ -200,7 +200,7 @@ struct RequestQueue;
 struct SliceGroup;
 struct Step;
 
-// Why the engine returned a request, whose tensors have not come yet, without computing it.
+// Says why the engine returned a request, whose tensors have not come yet, without computing it.
 enum class HandedBack : uint8_t {
   kNo,
   kBusy,  // other requests wait, or another launch already waits for a client

@@ -65,7 +65,7 @@ absl::StatusOr<std::unique_ptr<mla::server::Server>> Start(const mla::server::Co
   return mla::server::Server::Start({config, [] { kill(getpid(), SIGTERM); }});
 }
 
-// How long the last lines may wait for a reader of the log.
+// The last lines may wait this long for a reader of the log.
 constexpr std::chrono::milliseconds kLastFlush{1000};
 
 // Between two looks at the configuration file, and between two reports to the service manager.

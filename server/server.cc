@@ -68,7 +68,7 @@ TlsStats TlsFiguresOf(const TlsFiles::Status& status) {
 
 }  // namespace
 
-// In the order of construction; destroyed in the opposite order.
+// Members are constructed in this order and destroyed in the opposite one.
 struct Server::Parts {
   ServerOptions options;
   uint64_t boot_id = RandomNumber();

@@ -1,4 +1,4 @@
-// How many threads poll and copy for the streams, by configuration, CPUs and backend.
+// Chooses how many threads poll and copy for the streams, by configuration, CPUs and backend.
 #ifndef MLA_SERVER_WIRE_THREADS_H_
 #define MLA_SERVER_WIRE_THREADS_H_
 

@@ -159,8 +159,8 @@ typedef struct mla_cluster_options {
   int32_t all;        // 1: all servers, whatever `subset` says
   int64_t keep_ms;    // how long members are used while the registry is away; 0: ten minutes
   int32_t no_socket;  // 1: servers of this host are reached as others are
-  // For etcds://: paths of PEM files. Without etcd_ca the system's authorities are trusted; without
-  // etcd_cert and etcd_key this client shows no certificate.
+  // Paths of PEM files, which etcds:// needs. Without etcd_ca the system's authorities are trusted;
+  // without etcd_cert and etcd_key this client shows no certificate.
   const char* etcd_ca;
   const char* etcd_cert;
   const char* etcd_key;
@@ -413,9 +413,9 @@ typedef struct mla_attend_times {
 MLA_API mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** error);
 // "inline", "shm", "ring" or "ucx".
 MLA_API const char* mla_session_transport(const mla_session* session);
-// Shared memory in which tensors are used where they lie: put kv and q into one block, and o and
-// lse into another, the second tensor of each at the next multiple of 64 bytes. NULL without shared
-// memory, or if it is full. Lives as long as the session.
+// Returns shared memory in which tensors are used where they lie: put kv and q into one block, and
+// o and lse into another, the second tensor of each at the next multiple of 64 bytes. NULL without
+// shared memory, or if it is full. Lives as long as the session.
 MLA_API void* mla_session_allocate(mla_session* session, size_t bytes);
 MLA_API void mla_session_deallocate(mla_session* session, void* block);
 // Aborts open steps.
@@ -433,7 +433,7 @@ MLA_API mla_code mla_step_attend(mla_step* step, const mla_attend* call, mla_att
 // Sends it and returns. Its tensors are in use until mla_pending_wait has returned.
 MLA_API mla_code mla_step_attend_async(mla_step* step, const mla_attend* call, mla_pending** out,
                                        mla_error** error);
-// Waits for the reply and frees `pending`. To be called once.
+// Waits for the reply and frees `pending`. Call it once.
 MLA_API mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times, mla_error** error);
 // Commits the step's rows, `committed` of each sequence (NULL: all), and sets the lengths of its
 // sequences. It stays to be freed.

@@ -104,7 +104,7 @@ typedef struct mla_ring_entry {
 // why.
 MLA_API mla_code mla_ring_open(const char* path, const mla_ring_options* options, mla_ring** out,
                                mla_error** error);
-// Asks nothing. `info->struct_size` must be set.
+// Sends no request. `info->struct_size` must be set.
 MLA_API mla_code mla_ring_describe(const mla_ring* ring, mla_ring_info* info, mla_error** error);
 // Allocates `bytes` of the ring's memory, or of its device memory, and returns their offset;
 // UINT64_MAX if there is not enough room.
@@ -196,9 +196,10 @@ typedef struct mla_ucx_reply {
 
 // MLA_UNAVAILABLE: UCX cannot be opened or started, with its reason.
 MLA_API mla_code mla_ucx_start(const mla_ucx_options* options, mla_ucx** out, mla_error** error);
-// For the request's worker_address; as long as the object, or its ring.
+// Returns the address for the request's worker_address. It is valid as long as the object, or its
+// ring, lives.
 MLA_API const void* mla_ucx_address(const mla_ucx* ucx, size_t* bytes);
-// For the request's handles_losses.
+// Returns the value for the request's handles_losses.
 MLA_API int32_t mla_ucx_handles_losses(const mla_ucx* ucx);
 // Makes the ring. May be called once for each object, which stays to be freed.
 MLA_API mla_code mla_ucx_open(mla_ucx* ucx, const mla_ucx_reply* reply, mla_ring** out,

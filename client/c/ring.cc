@@ -159,7 +159,7 @@ std::unique_ptr<mla_request> NewRequest(std::shared_ptr<client::RingStream> stre
   return request;
 }
 
-// The places of an attend, inside the memory that travels.
+// Returns the places of an attend, inside the memory that travels.
 absl::StatusOr<client::RingPlaces> PlacesOf(const mla_ring& ring, const mla_ring_entry& entry) {
   if (ring.ucx == nullptr) return client::RingPlaces();
   const uint64_t size = ring.ucx->region().size();

@@ -29,7 +29,7 @@ constexpr int kKeepaliveMs = 20000;
 constexpr int kKeepaliveAnswerMs = 10000;
 constexpr absl::string_view kUnixScheme = "unix:";
 
-// The path in the form of a URI's part, because gRPC parses targets as URIs.
+// Returns the path in the form of a URI's part, because gRPC parses targets as URIs.
 std::string EscapedPath(absl::string_view path) {
   constexpr absl::string_view kPlain = "/-._~";
   std::string escaped;

@@ -51,11 +51,11 @@ struct ClientOptions {
   int64_t request_timeout_ms = 60000;  // for each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default; at most 2^32 - 1
   bool renew_leases = true;
-  // How sessions travel. kInline: all in gRPC messages. kShm: messages over gRPC, tensors in shared
-  // memory. kRing: all in shared memory. kUcx: as kRing, to a server of any host over UCX, which is
-  // opened at run time (docs/rdma.md). kAuto: kRing if a unix target's server offers it, else
-  // kInline. With the others, OpenSession fails with UNIMPLEMENTED if the server does not offer
-  // them.
+  // Selects the transport of sessions. kInline: all in gRPC messages. kShm: messages over gRPC,
+  // tensors in shared memory. kRing: all in shared memory. kUcx: as kRing, to a server of any host
+  // over UCX, which is opened at run time (docs/rdma.md). kAuto: kRing if a unix target's server
+  // offers it, else kInline. With the others, OpenSession fails with UNIMPLEMENTED if the server
+  // does not offer them.
   enum class Transport { kAuto, kInline, kShm, kRing, kUcx } transport = Transport::kAuto;
   // Size of one session's region, at most the server's limit. 0: 64 MiB, or 32, 16, 8 or 4 if the
   // server has less left. Another size is granted exactly or refused.
@@ -78,9 +78,9 @@ struct ClientOptions {
   // folder that every user may write to, sockets of other users are refused with PERMISSION_DENIED.
   // -1: no other user.
   int64_t server_uid = -1;
-  // How long a thread that waits for a reply over gRPC spins before it sleeps; waking up costs 5 to
-  // 50 us. -1: 200 if this process may use at least four CPUs, by its affinity and its container's
-  // quota, else 0.
+  // A thread that waits for a reply over gRPC spins for this time before it sleeps; waking up costs
+  // 5 to 50 us. -1: 200 if this process may use at least four CPUs, by its affinity and its
+  // container's quota, else 0.
   int32_t stream_spin_us = -1;
   // Threads of a session that copy large tensors into shared memory and out of it, the caller's
   // among them: for tensors that were not made in place (Session::Allocate). At least 1, and at
@@ -141,7 +141,7 @@ class Client final {
   absl::StatusOr<v1::GetQuotaReply> GetQuota(const v1::GetQuotaRequest& request = {});
   // For operators. Changes last until the server ends, which keeps only its configuration.
   absl::StatusOr<v1::SetQuotaReply> SetQuota(const v1::SetQuotaRequest& request);
-  // For operators: releases sequences of any tenant, or a model with its sequences.
+  // Releases sequences of any tenant, or a model with its sequences. Only operators may call these.
   absl::StatusOr<v1::EvictSequencesReply> EvictSequences(const v1::EvictSequencesRequest& request);
   absl::StatusOr<v1::EvictModelReply> EvictModel(const std::string& tenant,
                                                  const std::string& model_id);

@@ -3,7 +3,7 @@
 namespace mla::client {
 namespace {
 
-// Element size of non-fp8 tensors; tensors sent together with fp8 are bf16.
+// Returns the element size of non-fp8 tensors; tensors sent together with fp8 are bf16.
 uint64_t ElementSize(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
 
 }  // namespace

@@ -14,7 +14,7 @@
 namespace mla::client {
 namespace {
 
-// More than the header bytes of any message.
+// This is more than the header of any message takes.
 constexpr uint64_t kHeaderBytes = 1024;
 
 wire::Fp8Tensor QueryVectors(const v1::Geometry& geometry, v1::Profile profile) {
@@ -59,7 +59,7 @@ std::vector<std::byte> SliceFp8(const wire::Fp8Tensor& whole, const void* sent, 
   return slice;
 }
 
-// Entries of the longest list.
+// Returns the number of entries of the longest list.
 uint64_t LongestList(const AttendCall& call) {
   if (call.lists.entries == nullptr || call.lists.width > 0) return call.lists.width;
   uint64_t longest = 0;
@@ -143,8 +143,8 @@ void FillAttend(const AttendCall& call, uint64_t step_id, uint32_t first, uint32
   attend->set_timeout_us(call.timeout_us);
 }
 
-// The tensors of rows [first, first + count) in the form in which they are sent. Parts of 8-bit
-// tensors are copied to `piece`.
+// Returns the tensors of rows [first, first + count) in the form in which they are sent. Parts of
+// 8-bit tensors are copied to `piece`.
 InputTensors InputsOf(const AttendCall& call, const v1::ModelSpec& model, const RowBytes& row,
                       uint32_t first, uint32_t count, PendingReply* piece) {
   InputTensors sent{Rows(call.kv, row.kv, first, count), Rows(call.q, row.q, first, count), {}};
@@ -262,7 +262,7 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
   const bool as_they_are =
       selects || (call.lists.width > 0 && (width == 0 || width == call.lists.width));
   const void* const entries = selects ? call.index_inputs : call.lists.entries;
-  // For ragged lists, one offset a row and a last one.
+  // Ragged lists have one offset a row and a last one.
   if (sparse && !selects) row.lists = sizeof(int32_t) * (std::max<uint64_t>(longest, width) + 2);
   if (as_they_are && !selects) row.lists = sizeof(int32_t) * call.lists.width;
   PendingReply whole;

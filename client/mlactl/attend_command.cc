@@ -76,8 +76,8 @@ class Example {
   const std::vector<uint16_t>& q_expanded() const { return q_expanded_; }
   const std::vector<uint16_t>& q_absorbed() const { return q_absorbed_; }
 
-  // One head of one row: W_UK is applied to the query, then attention to the latents, then W_UV to
-  // the result.
+  // Returns one head of one row: W_UK is applied to the query, then attention to the latents, then
+  // W_UV to the result.
   std::vector<float> Expanded(uint32_t row, uint32_t head) const {
     const std::vector<float> q = Wide(q_expanded_);
     const float* const query = q.data() + (size_t{row} * kHeads + head) * (kNope + kRope);
@@ -109,7 +109,7 @@ class Example {
     return {latent.begin(), latent.end()};
   }
 
-  // The largest |V| of each row, for the comparison.
+  // Returns the largest |V| of each row, for the comparison.
   ValueBounds Bounds() const {
     const v1::ModelSpec model = Model();
     ValueProjection projection(model);

@@ -149,7 +149,8 @@ class BenchRunner {
   std::vector<double> filled_ ABSL_GUARDED_BY(mutex_);
 };
 
-// All runs until one fails or an interrupt. `runs` receives the finished ones, whatever the status.
+// Runs all of them until one fails or an interrupt comes. `runs` receives the finished ones,
+// whatever the status.
 absl::Status RunAll(const BenchOptions& options, client::Client* client,
                     const std::string& model_id, Progress* progress, std::vector<BenchRun>* runs,
                     bool text) {

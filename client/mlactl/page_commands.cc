@@ -215,7 +215,7 @@ std::string KindName(v1::CacheEventKind kind) {
                       : absl::AsciiStrToLower(absl::StripPrefix(name, "CACHE_EVENT_KIND_"));
 }
 
-// The model's name, after the tenant's name if events of all tenants are shown.
+// Returns the model's name, after the tenant's name if events of all tenants are shown.
 std::string ModelName(const std::string& tenant, const std::string& model) {
   return tenant.empty() ? model : absl::StrCat(tenant, "/", model);
 }

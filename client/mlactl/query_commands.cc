@@ -24,7 +24,7 @@ std::string NumberText(const std::string& field, uint64_t value, bool wide) {
   return wide ? absl::StrCat(value) : FieldForPeople(field, value);
 }
 
-// Every plain field of a message, one a line.
+// Returns every plain field of a message, one a line.
 std::string Lines(const google::protobuf::Message& message, bool wide,
                   const std::string& indent = "") {
   using Field = google::protobuf::FieldDescriptor;
@@ -117,7 +117,7 @@ std::string SequencesText(const v1::GetReply& reply) {
   return text;
 }
 
-// Name of the choice for 8-bit products over the model's rows.
+// Returns the name of the choice for 8-bit products over the model's rows.
 std::string Fp8ComputeName(const v1::ModelSpec& model) {
   if (model.fp8_compute() == v1::FP8_COMPUTE_AUTO) return "-";  // rows of bf16
   return model.fp8_compute() == v1::FP8_COMPUTE_ON ? "on" : "off";

@@ -34,7 +34,7 @@ std::string CpuModel() {
   return "unknown CPU";
 }
 
-// The largest desc that limits allow, in the given form, with the widest queries and rows.
+// Returns the largest desc that limits allow, in the given form, with the widest queries and rows.
 AttentionDesc LargestDesc(const BackendLimits& limits, AttentionForm form) {
   AttentionDesc desc;
   desc.geometry = limits.max_geometry;
@@ -56,7 +56,7 @@ int64_t ProjectionItems(const ProjectionRecord& record) {
   return BlocksOf(record.rows, kTileRows) * record.num_heads;
 }
 
-// How many shares the merge of a split tile is cut into.
+// Returns the number of shares that the merge of a split tile is cut into.
 int32_t MergeShares(int32_t threads) { return threads == 1 ? 1 : 16; }
 
 int64_t PageItems(const PageRange& range) {

@@ -1,4 +1,4 @@
-// Which dispatch levels this machine can run, and which one to use.
+// Finds the dispatch levels that this machine can run, and chooses one.
 #ifndef MLA_KERNELS_CPU_DISPATCH_H_
 #define MLA_KERNELS_CPU_DISPATCH_H_
 

@@ -11,8 +11,8 @@ void ConvertCodes(Fp8Kind to, std::byte* codes, int32_t count) {
   }
 }
 
-// The exponent byte of `exponent` in kind `to`. A byte stands for 2^(byte - 127), and 255 for NaN.
-// Results saturate at 2^-127, and above 2^127 they are NaN.
+// Returns the exponent byte of `exponent` in kind `to`. A byte stands for 2^(byte - 127), and 255
+// for NaN. Results saturate at 2^-127, and above 2^127 they are NaN.
 std::byte ExponentToKind(std::byte exponent, Fp8Kind to) {
   const auto byte = std::to_integer<uint8_t>(exponent);
   if (byte == 255) return exponent;

@@ -38,7 +38,7 @@ void StoreFp8(Source<T> from, int32_t begin, int32_t end, float inverse, Fp8Kind
   }
 }
 
-// The largest magnitude of a group, ignoring values that a row cannot hold.
+// Returns the largest magnitude of a group, ignoring values that a row cannot hold.
 template <typename T>
 float Largest(Source<T> from, int32_t begin, int32_t end) {
   float largest = 0.0f;
@@ -50,7 +50,7 @@ float Largest(Source<T> from, int32_t begin, int32_t end) {
   return largest;
 }
 
-// The scale that all groups of a row share, or 0 if each has its own.
+// Returns the scale that all groups of a row share, or 0 if each has its own.
 template <typename T>
 float SharedScale(const KvRowLayout& at, Fp8Kind kind, Source<T> from) {
   if (!at.traits.shares_scale) return 0.0f;

@@ -169,8 +169,8 @@ class HipBackend final : public AttentionBackend {
   std::shared_ptr<PinnedRanges> pinned_ = std::make_shared<PinnedRanges>();
 };
 
-// Rows "hip" (AMD) and "cuda" (NVIDIA) of the registry.
-// `base` gives what BackendOptions does not: libraries and images other than the default ones.
+// Adds the rows "hip" (AMD) and "cuda" (NVIDIA) to the registry. `base` gives what BackendOptions
+// does not: libraries and images other than the default ones.
 absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOptions& base = {});
 
 }  // namespace mla::kernels::hip

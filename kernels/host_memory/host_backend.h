@@ -22,7 +22,7 @@
 
 namespace mla::kernels {
 
-// Where KV rows lie: pool base and the page tables that address it.
+// Addresses KV rows: the base of the pool, and the page tables into it.
 struct PoolView {
   std::byte* base = nullptr;
   int64_t bytes = 0;
@@ -103,8 +103,9 @@ class HostBackend : public AttentionBackend {
   // Returns the bytes that Configure takes for the derived class, in addition to the common memory.
   virtual int64_t OwnWorkspaceSize(const BackendLimits& limits) const = 0;
   virtual absl::Status ConfigureOwn(const BackendLimits& limits) = 0;
-  // Bytes of repacked weights, proportional to the heads; and the repacking, into zeroed memory of
-  // that size. Each head is packed independently, so that LoadWeights may bring ranges of heads.
+  // Returns the bytes of repacked weights, proportional to the heads; and the repacking, into
+  // zeroed memory of that size. Each head is packed independently, so that LoadWeights may bring
+  // ranges of heads.
   virtual int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const = 0;
   virtual void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                            const Bf16* w_uv, std::byte* packed) const = 0;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Where rows or entries lie in the pool.
+// Finds rows or entries in the pool.
 struct Plane {
   KvRowLayout at;
   int64_t page_table, layer_offset, row_stride;

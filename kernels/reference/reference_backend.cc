@@ -9,7 +9,7 @@
 namespace mla::kernels {
 namespace {
 
-// Weights of one head.
+// Returns the number of weights of one head.
 int64_t ElementsOf(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part) {
   return part == ProjectedPart::kQueries ? int64_t{geometry.expanded_q_dim()} * shape.q_lora_rank
                                          : int64_t{shape.hidden_size} * geometry.v_dim;

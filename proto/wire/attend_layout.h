@@ -1,4 +1,4 @@
-// Where the tensors of one Attend lie in one piece of memory: the contract's rule for regions and
+// Places the tensors of one Attend in one piece of memory: the contract's rule for regions and
 // rings, which the server also follows in memory of its own.
 #ifndef MLA_PROTO_WIRE_ATTEND_LAYOUT_H_
 #define MLA_PROTO_WIRE_ATTEND_LAYOUT_H_
@@ -19,7 +19,7 @@ class TensorRow {
     if (bytes > 0) bytes_ = offset + bytes;
     return offset;
   }
-  // All bytes so far.
+  // Returns all bytes so far.
   constexpr uint64_t bytes() const { return bytes_; }
 
  private:

@@ -28,7 +28,7 @@ class FrameMac final {
  public:
   static constexpr size_t kBytes = 16;
   FrameMac(const MacKey& key, std::string beginning);
-  // The MAC of the next frame.
+  // Returns the MAC of the next frame.
   std::string Next(absl::string_view frame);
 
  private:

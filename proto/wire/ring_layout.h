@@ -223,7 +223,7 @@ constexpr uint64_t AlignShared(uint64_t bytes) {
   return (bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
 }
 
-// Offsets of the parts of a ring with `entries` slots.
+// Return the offsets of the parts of a ring with `entries` slots.
 constexpr uint64_t SubmissionsOffset() { return sizeof(RingHeader); }
 constexpr uint64_t CompletionsOffset(uint64_t entries) {
   return SubmissionsOffset() + entries * sizeof(SubmissionEntry);

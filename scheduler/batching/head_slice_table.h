@@ -57,7 +57,7 @@ struct SliceGroup {
   SliceGroup* next = nullptr;  // next group of the same step and layer
 };
 
-// How a group went.
+// Says how a group went.
 enum class GroupOutcome : uint8_t {
   kWhole,      // with every head, or when no other slice could come any more
   kGaveUp,     // without a sibling that it had waited for

@@ -96,7 +96,7 @@ class LaunchCost {
     uint64_t last_used = 0;
     double absorbed = 0, expanded = 0;  // nanoseconds a byte
   };
-  // Rates of the key; valid until the next Observe.
+  // Returns the rates of the key; valid until the next Observe.
   const Rates& Of(const BatchKey& key) const;
   // Predicted nanoseconds on the device. A launch without work takes kLaunchNanos.
   int64_t Nanos(const Rates& rates, const LaunchUnits& units) const;

@@ -71,8 +71,8 @@ class WaitingRequests {
   void Return(StreamRequest* request, int32_t weight) { Insert(request, weight); }
   void Remove(StreamRequest* request);
 
-  // Tenants with requests, and their queues. Both stay until Prune, even when they have no requests
-  // left.
+  // Returns the tenants with requests, and their queues. Both stay until Prune, even when they have
+  // no requests left.
   const std::vector<TenantShare*>& shares() const { return active_; }
   static StreamRequest* NextInQueue(const StreamRequest* request) {
     return request->engine.queue_next;
@@ -112,7 +112,7 @@ class WaitingRequests {
   std::vector<RequestQueue*> free_queues_;
 };
 
-// The key of a request's queue. REQUIRES: engine.step is set.
+// Returns the key of a request's queue. REQUIRES: engine.step is set.
 BatchKey KeyOf(const StreamRequest& request);
 inline bool Computes(const StreamRequest& request) {
   return request.attend.profile != Profile::kAppendOnly;

@@ -11,7 +11,7 @@
 namespace mla::scheduler {
 namespace {
 
-// Tenant options with the server-wide bounds taken from the engine's limits.
+// Returns the tenant options, with the server-wide bounds taken from the engine's limits.
 TenantTableOptions TenantOptionsOf(const EngineOptions& options) {
   const Limits& limits = options.limits;
   TenantTableOptions tenants = options.tenants;

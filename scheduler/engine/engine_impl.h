@@ -29,7 +29,8 @@ namespace mla::scheduler {
 inline constexpr int64_t kLongestSleepNanos = 200'000'000;
 // Launches that a submitting thread runs before it leaves the rest to the engine's thread.
 inline constexpr int kInlineLaunches = 2;
-// How often a call that takes the role many times yields between them to threads that wait for it.
+// A call that takes the role many times yields at most this often in between to threads that wait
+// for it.
 inline constexpr int kYields = 1000;
 
 class Engine::Impl {

@@ -23,7 +23,8 @@ class Inbox {
     }
   }
 
-  // All requests pushed before the call, linked by engine.next in order of arrival, or null.
+  // Returns all requests pushed before the call, linked by engine.next in order of arrival, or
+  // null.
   StreamRequest* TakeAll() {
     if (empty()) return nullptr;
     StreamRequest* newest = last_.exchange(nullptr);

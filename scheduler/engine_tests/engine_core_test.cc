@@ -227,7 +227,7 @@ TEST_F(EngineCoreTest, LongPrefillIsCutAndDecodeGoesFirst) {
   auto decode = h_.Attend(stream_, 2, 1, 0, Rows(1, 60), 6);
   ASSERT_TRUE(h_.core().launches().Start());
   ASSERT_TRUE(h_.core().launches().Complete(true));
-  // In the first launch, together with the first piece of the prefill.
+  // It goes in the first launch, together with the first piece of the prefill.
   EXPECT_TRUE(decode->answered());
   EXPECT_FALSE(prefill->answered());
   EXPECT_EQ(decode->timings.launch_requests, 2);

@@ -1,4 +1,4 @@
-// Which requests and steps a failing backend ends, and which it must not.
+// Tests which requests and steps a failing backend ends, and which it must not.
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/read_rows.h"

@@ -1,4 +1,4 @@
-// Who may take part in a step, and how steps and sequences begin, share rows and end.
+// Tests who may take part in a step, and how steps and sequences begin, share rows and end.
 #include "base/error.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -1,5 +1,5 @@
-// Who may speak for a step, and what must be there before it is committed. One wrong detail at a
-// time, so that each refusal is the only thing that can stop the message.
+// Tests who may speak for a step, and what must be there before it is committed. One wrong detail
+// at a time, so that each refusal is the only thing that can stop the message.
 #include <cstdint>
 #include <string>
 #include <vector>

@@ -74,7 +74,7 @@ struct StepRows {  // rows that one sequence adds in a step
   int32_t rows = 0;
 };
 
-// Why page groups came back to the pool.
+// Says why page groups came back to the pool.
 enum class Freed : uint8_t {
   kReleased,     // their sequence was released
   kExpired,      // the lease of their sequence ran out

@@ -52,7 +52,7 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   selects.reserve(count);
   absorbed.Reserve(requests);
   expanded.Reserve(requests);
-  // For fused slices one for each slice; for other requests one for each record.
+  // Fused slices need one for each slice, and other requests one for each record.
   absorbs.Reserve(2 * requests);
   projects.Reserve(2 * requests);
   queries.reserve(count);

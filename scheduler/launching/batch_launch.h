@@ -32,7 +32,7 @@ class FragmentsByRecord {
     all_.resize(index);
     all_.push_back(input);
   }
-  // One input for each of `records`; empty if no record has a fragmented input.
+  // Returns one input for each of `records`; empty if no record has a fragmented input.
   std::span<const kernels::FragmentedInput> Of(size_t records) {
     if (!all_.empty()) all_.resize(records);
     return all_;

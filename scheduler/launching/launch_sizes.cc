@@ -37,7 +37,8 @@ PlanLimits PlanLimitsOf(const Limits& limits) {
   return plan;
 }
 
-// Bytes of the widest row that a worker of PROJECTED sends or receives, with its rotation.
+// Returns the bytes of the widest row that a worker of PROJECTED sends or receives, with its
+// rotation.
 int64_t WidestProjectedRow(const Limits& limits) {
   return (int64_t{limits.max_hidden_size} + limits.max_row_dim) * int64_t(ElementSize(DType::kF32));
 }

@@ -30,8 +30,8 @@ int64_t MeanSeenKeys(std::span<const kernels::SegmentRecord> records);
 
 class Launcher {
  public:
-  // For a configured backend. `page_tables` are the tables that `cache` writes; all arguments
-  // outlive the launcher.
+  // REQUIRES: the backend is configured. `page_tables` are the tables that `cache` writes; all
+  // arguments outlive the launcher.
   static absl::StatusOr<std::unique_ptr<Launcher>> Create(
       const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
       std::span<const uint32_t> page_tables, const ModelTable* models, const Clock* clock);

@@ -20,7 +20,7 @@ const int32_t* ListBegins(const Segment& segment) {
   return args.list_begin + (segment.row_begin - args.row_begin);
 }
 
-// List entries of the request's launched rows that come before the segment's.
+// Returns the number of list entries of the request's launched rows that come before the segment's.
 int32_t EntriesBefore(const Segment& segment) {
   return ListBegins(segment)[0] -
          segment.request->attend.list_begin[segment.request->engine.rows_done];
@@ -36,7 +36,7 @@ int32_t LongestList(const Segment& segment) {
   return longest;
 }
 
-// The most places that a row of the segment with a window attends to.
+// Returns the largest number of places that a row of the segment with a window attends to.
 int32_t MostWindowPlaces(const Segment& segment, const kernels::WindowRecord& window) {
   const int32_t visible = segment.cached() + segment.rows;
   const bool listed = IsSparse(segment.request->attend);

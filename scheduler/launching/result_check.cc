@@ -83,7 +83,7 @@ bool HoldsNotFinite(const std::byte* elements, DType dtype, int64_t count) {
   return false;
 }
 
-// Index of the first value that is NaN or infinite, or `count`.
+// Returns the index of the first value that is NaN or infinite, or `count`.
 int64_t FirstNotFinite(const float* values, int64_t count) {
   const auto* const bytes = reinterpret_cast<const std::byte*>(values);
   constexpr auto kSize = static_cast<int64_t>(sizeof(float));
@@ -125,7 +125,8 @@ class HostTensors {
     Read(at, row_bytes, &kv_);
     return kv_.bytes.data();
   }
-  // The arguments with host pointers; row 0 of queries and outputs is the request's row first().
+  // Returns the arguments with host pointers; row 0 of queries and outputs is the request's row
+  // first().
   const AttendArgs& Outputs() {
     if (!args_.on_device || !q_.bytes.empty()) return args_;
     const ModelSpec& spec = *request_.engine.step->model->spec;

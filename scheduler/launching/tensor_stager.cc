@@ -22,8 +22,8 @@ bool Unwanted(const Batch& batch, const FusedSlices& slices) {
   return !wanted;
 }
 
-// Number of compared rows of a repeat: its KV rows, then its index keys or entries if the model has
-// them.
+// Returns the number of compared rows of a repeat: its KV rows, then its index keys or entries if
+// the model has them.
 int64_t ComparedRows(const StreamRequest& request) {
   const ModelSpec& spec = *request.engine.step->model->spec;
   const int64_t planes = spec.indexer.heads > 0 || spec.windowed() ? 2 : 1;
@@ -48,8 +48,8 @@ void CopyLse(BatchLaunch* launch, const StreamRequest& request, const float* fro
                               args.num_heads * kSize, request.engine.rows_launched, stride * kSize);
 }
 
-// Bytes of all outputs in host memory, including log-sum-exps. If log-sum-exps are copied on the
-// device, outputs lie in device memory and the result is the largest number.
+// Returns the bytes of all outputs in host memory, including log-sum-exps. If log-sum-exps are
+// copied on the device, outputs lie in device memory and the result is the largest number.
 int64_t OutputBytes(const Batch& batch) {
   int64_t bytes = 0;
   for (const StreamRequest* request : batch.requests) {

@@ -1,4 +1,4 @@
-// Which bytes of moves a launch carries, and when.
+// Tests which bytes of moves a launch carries, and when.
 #include "scheduler/moves/page_mover.h"
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// How the planner cuts segments into tiles. Part of the planner, not for others.
+// Cuts segments into tiles for the planner. Part of the planner, not for others.
 #ifndef MLA_SCHEDULER_PLANNING_PLAN_TILES_H_
 #define MLA_SCHEDULER_PLANNING_PLAN_TILES_H_
 

@@ -128,7 +128,7 @@ absl::Status CheckFits(const PlanCapacity& needs, const PlanCapacity& has) {
   return absl::OkStatus();
 }
 
-// Number of units that share the batch: all, or as many as PlanTraits::small gives.
+// Returns the number of units that share the batch: all, or as many as PlanTraits::small gives.
 int32_t SharingUnits(std::span<const PlanSegment> segments, const PlanTraits& traits,
                      const Tally& tally) {
   const kernels::SmallBatches& small = traits.small;
@@ -296,7 +296,7 @@ absl::StatusOr<kernels::PlanView> BuildDealt(std::span<const PlanSegment> segmen
   return view;
 }
 
-// The number of heads with which a packed row of a long segment costs the most tiles.
+// Returns the number of heads with which a packed row of a long segment costs the most tiles.
 int32_t DensestHeads(int32_t min_heads, int32_t max_heads, const PlanTraits& traits) {
   int32_t best = min_heads;
   int64_t best_tiles = 0;  // tiles per packed row, as the fraction best_tiles / best_rows

@@ -1,4 +1,4 @@
-// How busy the engine is, for calls that must not wait for its role. Each figure is right by
+// Tells how busy the engine is, for calls that must not wait for its role. Each figure is right by
 // itself; together they may be of different moments.
 //
 // Threading: Note calls with the role; Fill from any thread.

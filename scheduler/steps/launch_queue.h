@@ -49,8 +49,8 @@ class LaunchQueue final {
   // Returns true if a request waits for slices of other participants, to go ahead with them. Its
   // tensors may come at any time, and no event says so.
   bool AwaitsSlices() const { return awaits_slices_; }
-  // Bound of the work (packed rows x KV rows) that would be launched now; for the decision to
-  // launch inline.
+  // Returns the bound of the work (packed rows x KV rows) that would be launched now; for the
+  // decision to launch inline.
   int64_t ReadyWork() const;
 
   // --- Time.
@@ -74,7 +74,7 @@ class LaunchQueue final {
   void FailLate(StreamRequest* request);
   void FailRowsMissing(StreamRequest* request, int32_t first, int32_t last);
   void DropRowsFrom(Step* step, int32_t layer, int32_t first);
-  // Share of service of the request's tenant, relative to other tenants.
+  // Returns the share of service of the request's tenant, relative to other tenants.
   int32_t WeightOf(const StreamRequest& request) const {
     return request.tenant != nullptr ? request.tenant->weight()
                                      : tenants_->weight(request.engine.step->tenant);

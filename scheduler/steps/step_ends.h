@@ -1,5 +1,5 @@
-// How a step ends. Its EndStep commits the rows of its sequences and sets their tails; an abort
-// rolls all of them back.
+// Ends steps. Its EndStep commits the rows of its sequences and sets their tails; an abort rolls
+// all of them back.
 //
 // Ownership: borrows the objects of StepParts and the streams. Threading: the engine role.
 #ifndef MLA_SCHEDULER_STEPS_STEP_ENDS_H_

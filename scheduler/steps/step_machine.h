@@ -40,7 +40,7 @@ class StepMachine final {
   // the pause have yet to be read, so the time does not count against any deadline of theirs. Call
   // it before Tick and Accept.
   void NotePause(int64_t nanos);
-  // The next time at which Tick has something to do; max() if there is none.
+  // Returns the next time at which Tick has something to do; max() if there is none.
   MonotonicNanos NextTick() const;
 
   int32_t AbortAll(const std::string& why);

@@ -23,7 +23,7 @@ absl::string_view BytesOf(const T* data, size_t count) {
   return {reinterpret_cast<const char*>(data), count * sizeof(T)};
 }
 
-// A copy of the chain's first `rows` rows.
+// Returns a copy of the chain's first `rows` rows.
 PrefixChain FirstRows(const PrefixChain& from, int32_t rows) {
   PrefixChain chain = from;
   chain.keys.resize(std::min(chain.keys.size(), static_cast<size_t>(rows / from.page_size)));

@@ -15,8 +15,8 @@ constexpr int64_t kNanosPerMilli = 1'000'000;
 // that calls with an epoch of the sequence's earlier life are refused, whatever process it was in.
 constexpr uint64_t kRestoredEpochs = 1 << 20;
 
-// How many sequences of the cache a sequence of the model uses. Its tenant is charged for all of
-// them, so that its bound also limits its share of the cache.
+// Returns how many sequences of the cache a sequence of the model uses. Its tenant is charged for
+// all of them, so that its bound also limits its share of the cache.
 int64_t CountOf(const Model& model) { return model.spec->windowed() ? 2 : 1; }
 
 int64_t DeclaredOf(const PrefixPlan& prefix) {

@@ -61,7 +61,7 @@ struct HarnessOptions {
   std::string tier_path = {};
 };
 
-// Limits small enough that a test meets each of them.
+// Returns limits small enough that a test meets each of them.
 Limits TinyLimits();
 // heads 2, latent 8 + rope 4, nope 6, v 5, 2 layers, pages of 3 rows.
 ModelSpec TinyModel();
@@ -113,8 +113,8 @@ class EngineHarness {
                                       int rows, const std::vector<Row>& kv, int head, int heads,
                                       uint64_t q_key);
   void Submit(StreamRequest* request);
-  // The largest absolute difference between the request's output and the dense answer. Row i of the
-  // request sees the first visible[i] of `rows`. Also compares the LSE.
+  // Returns the largest absolute difference between the request's output and the dense answer. Row
+  // i of the request sees the first visible[i] of `rows`. Also compares the LSE.
   double Error(const TestRequest& request, const std::vector<const Row*>& rows,
                const std::vector<int>& visible, uint64_t q_key);
 

@@ -45,8 +45,8 @@ class FaultyBackend final : public kernels::AttentionBackend {
   void OnGate(std::function<void(std::span<const kernels::WordValue>)> fn) {
     on_gate_ = std::move(fn);
   }
-  // Totals of all launches: KV rows appended or compared, and records of attention with their
-  // heads.
+  // Return totals of all launches: KV rows appended or compared, and records of attention with
+  // their heads.
   int64_t appended_rows() const { return appended_rows_; }
   int64_t compared_rows() const { return compared_rows_; }
   int64_t reads() const { return reads_; }  // launches that read pages

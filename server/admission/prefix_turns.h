@@ -27,7 +27,7 @@ class PrefixTurns final {
  public:
   // Processors for each turn that may run at the same time.
   static constexpr int32_t kCpusATurn = 8;
-  // How often a waiting call checks whether its client has given up.
+  // A waiting call checks at this interval if its client has given up.
   static constexpr std::chrono::milliseconds kLook{50};
 
   struct Options {

@@ -12,7 +12,7 @@
 namespace mla::server {
 namespace {
 
-// Inputs of these bytes, and the attend's outputs.
+// Returns the layout of inputs of these bytes and of the attend's outputs.
 wire::AttendLayout LayoutOf(int64_t kv, int64_t q, int64_t lists, const AttendSizes& sizes) {
   return wire::AttendLayout({.kv = static_cast<uint64_t>(kv),
                              .q = static_cast<uint64_t>(q),

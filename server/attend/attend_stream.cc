@@ -29,7 +29,8 @@ constexpr size_t kSlicesKept = 1024;
 
 void ReleaseMessage(void* message) { static_cast<AttendMessage*>(message)->Unref(); }
 
-// A slice of the message's memory that keeps the message alive until gRPC releases the slice.
+// Returns a slice of the message's memory that keeps the message alive until gRPC releases the
+// slice.
 grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
   message->Ref();
   return grpc::Slice(data, size, ReleaseMessage, message);

@@ -42,7 +42,7 @@ uint64_t CookieOf(int descriptor) {
   return getsockopt(descriptor, SOL_SOCKET, SO_COOKIE, &cookie, &size) == 0 ? cookie : 0;
 }
 
-// The address without its port, or the user at the other end of a unix socket.
+// Returns the address without its port, or the user at the other end of a unix socket.
 std::string PeerOf(int descriptor, const sockaddr_storage& address) {
   if (address.ss_family == AF_INET) {
     const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);

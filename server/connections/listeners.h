@@ -29,8 +29,8 @@ struct Listeners {
   bool introspection = false;                    // reflection and channelz are served
 };
 
-// The unix socket's path with "auto" resolved by this process's environment, or empty without a
-// socket.
+// Returns the unix socket's path with "auto" resolved by this process's environment, or empty
+// without a socket.
 std::string ServedUnixPath(const Config& config);
 
 // The services to serve; all of them outlive the listeners.

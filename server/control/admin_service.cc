@@ -21,7 +21,7 @@
 namespace mla::server {
 namespace {
 
-// How often a watcher checks whether its client is still there.
+// A watcher checks at this interval if its client is still there.
 constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 
 // Tokens of optional features; clients check them instead of version numbers.

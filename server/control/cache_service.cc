@@ -36,8 +36,8 @@ void Fill(const CheckpointInfo& from, v1::CheckpointInfo* to) {
 
 constexpr size_t kBatch = 256;     // events of one reply
 constexpr uint32_t kMisses = 100;  // if the client gives no number
-// How often a watcher looks for new events. Having the engine wake watchers would cost the engine
-// more time than this wait costs them.
+// A watcher looks for new events at this interval. Having the engine wake watchers would cost the
+// engine more time than this wait costs them.
 constexpr auto kPause = std::chrono::milliseconds(50);
 
 static_assert(static_cast<int>(kvcache::EventKind::kStored) == v1::CACHE_EVENT_KIND_STORED);

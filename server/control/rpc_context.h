@@ -27,7 +27,7 @@
 
 namespace mla::server {
 
-// How many of the serving threads a control call may take.
+// Says how many of the serving threads a control call may take.
 enum class CallClass : uint8_t {
   kOrdinary,
   kReserved,  // leases and administration, which may also use the reserve

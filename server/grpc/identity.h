@@ -30,8 +30,8 @@ struct Identity {
   bool local = false;          // connected by a unix socket or from a loopback address
 };
 
-// Who may call the RPCs for operators. Metadata never makes an operator, because any caller can
-// send any name.
+// Names the callers that may use the RPCs for operators. Metadata never makes an operator, because
+// any caller can send any name.
 struct OperatorPolicy {
   std::set<std::string> tenants;    // names in client certificates
   bool local_without_tls = true;    // callers without TLS on this host are operators

@@ -138,7 +138,7 @@ absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profi
   return absl::OkStatus();
 }
 
-// Layout of one vector.
+// Returns the layout of one vector.
 wire::Fp8Tensor KvTensor(const ModelSpec& model) {
   return wire::MakeFp8Tensor(
       1, {model.geometry.kv_lora_rank, model.geometry.rope_dim, model.indexer.dim});

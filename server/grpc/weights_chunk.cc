@@ -66,10 +66,10 @@ constexpr kernels::Fp8Kind kCodes = kernels::Fp8Kind::kE4m3Fn;
 struct Window {
   int64_t row = 0, rows = 0, column = 0, columns = 0;
   int64_t elements() const { return rows * columns; }
-  // Blocks that have elements of it.
+  // Returns the number of blocks that have elements of it.
   int64_t block_rows() const { return (row + rows - 1) / kBlock - row / kBlock + 1; }
   int64_t block_columns() const { return (column + columns - 1) / kBlock - column / kBlock + 1; }
-  // The block of element (r, c) of the chunk among them.
+  // Returns the block of element (r, c) of the chunk among them.
   int64_t BlockOf(int64_t r, int64_t c) const {
     return ((row + r) / kBlock - row / kBlock) * block_columns() + (column + c) / kBlock -
            column / kBlock;

@@ -20,7 +20,7 @@
 
 namespace mla::server {
 
-// How many are remembered; the oldest are forgotten for new ones.
+// At most this many are remembered; the oldest are forgotten for new ones.
 inline constexpr size_t kMostAbandonedImports = 4096;
 
 class AbandonedImports final {

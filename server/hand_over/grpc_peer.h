@@ -44,7 +44,8 @@ class GrpcHandOverPeer final : public HandOverPeer {
   void Cancel() override;
 
  private:
-  // The peer's answer; sets *refused if it has a detail, because then the peer has done nothing.
+  // Returns the peer's answer; sets *refused if it has a detail, because then the peer has done
+  // nothing.
   absl::Status StatusOf(const grpc::Status& status, const grpc::ClientContext& context,
                         bool* refused) const;
   // Between Begin and End, Cancel ends the call. Begin returns false if Cancel has been called
@@ -60,7 +61,7 @@ class GrpcHandOverPeer final : public HandOverPeer {
   grpc::ClientContext* running_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
 
-// The streams of a hand-over to this address, kHandOverStreams of them. Borrows tls.
+// Returns the streams of a hand-over to this address, kHandOverStreams of them. Borrows tls.
 std::vector<std::unique_ptr<HandOverPeer>> GrpcStreams(const TlsFiles& tls,
                                                        const std::string& address);
 

@@ -48,7 +48,7 @@ bool Has(const v1::GetServerInfoReply& info, absl::string_view capability) {
   return std::find(tokens.begin(), tokens.end(), capability) != tokens.end();
 }
 
-// The counter of sequences that stay for this reason, which is one of this server's own.
+// Returns the counter of sequences that stay for this reason, which is one of this server's own.
 std::atomic<uint64_t>& CounterOf(HandOverCounters& counters, const std::string& reason) {
   if (reason == "stopped") return counters.stopped;
   if (reason == "nothing_to_save") return counters.empty;
@@ -247,7 +247,7 @@ v1::HandedOver HandOver::Outcome(const TenantSequence& sequence, v1::HandOverOut
   to.set_outcome(outcome);
   to.set_rows(static_cast<uint64_t>(sequence.info.length));
   if (!why.ok()) {
-    // Never empty, because operators and clients rely on it.
+    // It is never empty, because operators and clients rely on it.
     const std::string& reason = DetailOf(why).reason;
     to.set_reason(reason.empty() ? absl::AsciiStrToLower(absl::StatusCodeToString(why.code()))
                                  : reason);

@@ -67,7 +67,7 @@ absl::Status CheckOffsets(const SentLists& sent, const int32_t* begins) {
   return absl::OkStatus();
 }
 
-// First row of a piece; the lengths of `pieces` pieces differ by at most one row.
+// Returns the first row of a piece; the lengths of `pieces` pieces differ by at most one row.
 int32_t FirstRow(int32_t rows, int32_t piece, int32_t pieces) {
   return static_cast<int32_t>(int64_t{rows} * piece / pieces);
 }

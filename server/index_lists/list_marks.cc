@@ -22,7 +22,7 @@ constexpr size_t kLineBytes = 64;   // of a cache; a vector that spans two lines
 // this costs less than counting the marks of all visible positions.
 constexpr size_t kSparseMarks = 256;
 
-// The first line that begins at or after the address.
+// Returns the first line that begins at or after the address.
 template <typename T>
 T* LineOf(T* memory) {
   const size_t behind = reinterpret_cast<uintptr_t>(memory) % kLineBytes;

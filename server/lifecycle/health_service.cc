@@ -19,7 +19,7 @@ using grpc::health::v1::HealthCheckRequest;
 using grpc::health::v1::HealthCheckResponse;
 using ServingStatus = HealthCheckResponse::ServingStatus;
 
-// How often the notifier looks for overdue requests and for a stop.
+// The notifier looks for overdue requests and for a stop at this interval.
 constexpr auto kPeriod = std::chrono::milliseconds(200);
 
 // Size limit of a request, which has one name. Unknown fields take a hundred times their bytes once

@@ -37,7 +37,7 @@ struct StuckCalls {
 
 class Watchdog final {
  public:
-  // How long Stats waits for a busy engine.
+  // Stats waits this long for a busy engine.
   static constexpr std::chrono::milliseconds kAnswerWait{250};
 
   // `probe` queries the engine and may block. `state` must outlive the watchdog. `stuck`: functions

@@ -47,7 +47,7 @@ bool IsPlain(const std::string& value) {
 
 // Most lines that wait for a reader of standard error; beyond it the oldest are dropped.
 constexpr size_t kMostQueuedLines = 4096;
-// How long an error line may delay its caller, so that it is written before the process ends.
+// An error line may delay its caller by this time, so that it is written before the process ends.
 constexpr std::chrono::milliseconds kErrorFlush{200};
 
 // Never destroyed, because lines may still be written while the process ends.
@@ -62,9 +62,9 @@ struct Output {
   uint64_t dropped() const { return pool == nullptr ? 0 : pool->overrun_counter(); }
 };
 
-// A thread that writes to standard error, whose reader may stop reading: callers of Log must not
-// wait for it. Files have no readers, and the last lines before a crash should be in the file.
-// Returns null for files, and if no thread can be made.
+// Returns a thread that writes to standard error, whose reader may stop reading: callers of Log
+// must not wait for it. Files have no readers, and the last lines before a crash should be in the
+// file. Returns null for files, and if no thread can be made.
 std::shared_ptr<spdlog::details::thread_pool> MakePool() {
   struct stat about;
   if (fstat(STDERR_FILENO, &about) == 0 && S_ISREG(about.st_mode)) return nullptr;

@@ -26,8 +26,8 @@ using prometheus::MetricType;
 
 constexpr char kTotal[] = "_total";
 
-// The shortest text that reads back as the number. As the specification's canonical numbers are
-// written: "1.0", "0.25", "1e-05", "1.048576e+06".
+// Returns the shortest text that reads back as the number. As the specification's canonical numbers
+// are written: "1.0", "0.25", "1e-05", "1.048576e+06".
 std::string Number(double value) {
   if (std::isnan(value)) return "NaN";
   if (std::isinf(value)) return value > 0 ? "+Inf" : "-Inf";
@@ -90,8 +90,8 @@ const char* TypeOf(MetricType type) {
   }
 }
 
-// The quality that the header gives a media type, 0 if it is not accepted. Only the type itself
-// counts for OpenMetrics: scrapers that send "*/*" expect plain text.
+// Returns the quality that the header gives a media type, 0 if it is not accepted. Only the type
+// itself counts for OpenMetrics: scrapers that send "*/*" expect plain text.
 double QualityOf(absl::string_view range, absl::string_view type) {
   const std::vector<absl::string_view> parts = absl::StrSplit(range, ';');
   if (!absl::EqualsIgnoreCase(absl::StripAsciiWhitespace(parts.front()), type)) return 0;

@@ -6,7 +6,7 @@
 namespace mla::server {
 namespace {
 
-// The largest fraction of one of its bounds that the tenant uses.
+// Returns the largest fraction of one of its bounds that the tenant uses.
 double ShareOf(const scheduler::TenantUsage& usage) {
   double share = 0;
   for (const scheduler::ResourceRow& row : scheduler::ResourceRows()) {

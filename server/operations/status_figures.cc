@@ -9,8 +9,8 @@
 namespace mla::server {
 namespace {
 
-// The value below which a share of the observations lies, from cumulative counts; -1 without
-// observations.
+// Returns the value below which a share of the observations lies, from cumulative counts; -1
+// without observations.
 double Quantile(double share, const std::vector<double>& bounds,
                 const std::vector<uint64_t>& counts, const std::vector<uint64_t>& before) {
   if (counts.empty()) return -1;

@@ -99,7 +99,8 @@ class RateWindow {
   explicit RateWindow(Clock::time_point start) { samples_.push_back({start, {}}); }
   // Records totals now and then, as beginnings of later windows. Cheap to call often.
   void Note(Clock::time_point now, const StatusTotals& totals);
-  // Rates between the beginning of the window and `totals`; sets `window` to its length.
+  // Returns the rates between the beginning of the window and `totals`; sets `window` to its
+  // length.
   std::vector<StatusTile> Tiles(Clock::time_point now, const StatusTotals& totals,
                                 std::string* window) const;
 

@@ -39,7 +39,7 @@ class CheckpointWriter final {
   ~CheckpointWriter();
 
   absl::Status Add(absl::string_view frame);
-  // All frames are on the disk, in the file aside. No more frames may be added.
+  // Writes all frames to the disk, in the file aside. No more frames may be added.
   absl::Status Sync();
   // Gives the file its name and flushes the folder's entry to the disk. REQUIRES: Sync has
   // succeeded.

@@ -117,7 +117,7 @@ TEST_F(CheckpointFileTest, TornFilesAreRefusedOrShort) {
   std::vector<std::string> read;
   for (size_t bytes = 0; bytes < whole.size(); bytes += bytes < 60 ? 1 : 41) {
     Put(whole.substr(0, bytes));
-    // At the border of a frame it is the next reader, of the rows, that misses the rest.
+    // If the file ends between two frames, only the reader of the rows misses the rest.
     if (Read(&read).ok()) {
       EXPECT_LT(read.size(), frames_.size()) << bytes;
     }

@@ -63,7 +63,7 @@ uint32_t VersionOf(const PageTags& tags, DigestKind digests) {
   return tags.sinks.has_value() ? kPagesVersionWithSinks : kPagesVersion;
 }
 
-// Digest of their bits, least significant byte first; empty without sinks.
+// Returns the digest of their bits, least significant byte first; empty without sinks.
 std::string SinksDigest(const std::vector<float>& sinks) {
   if (sinks.empty()) return "";
   std::string bytes;

@@ -22,7 +22,7 @@ namespace mla::server {
 
 inline constexpr uint32_t kPagesVersion = 1;
 inline constexpr uint32_t kPagesVersionWithSinks = 2;  // for models with a window
-// With digests of XXH3 instead of SHA-256; with sinks if the model has a window.
+// Such a stream has digests of XXH3 instead of SHA-256, and sinks if the model has a window.
 inline constexpr uint32_t kPagesVersionWithXxh3 = 3;
 
 // Returns the digests of streams of that version.

@@ -35,7 +35,7 @@ struct PlaneRows {
   int64_t count = 0;
 };
 
-// The planes' rows that the payload consists of.
+// Returns the planes' rows that the payload consists of.
 std::vector<PlaneRows> RowsOf(const MovingPages& pages, const PagePlace& place,
                               std::string* payload) {
   const scheduler::PageTags& tags = pages.tags;

@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
-// The number in a file with a single number; kUnlimited for "max" or if the file does not exist.
+// Returns the number in a file with a single number; kUnlimited for "max" or if the file does not
+// exist.
 int64_t ReadNumber(const std::string& path) {
   std::ifstream file(path);
   int64_t value = 0;
@@ -30,8 +31,8 @@ int64_t MemAvailable(const std::string& root) {
   return kUnlimited;
 }
 
-// Bytes of files in the page cache of a group, which count as used and which the kernel gives back
-// before it refuses memory. `prefix`: of the lines that also count nested groups.
+// Returns the bytes of files in the page cache of a group, which count as used and which the kernel
+// gives back before it refuses memory. `prefix`: of the lines that also count nested groups.
 int64_t CachedFiles(const std::string& path, const std::string& prefix) {
   std::ifstream file(path);
   std::string name;
@@ -42,7 +43,7 @@ int64_t CachedFiles(const std::string& path, const std::string& prefix) {
   return sum;
 }
 
-// Bytes that are left in the tightest control group around this process.
+// Returns the bytes that are left in the tightest control group around this process.
 int64_t GroupAvailable(const std::string& root) {
   int64_t available = kUnlimited;
   for (const base::ControlGroup& group : base::ControlGroupsOf("memory", root)) {

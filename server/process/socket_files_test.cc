@@ -1,4 +1,4 @@
-// Where the sockets of a server may lie.
+// Tests where the sockets of a server may lie.
 #include "server/process/socket_files.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Where spans go: a collector that speaks OTLP over gRPC, or a file of JSON lines.
+// Exports spans: to a collector that speaks OTLP over gRPC, or to a file of JSON lines.
 #ifndef MLA_SERVER_TRACING_EXPORTERS_H_
 #define MLA_SERVER_TRACING_EXPORTERS_H_
 

@@ -50,7 +50,8 @@ struct TraceSpan {
   std::string error;  // empty: it went well
 };
 
-// How a span says that it failed: the reason of the error, or its code; "" if it went well.
+// Returns the failure that a span reports: the reason of the error, or its code; "" if it went
+// well.
 std::string SpanError(const absl::Status& status);
 
 // Sends spans to somewhere.
@@ -94,9 +95,9 @@ class Tracer {
   bool on() const { return !exporters_.empty(); }
   // Returns the time of spans: nanoseconds of the steady clock.
   static int64_t Now();
-  // The context of a step or call whose caller sent `parent` (invalid: none). Invalid if it is not
-  // recorded; else its span is the id for the span of the step or call itself, whose parent is
-  // parent.span.
+  // Returns the context of a step or call whose caller sent `parent` (invalid: none). Invalid if it
+  // is not recorded; else its span is the id for the span of the step or call itself, whose parent
+  // is parent.span.
   TraceContext Sample(const TraceContext& parent, const std::string& tenant);
   SpanId NewSpanId() {
     const SpanId id = next_span_.fetch_add(1, std::memory_order_relaxed);

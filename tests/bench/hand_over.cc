@@ -1,5 +1,5 @@
-// How fast a server that drains hands its sequences over, and the processor time that both servers
-// take for it.
+// Measures how fast a server that drains hands its sequences over, and the processor time that both
+// servers take for it.
 //
 //   hand_over_benchmark [--json FILE]
 //

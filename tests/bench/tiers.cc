@@ -1,5 +1,5 @@
-// How fast page groups move between the pool, host memory and a file, compared with the speed of
-// the parts.
+// Measures how fast page groups move between the pool, host memory and a file, compared with the
+// speed of the parts.
 //
 //   tiers_benchmark [--json FILE]
 //

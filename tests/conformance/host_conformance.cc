@@ -236,7 +236,7 @@ std::vector<CaseSpec> SplitCases(const Flags& flags, SamplerOptions sampler) {
   return wanted;
 }
 
-// How many of the cases a run has.
+// Says how many of the cases a run has.
 struct Extent {
   size_t lists;  // times that the directed lists are repeated
   int32_t edges;

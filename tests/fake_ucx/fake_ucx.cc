@@ -34,7 +34,7 @@ struct Request {
   ucp_am_recv_data_nbx_callback_t received = nullptr;
   void* user_data = nullptr;
   size_t bytes = 0;
-  // Where a receive puts the payload.
+  // A receive puts the payload here.
   void* to = nullptr;
 };
 

@@ -11,7 +11,8 @@ import unittest
 from test_tidy import CPP, read, tracked
 
 MARKER = re.compile(
-    r"^(Of|What|Whether|Those|That|As of)\b|\bthose (that|of)\b|\b(beside|behind)\b|\bis no\b|"
+    r"^(Of|What|Whether|Those|That|As of|How|Where|Why|Who|Whom|Whose|Which)\b|"
+    r"\bthose (that|of)\b|\b(beside|behind)\b|\bis no\b|"
     r"\bbut for\b|\blikewise\b|\bmeanwhile\b|\bonce more\b|\bso many\b")
 COMMENT = re.compile(r"\s*///?\s?(.*)")
 LEAST_WORDS = 3  # a sentence has at least this many; fewer words are a label

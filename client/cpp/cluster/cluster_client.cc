@@ -32,7 +32,7 @@ bool Has(const std::vector<std::string>& addresses, const std::string& address) 
   return std::find(addresses.begin(), addresses.end(), address) != addresses.end();
 }
 
-// Rows of whole pages that a prefix is about.
+// Returns the number of rows of whole pages that a prefix is about.
 uint64_t RowsOfPrefix(const ModelRecord& model, const v1::Prefix& prefix) {
   const uint64_t page = std::max<uint64_t>(1, model.reply.model().page_size());
   uint64_t rows = prefix.page_keys_size() > 0
@@ -42,7 +42,7 @@ uint64_t RowsOfPrefix(const ModelRecord& model, const v1::Prefix& prefix) {
   return rows;
 }
 
-// Bytes that so many rows take in a pool.
+// Returns the bytes that so many rows take in a pool.
 uint64_t BytesOfRows(const ModelRecord& model, uint64_t rows) {
   const uint64_t page = std::max<uint64_t>(1, model.reply.model().page_size());
   return (rows + page - 1) / page * model.reply.page_group_bytes();

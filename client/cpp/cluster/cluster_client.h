@@ -64,9 +64,9 @@ struct ClusterOptions {
   std::function<absl::Status(Client* server, const v1::ModelSpec& model)> on_peer;
 };
 
-// How a sequence was recovered. `how` is "alive": its server has it as before; "moved": a drain has
-// moved it; "checkpoint"; "peer": from rows that another server had; "none": all rows are to be
-// sent again.
+// Says what became of a sequence that was recovered. `how` is "alive": its server has it as before;
+// "moved": a drain has moved it; "checkpoint"; "peer": from rows that another server had; "none":
+// all rows are to be sent again.
 struct Recovery {
   std::string how, address;
   uint64_t rows = 0;  // that it has
@@ -87,9 +87,9 @@ class ClusterClient final {
 
   const std::string& client_id() const { return options_.client_id; }
   absl::StatusOr<std::vector<Member>> Members() const { return members_->All(); }
-  // The address of this worker's home.
+  // Returns the address of this worker's home.
   absl::StatusOr<std::string> Home();
-  // The client of a server, connected if it was not. It lives until the server is given up.
+  // Returns the client of a server, connected if it was not. It lives until the server is given up.
   absl::StatusOr<std::shared_ptr<Client>> ServerAt(const std::string& address);
 
   // --- Models. Each is registered with a server when a sequence comes there first.
@@ -112,7 +112,7 @@ class ClusterClient final {
                                                const v1::Prefix& prefix = {},
                                                v1::PrefixMatch* match = nullptr,
                                                const std::string& last = "");
-  // A sequence that is open on some server. NOT_FOUND if none that answers has it.
+  // Attaches to a sequence that is open on some server. NOT_FOUND if none that answers has it.
   absl::StatusOr<ClusterSequence> Attach(const std::string& model_id, uint64_t id);
   // Goes on with a sequence whose server has failed, drained or restarted: the object is the same;
   // its server, id, epoch and length may be others. Rows from its length on are to be sent again.

@@ -19,8 +19,8 @@ namespace mla::client {
 
 class ClusterClient;
 
-// How often one call follows a sequence. More moves than this in one call are not the work of
-// drains.
+// One call follows a sequence through at most this many moves. More moves than this in one call are
+// not the work of drains.
 inline constexpr int kMostMoves = 3;
 
 // The destructor releases the sequence at its server, unless Detach was called or its connection
@@ -36,8 +36,8 @@ class ClusterSequence final {
   uint64_t length() const { return sequence_->length(); }
   const std::string& model_id() const { return model_id_; }
   const std::string& address() const { return connection_->address(); }
-  // The client of its server, for what concerns that server alone: exports, checkpoints, hints. It
-  // lives as long as this sequence stays on that server.
+  // Returns the client of its server, for calls that concern that server alone: exports,
+  // checkpoints, hints. It lives as long as this sequence stays on that server.
   Client* server() const { return connection_->client(); }
   // Returns true if the server was given up: only Recover helps.
   bool lost() const { return connection_->dropped(); }

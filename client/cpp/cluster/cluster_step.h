@@ -90,7 +90,8 @@ class ClusterStep final {
   // Owners that have failed. Empty for a step with one owner, whose errors are its calls' own.
   std::vector<FailedOwner> failed() const;
 
-  // Entries that rows [begin, end) of the step complete at a layer; for models with a window.
+  // Returns the number of entries that rows [begin, end) of the step complete at a layer; for
+  // models with a window.
   uint64_t EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) const;
   PendingClusterAttend AttendAsync(const AttendCall& call);
   absl::StatusOr<AttendTimes> Attend(const AttendCall& call) { return AttendAsync(call).Wait(); }
@@ -149,8 +150,8 @@ class ClusterSession final {
   ClusterSession(ClusterClient* client, std::string home)
       : client_(client), home_address_(std::move(home)) {}
 
-  // All sequences are of `model_id`. Sequences that their server says a drain has moved are looked
-  // for at their new server.
+  // Begins a step; all sequences are of `model_id`. Sequences that their server says a drain has
+  // moved are looked for at their new server.
   absl::StatusOr<std::unique_ptr<ClusterStep>> Begin(const std::string& model_id,
                                                      const std::vector<ClusterRows>& rows,
                                                      const ClusterBeginOptions& options = {});

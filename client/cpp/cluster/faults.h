@@ -35,7 +35,7 @@ inline absl::Status WithReason(absl::StatusCode code, const std::string& message
   return MakeStatus(static_cast<int32_t>(code), message, detail);
 }
 
-// The reason in the detail of a status; empty without one.
+// Returns the reason in the detail of a status; empty without one.
 inline std::string ReasonOf(const absl::Status& status) {
   const auto detail = DetailOf(status);
   return detail ? detail->reason() : "";

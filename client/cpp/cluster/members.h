@@ -31,7 +31,7 @@ inline constexpr size_t kMostValueBytes = size_t{64} << 10;
 inline constexpr size_t kMostText = 256;
 inline constexpr int kMostDigests = 256;
 
-// A value of a registry. INVALID_ARGUMENT, with the field, if it is not a member.
+// Parses a value of a registry. INVALID_ARGUMENT, with the field, if it is not a member.
 absl::StatusOr<Member> ParseMember(std::string_view json);
 // Returns OK unless a text is too long or has characters that cannot be printed, or the address is
 // missing.
@@ -63,7 +63,7 @@ class MemberList final {
   absl::Status Start();
   // Asks the registry once; its error if it did not answer.
   absl::Status Refresh();
-  // The members, by address. UNAVAILABLE (reason "registry_away") if the registry has never
+  // Returns the members, by address. UNAVAILABLE (reason "registry_away") if the registry has never
   // answered, or not for keep_s.
   absl::StatusOr<std::vector<Member>> All() const;
   void Close();

@@ -18,8 +18,8 @@ constexpr int kMostFailures = 16;
 // Free bytes of a healthy server that cannot be probed.
 constexpr uint64_t kRoomForAll = uint64_t{1} << 62;
 
-// The answer to assume for a healthy server that cannot be probed, because its release is older or
-// it does not have the model yet. Absent: the server is not healthy.
+// Returns the answer to assume for a healthy server that cannot be probed, because its release is
+// older or it does not have the model yet. Absent: the server is not healthy.
 MaybeProbe WithoutProbe(const absl::Status& status) {
   if (IsReplaced(status) || !(absl::IsUnimplemented(status) || absl::IsNotFound(status))) return {};
   v1::ProbeReply reply;
@@ -74,7 +74,7 @@ class Asked final {
 
 constexpr std::string_view kKeyOfMarks = "mla marks";
 
-// The prefix in parts, each of which ends with a mark.
+// Returns the prefix in parts, each of which ends with a mark.
 std::vector<std::string> PartsOf(const v1::Prefix& prefix) {
   std::vector<std::string> parts;
   if (prefix.page_keys_size() > 0) {

@@ -62,15 +62,15 @@ inline constexpr size_t kMarkNames = kMarkRows / 64;  // of pages that are named
 // Marks of the first kMarkRows rows, of twice as many, and so on; of a shorter prefix one of all.
 std::vector<std::string> MarksOf(std::string_view model_id, const v1::Prefix& prefix);
 
-// Which server had a conversation last, by what its rows stand for. Bounded: the conversations that
-// were remembered longest ago go first.
+// Remembers the server that had a conversation last, by what its rows stand for. Bounded: the
+// conversations that were remembered longest ago go first.
 class Marks final {
  public:
   explicit Marks(size_t most = kMostMarks) : most_(most) {}
 
   // Rows that begin so are at `address` now.
   void Remember(std::string_view model_id, const v1::Prefix& prefix, const std::string& address);
-  // The server that had the longest beginning; "": none is known.
+  // Returns the server that had the longest beginning; "": none is known.
   std::string Recall(std::string_view model_id, const v1::Prefix& prefix);
 
  private:
@@ -145,7 +145,7 @@ class Owner final {
       : address_(std::move(address)), connect_(std::move(connect)), now_(std::move(now)) {}
 
   const std::string& address() const { return address_; }
-  // The connection, made if there is none.
+  // Returns the connection, made if there is none.
   absl::StatusOr<std::shared_ptr<Connection>> connection();
   std::shared_ptr<Connection> connected() const;  // null: none; waits for nothing
   bool connecting() const { return connecting_; }
@@ -153,7 +153,7 @@ class Owner final {
   // A call has failed. The connection ends if the error says that another process answers.
   void Failed(const absl::Status& status);
   void Answered(const v1::ProbeReply& reply);
-  // The latest answer, if it is fresh.
+  // Returns the latest answer, if it is fresh.
   MaybeProbe fresh_probe() const;
   void Drop();
 

@@ -60,24 +60,24 @@ struct Choice {
   MaybeProbe probe;
 };
 
-// How full servers are, 0 to 1, as far as it is known.
+// Maps each server to how full it is, from 0 to 1, as far as it is known.
 using Fills = std::map<std::string, double>;
 
-// Part of `total` that is taken; 0 if `total` is 0.
+// Returns the part of `total` that is taken; 0 if `total` is 0.
 double FillOf(double free, double total);
-// Part of the server's pool that rows take, cached ones included.
+// Returns the part of the server's pool that rows take, cached ones included.
 double FillOf(const v1::ProbeReply& probe);
 uint64_t RowsOf(const v1::ProbeReply& probe);  // rows that need not be computed again
 
-// The key, of 16 bytes, by which a prefix chooses its servers. Equal first rows, models and salts
-// give equal keys.
+// Returns the key, of 16 bytes, by which a prefix chooses its servers. Equal first rows, models and
+// salts give equal keys.
 std::string KeyOfPrefix(std::string_view model_id, const v1::Prefix& prefix);
 
-// A hash of 16 bytes. REQUIRES: at most 64 bytes of key.
+// Returns a hash of 16 bytes. REQUIRES: at most 64 bytes of key.
 std::string ShortHash(std::string_view key, std::string_view bytes);
 
-// Names for whole pages, for Prefix.page_keys. A name stands for the tokens of its page and of all
-// pages before it. It tells nothing about them to a reader without the fleet's salt.
+// Returns the names of whole pages, for Prefix.page_keys. A name stands for the tokens of its page
+// and of all pages before it. It tells nothing about them to a reader without the fleet's salt.
 // INVALID_ARGUMENT unless the salt has 1 to 64 bytes and page_size > 0.
 absl::StatusOr<std::vector<std::string>> PageNames(std::span<const uint32_t> token_ids,
                                                    uint32_t page_size, std::string_view salt);
@@ -90,18 +90,18 @@ std::vector<std::string> ByHash(std::string_view key, const std::vector<std::str
 // A server without an entry in `fills` counts as empty. The order stays.
 std::vector<std::string> Bounded(const std::vector<std::string>& addresses, const Fills& fills);
 
-// Whom to ask, without repeats, in the order of the first paragraph. `addresses` are the members
-// that take new sequences. `last` is the server of the turn before, or empty; `home` takes its
-// place then, and may be empty too. A prompt that shares nothing has no key, so none is chosen by
-// hash.
+// Returns the servers to ask, without repeats, in the order of the first paragraph. `addresses` are
+// the members that take new sequences. `last` is the server of the turn before, or empty; `home`
+// takes its place then, and may be empty too. A prompt that shares nothing has no key, so none is
+// chosen by hash.
 std::vector<std::string> Candidates(const std::optional<std::string>& key,
                                     const std::vector<std::string>& addresses, const Fills& fills,
                                     std::mt19937_64* random, const std::string& last,
                                     const std::string& home);
 
-// Seconds that a turn of `rows` rows costs at the server of the probe. kImpossible if the server
-// drains, has less than `bytes_wanted` free or did not answer. `bytes_wanted` is the size of the
-// rows that it does not have.
+// Returns the seconds that a turn of `rows` rows costs at the server of the probe. kImpossible if
+// the server drains, has less than `bytes_wanted` free or did not answer. `bytes_wanted` is the
+// size of the rows that it does not have.
 double CostOf(const MaybeProbe& probe, uint64_t rows, uint64_t bytes_wanted, const Costs& costs,
               bool at_home);
 
@@ -111,12 +111,12 @@ struct Answer {
   uint64_t bytes_wanted = 0;
 };
 
-// The candidates by cost, the impossible ones last; equals stay in the given order.
+// Returns the candidates by cost, the impossible ones last; equals stay in the given order.
 std::vector<Choice> Ranked(const std::vector<Answer>& answers, uint64_t rows, const Costs& costs,
                            const std::string& home);
 
-// The servers that a worker uses, its home first; with `most` 0 all. A member that comes or goes
-// changes nothing in the order of the others.
+// Returns the servers that a worker uses, its home first; with `most` 0 all. A member that comes or
+// goes changes nothing in the order of the others.
 std::vector<std::string> SubsetOf(std::string_view worker,
                                   const std::vector<std::string>& addresses, size_t most);
 

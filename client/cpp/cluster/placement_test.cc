@@ -132,7 +132,7 @@ TEST(PlacementTest, AsksTheLastOwnerTwoByHashAndTheEmptierOfTwo) {
   for (int i = 0; i < 20; ++i) {
     EXPECT_EQ(Candidates(key, four, fills, &random, order[4], "")[3], order[2]);
   }
-  // Without a key the home and another one.
+  // Without a key the candidates are the home and another one.
   EXPECT_EQ(Candidates({}, addresses, {}, &random, "", addresses[5])[0], addresses[5]);
   EXPECT_EQ(Candidates({}, addresses, {}, &random, "", addresses[5]).size(), 2u);
   EXPECT_TRUE(Candidates(key, {}, {}, &random, "gone", "gone").empty());

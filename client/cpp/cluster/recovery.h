@@ -27,14 +27,15 @@ class SequenceRecovery final {
   absl::StatusOr<Recovery> Run();
 
  private:
-  // The ways. Each makes the sequence another one and returns true, or leaves it as it was.
+  // The ways, tried in this order. Each makes the sequence another one and returns true, or leaves
+  // it as it was.
   bool Alive();
   bool Moved();
   bool Checkpoint();
   bool Restore(const std::string& address);  // from a checkpoint that this server has
   // Fetches the rows that `holder` has of the prefix to server `to`.
   bool Fetch(const std::string& holder, const std::string& to);
-  // From rows of a peer, or from nothing.
+  // Opens the sequence again, with the rows of a peer or with none.
   absl::Status OpenAgain();
   // The old server, if it is there after all, need not keep the sequence until the lease ends.
   void Forget();

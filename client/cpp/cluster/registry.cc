@@ -33,7 +33,7 @@ namespace {
 constexpr auto kCallTime = std::chrono::seconds(2);
 // Tombstones stay as long as the longest lease that a server grants.
 constexpr int64_t kTombstoneSeconds = 3600;
-// All members' values, and what etcd adds to each.
+// A reply holds all members' values, and what etcd adds to each.
 constexpr int kMostReplyBytes = 1 << 28;
 
 absl::Status Away(const std::string& message) {

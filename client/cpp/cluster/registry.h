@@ -34,8 +34,8 @@ class Registry {
                                   const std::string& address) = 0;
 };
 
-// The registry that a target names. INVALID_ARGUMENT: the target has another form, or a file cannot
-// be used.
+// Returns the registry that a target names. INVALID_ARGUMENT: the target has another form, or a
+// file cannot be used.
 absl::StatusOr<std::unique_ptr<Registry>> RegistryOf(const std::string& target,
                                                      const EtcdFiles& files = {});
 

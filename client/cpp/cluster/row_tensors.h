@@ -27,11 +27,11 @@ struct CallForms {
 
 CallForms FormsOf(const AttendCall& call, const v1::ModelSpec& model);
 
-// Places of rows, ascending. Returns true if they follow each other without a gap.
+// Returns true if the ascending places follow each other without a gap.
 bool AreTogether(std::span<const uint32_t> places);
 
-// Rows `places` of a tensor of `total` rows, in the same form. If they lie together in one part,
-// they are not copied and `copy` stays empty. Null for a null tensor.
+// Returns rows `places` of a tensor of `total` rows, in the same form. If they lie together in one
+// part, they are not copied and `copy` stays empty. Null for a null tensor.
 const void* TakeRows(const RowForm& form, const void* tensor, uint64_t total,
                      std::span<const uint32_t> places, std::vector<std::byte>* copy);
 
@@ -42,7 +42,8 @@ void PutRows(uint64_t row_bytes, const std::byte* rows, std::span<const uint32_t
 void FillRows(uint64_t row_bytes, std::span<const std::byte> element,
               std::span<const uint32_t> places, void* tensor);
 
-// Index lists of some rows of a call; they point into `entries` and `begins` if they are copied.
+// Returns the index lists of some rows of a call; they point into `entries` and `begins` if they
+// are copied.
 IndexLists TakeLists(const IndexLists& lists, std::span<const uint32_t> places,
                      std::vector<int32_t>* entries, std::vector<int32_t>* begins);
 

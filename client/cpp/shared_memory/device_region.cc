@@ -164,7 +164,7 @@ struct DeviceRegion::State {
     return s;
   }
 
-  // Without a server's device.
+  // Opens a device for memory of this process's own.
   absl::Status UseOwnDevice() {
     absl::Status s = Check(api.init(0), "init");
     int count = 0;

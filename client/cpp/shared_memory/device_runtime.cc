@@ -10,8 +10,8 @@
 namespace mla::client {
 namespace {
 
-// Names of the library for the loader. AMD's library is also searched in ROCm's folders, because
-// its packages do not always configure the loader.
+// Returns the names of the library for the loader. AMD's library is also searched in ROCm's
+// folders, because its packages do not always configure the loader.
 std::vector<std::string> Libraries(bool nvidia) {
   if (nvidia) return {"libcuda.so.1"};
   std::vector<std::string> names;

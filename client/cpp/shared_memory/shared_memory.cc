@@ -358,7 +358,7 @@ DeviceRegion::Turn SharedMemory::TurnOf(uint64_t index) const {
           {device_->Nearby(wire::NearbyDoneOffset(slot)), value}};
 }
 
-// Before a chained entry of this index.
+// Call it before a chained entry of this index.
 absl::Status SharedMemory::BeginChain(uint64_t index, void* stream) {
   absl::Status s;
   if (!words_mapped_) s = MapWords(region().first(wire::RingBytes(connect_reply_.ring_entries)));

@@ -38,7 +38,7 @@ absl::Status MakeStatus(int32_t code, const std::string& message, const v1::Erro
 
 absl::Status FromGrpc(const grpc::Status& status, const grpc::ClientContext& context) {
   if (status.ok()) return absl::OkStatus();
-  // Not UNIMPLEMENTED, by which a server says that it is too old.
+  // gRPC gives this the code UNIMPLEMENTED, which would say that the server is too old.
   if (status.error_code() == grpc::StatusCode::UNIMPLEMENTED &&
       status.error_message() == kNoReply) {
     return absl::InternalError("the server's reply cannot be decoded");

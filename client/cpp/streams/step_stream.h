@@ -40,8 +40,8 @@ struct PendingReply {
   v1::AttendStreamReply reply;
   absl::Status status;
   bool done = false;
-  // How many of the request's tensors the transport may still read. 0 after a Wait that failed.
-  // After a Wait that succeeded none is read, but gRPC may hold its views a little longer.
+  // Counts the tensors of the request that the transport may still read. 0 after a Wait that
+  // failed. After a Wait that succeeded none is read, but gRPC may hold its views a little longer.
   std::atomic<int32_t> borrowed{0};
 };
 

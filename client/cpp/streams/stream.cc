@@ -20,7 +20,7 @@ constexpr size_t kSocketBytes = size_t{192} << 10;
 constexpr auto kPumpDelay = std::chrono::microseconds(500);
 // After this time a waiting thread takes over from the pump.
 constexpr auto kPumpTurn = std::chrono::milliseconds(1);
-// How often a cancelled request checks whether gRPC has released its tensors: no event reports
+// A cancelled request checks at this interval if gRPC has released its tensors: no event reports
 // that.
 constexpr auto kBorrowCheck = std::chrono::milliseconds(5);
 
@@ -35,7 +35,8 @@ void EndBorrow(void* borrowed) {
   (*ended)->borrowed.fetch_sub(1, std::memory_order_release);
 }
 
-// A view of the caller's memory. A cancelled call leaves what is on its way to the socket there.
+// Returns a view of the caller's memory. A cancelled call leaves what is on its way to the socket
+// there.
 grpc::Slice BorrowedSlice(std::span<const std::byte> bytes, const Borrowed& pending) {
   pending->borrowed.fetch_add(1, std::memory_order_relaxed);
   return grpc::Slice(const_cast<std::byte*>(bytes.data()), bytes.size(), EndBorrow,

@@ -27,7 +27,7 @@ constexpr uint32_t kMostRingEntries = 4096;
 constexpr uint64_t kMostRounding = 2 << 20;  // of an arena beyond the wanted size
 // UCX's descriptor misses events in some versions; a sleep that missed one takes this long.
 constexpr milliseconds kLongestSleep{5};
-// How long the pump waits for a thread that waits, and how long it goes on without work.
+// The pump waits this long for a thread that waits, and goes on this long without work.
 constexpr std::chrono::milliseconds kPumpPause{1};
 constexpr std::chrono::milliseconds kPumpRest{100};
 
@@ -220,7 +220,7 @@ bool UcxMemory::Progress() {
   return moved;
 }
 
-// Until UCX has something to do, or for this time.
+// Sleeps until UCX has something to do, at most for this time.
 void UcxMemory::Sleep(std::chrono::nanoseconds longest) {
   const auto wait = std::min<std::chrono::nanoseconds>(longest, kLongestSleep);
   {

@@ -59,7 +59,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
                                                          const UcxMemoryOptions& options);
   ~UcxMemory() override;
 
-  // The address of this side's worker. Does not change.
+  // Returns the address of this side's worker. Does not change.
   const std::string& address() const { return address_; }
   bool handles_losses() const { return handles_losses_; }  // as of wire::UcxLink
   // Makes the mirror and connects. UNIMPLEMENTED if the ring is not laid out as this protocol says.

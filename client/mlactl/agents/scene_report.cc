@@ -48,8 +48,8 @@ std::string EndName(v1::MatchEnd end) {
   return absl::AsciiStrToLower(absl::StripPrefix(name, "MATCH_END_"));
 }
 
-// The tier from which rows came back last while the turn's sequence was opened. With several
-// workers these may be the rows of another one. The pool if none came back.
+// Returns the tier from which rows came back last while the turn's sequence was opened. With
+// several workers these may be the rows of another one. The pool if none came back.
 std::string TierOf(const SceneRun& run, const TurnResult& result) {
   const auto behind =
       std::upper_bound(run.restored.begin(), run.restored.end(), result.open_to_ms,
@@ -84,8 +84,9 @@ struct Sums {
       for (const int64_t ns : result.next_ns) next.Record(ns);
     }
   }
-  // Median time to the first output of turns that found nothing, divided by that of turns that
-  // found rows: the saving by the cache if both have the same lengths. 0 if either kind is missing.
+  // Returns the median time to the first output of turns that found nothing, divided by that of
+  // turns that found rows: the saving by the cache if both have the same lengths. 0 if either kind
+  // is missing.
   double Speedup() const {
     LatencyHistogram with;
     for (size_t i = 0; i + 1 < first.size(); ++i) with.Merge(first[i]);

@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kFullReply = 256;  // events; a reply with fewer is the last for now
 
-// The name without prefix, in small letters; for values of a newer server, the word and the number.
+// Returns the name without prefix, in small letters; for values of a newer server, the word and the
+// number.
 std::string Plain(const std::string& name, absl::string_view prefix, absl::string_view word,
                   int number) {
   if (name.empty()) return absl::StrCat(word, " ", number);

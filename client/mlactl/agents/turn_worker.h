@@ -62,7 +62,7 @@ class TurnWorker final {
   void PlaceTensors(uint32_t index);
   absl::Status Try(const Trace& trace, const Turn& turn, bool keep, TurnResult* result);
   absl::StatusOr<client::Sequence> Open(const Trace& trace, const Turn& turn, TurnResult* result);
-  // One step of all layers.
+  // Runs one step of all layers.
   absl::Status Append(client::Sequence* sequence, uint32_t rows);
 
   struct Kept {

@@ -40,7 +40,7 @@ struct Rates {
   double requests, layers, clients, reused;
 };
 
-// Three significant digits.
+// Returns the value with three significant digits.
 std::string Short(double value) {
   const int decimals = value >= 100 ? 0 : value >= 10 ? 1 : 2;
   return absl::StrFormat("%.*f", decimals, value);

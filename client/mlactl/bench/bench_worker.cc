@@ -33,7 +33,8 @@ struct TensorBytes {
   uint64_t out() const { return lse == 0 ? o : AlignUp(o) + lse; }
 };
 
-// Entries that `rows` rows after the first `first` rows complete; 0 for models without entries.
+// Returns the number of entries that `rows` rows after the first `first` rows complete; 0 for
+// models without entries.
 uint64_t EntriesOf(const v1::ModelSpec& model, uint64_t first, uint64_t rows) {
   const uint64_t ratio = model.ratios().empty() ? 0 : model.ratios(0);  // all layers have one
   return ratio == 0 ? 0 : (first + rows) / ratio - first / ratio;

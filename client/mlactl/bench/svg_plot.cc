@@ -76,7 +76,7 @@ class Axis {
 
  private:
   static double Nines(double quantile) { return -std::log10(std::max(1 - quantile, 1e-9)); }
-  // A round number that divides the axis into four to ten parts.
+  // Returns a round number that divides the axis into four to ten parts.
   double Step() const {
     const double power = std::pow(10, std::floor(std::log10(high_)));
     for (const double part : {0.1, 0.2, 0.5, 1.0}) {

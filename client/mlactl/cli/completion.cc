@@ -58,8 +58,8 @@ std::string NamesOf(const CLI::App& app) {
   });
 }
 
-// A case for each option with choices, because commands may have options of the same name with
-// different choices.
+// Returns a case for each option with choices, because commands may have options of the same name
+// with different choices.
 std::string BashChoices(const Program& program, const CLI::App& app, const std::string& command) {
   std::string text;
   for (const CLI::Option* option : OptionsOf(app)) {
@@ -87,7 +87,7 @@ std::string BashScript(const Program& program) {
                                      {"@COMMON@", NamesOf(program.app())}});
 }
 
-// For single quotes of fish.
+// Escapes the text for single quotes of fish.
 std::string Quoted(const std::string& text) {
   return absl::StrCat("'", absl::StrReplaceAll(text, {{"\\", "\\\\"}, {"'", "\\'"}}), "'");
 }

@@ -1,4 +1,4 @@
-// Which server is meant, and how to reach it, where the command line does not say.
+// Finds the server that is meant, and the way to reach it, if the command line does not name them.
 //
 // Contexts are servers by name, in a file of the user's: $MLA_CLIENT_CONTEXTS, else
 // $XDG_CONFIG_HOME/mlactl/contexts.json, else ~/.config/mlactl/contexts.json. They hold paths of

@@ -181,7 +181,7 @@ int Rebalance(const CommonOptions& common, const Options& options) {
   return code != kOk || above == 0 ? code : kNotServing;
 }
 
-// Sequences with rows that did not move.
+// Returns the number of sequences with rows that did not move.
 uint32_t LeftIn(const v1::DrainReply& reply) {
   uint32_t count = 0;
   for (const v1::HandedOver& one : reply.handed_over()) {

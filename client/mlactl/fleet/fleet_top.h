@@ -22,7 +22,7 @@ struct TopOptions {
 // not answer within two seconds is shown as away, and asked again at the next look.
 int ShowFleetTop(const CommonOptions& common, const client::EtcdFiles& etcd,
                  const TopOptions& options);
-// One row a server, and the sums.
+// Returns one row a server, and the sums.
 std::string FleetTopText(const fleet::FleetTop& top);
 
 }  // namespace mla::mlactl

@@ -22,9 +22,9 @@ using Members = std::vector<client::Member>;
 inline constexpr char kAway[] = "away";
 inline constexpr char kServing[] = "serving";
 
-// The members of the cluster that common.target names.
+// Returns the members of the cluster that common.target names.
 absl::StatusOr<Members> ReadMembers(const CommonOptions& common, const client::EtcdFiles& etcd);
-// A client of one server, with the common options' certificates and times.
+// Returns a client of one server, with the common options' certificates and times.
 absl::StatusOr<std::unique_ptr<client::Client>> ConnectTo(const CommonOptions& common,
                                                           const std::string& address);
 // Calls `act` for each number below `count`, kMostAtOnce at the same time, in threads.

@@ -27,7 +27,7 @@ int64_t Nanos(LoadClock::duration duration) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
 }
 
-// The name under which a failure is counted.
+// Returns the name under which a failure is counted.
 std::string ReasonOf(const absl::Status& status) {
   const auto detail = client::DetailOf(status);
   return detail && !detail->reason().empty() ? detail->reason()

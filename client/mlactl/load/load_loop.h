@@ -118,12 +118,12 @@ class LoadRecorder final {
 };
 
 struct LoadHooks {
-  // On the worker's thread before the clock starts; a failure ends the run.
+  // Called on the worker's thread before the clock starts; a failure ends the run.
   std::function<absl::Status(uint32_t worker)> set_up;
   std::function<absl::Status(uint32_t worker, LoadRecorder* recorder)> step;
-  // On the worker's thread at the end, even if set_up failed.
+  // Called on the worker's thread at the end, even if set_up failed.
   std::function<void(uint32_t worker)> tear_down;
-  // On the caller's thread, about ten times a second.
+  // Called on the caller's thread, about ten times a second.
   std::function<void(const LoadProgress&)> progress;
 };
 

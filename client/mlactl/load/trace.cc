@@ -90,7 +90,7 @@ absl::Status ReadTurn(const Json& line, size_t number, uint32_t block_rows, Turn
   return ReadBlocks(line, number, block_rows, turn);
 }
 
-// Ids of `rows` rows of a stream that begins with the ids of `before`.
+// Returns the ids of `rows` rows of a stream that begins with the ids of `before`.
 std::vector<uint64_t> Blocks(std::vector<uint64_t> before, uint64_t stream, uint32_t rows,
                              uint32_t block_rows) {
   const uint32_t blocks = BlocksOf(rows, block_rows);

@@ -32,7 +32,7 @@ std::string Bytes(Number value) {
   return bytes;
 }
 
-// By hand, after the format's description.
+// Written by hand, after the format's description.
 std::string RecordBytes(const std::string& header, const std::string& payload = "") {
   return Bytes(static_cast<uint32_t>(header.size())) + header + Bytes(uint64_t{payload.size()}) +
          payload;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kSecondMs = 1000, kMinuteMs = 60 * kSecondMs, kHourMs = 60 * kMinuteMs;
 
-// Three digits that say something.
+// Returns the value with three significant digits.
 std::string ThreeDigits(double value) {
   if (value >= 100) return absl::StrFormat("%.0f", value);
   return absl::StrFormat(value >= 10 ? "%.1f" : "%.2f", value);

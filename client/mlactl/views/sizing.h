@@ -1,4 +1,5 @@
-// How much a server needs for a model and a number of conversations: arithmetic, without a server.
+// Computes what a server needs for a model and a number of conversations: arithmetic, without a
+// server.
 //
 // Page groups of other sizes, prefixes that conversations share, and slower tiers are not counted:
 // the figures are what conversations need that share nothing.
@@ -16,7 +17,7 @@ struct ModelSize {
   int layers = 0, heads = 0, lora = 0, rope = 0, nope = 0, v = 0;
 };
 
-// Models whose numbers are public; the first is the default.
+// Returns the models whose numbers are public; the first is the default.
 const std::vector<ModelSize>& KnownModels();
 // Returns null if no model has the name.
 const ModelSize* FindModel(const std::string& name);

@@ -26,7 +26,7 @@ struct Group {
 
   int32_t query_row(int32_t n) const { return q_begin + (first + n) / heads; }
   int32_t head(int32_t n) const { return head_begin + (first + n) % heads; }
-  // Row within the item's partial tile.
+  // Returns the row within the item's partial tile.
   int64_t partial(int32_t n, int32_t item_q_begin) const {
     return static_cast<int64_t>(query_row(n) - item_q_begin) * item_heads + item_head +
            (first + n) % heads;

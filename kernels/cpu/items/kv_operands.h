@@ -42,8 +42,8 @@ class KvOperands {
   const void* const* keys() const { return As<const void*>(at_.key_ptrs); }  // rows of the chunk
   const void* const* next_rows() const { return As<const void*>(at_.next_rows); }
   int32_t next_count() const { return next_count_; }
-  // Values of the tile that begins at row `row` of the chunk, in the form that AccumulateArgs
-  // takes.
+  // Returns the values of the tile that begins at row `row` of the chunk, in the form that
+  // AccumulateArgs takes.
   const void* values(int32_t row) const;
   uint16_t* value_panels(int32_t row) const {  // bf16 levels: storage of `values`
     return As<uint16_t>(at_.value_panels_at + row / kTileRows * at_.v_tile_bytes);
@@ -53,14 +53,14 @@ class KvOperands {
   float Value(int32_t row, int32_t d, bool with_rest) const;
   bool ValuesFinite(int32_t row, int32_t rows) const;
 
-  // Factor of an output whose log-sum-exp is `lse`; 1 without sinks.
+  // Returns the factor of an output whose log-sum-exp is `lse`; 1 without sinks.
   float SinkFactorOf(int64_t head, float lse) const {
     const bool sinks = window_ != nullptr && window_->sinks != nullptr;
     return sinks ? static_cast<float>(SinkFactor(window_->sinks[head], lse)) : 1.0f;
   }
 
-  // Factor for logits and outputs. In formats with one scale a layer, keys and values are unscaled
-  // codes.
+  // Returns the factor for logits and outputs. In formats with one scale a layer, keys and values
+  // are unscaled codes.
   float scale() const {
     return context_.params->desc.kv_format == KvFormat::kFp8Tensor ? segment_.kv_scale : 1.0f;
   }

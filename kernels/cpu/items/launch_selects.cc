@@ -5,7 +5,7 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// Most candidate lists of a launch that cuts rows into shares.
+// Returns the largest number of candidate lists of a launch that cuts rows into shares.
 int64_t MostShares(int32_t threads) { return int64_t{2} * threads; }
 
 struct RowOfRecord {

@@ -19,7 +19,7 @@ namespace mla::kernels::cpu {
 
 class LaunchSelects final {
  public:
-  // Bytes that Configure takes.
+  // Returns the bytes that Configure takes.
   static int64_t Bytes(int32_t threads, int32_t top_k);
   absl::Status Configure(const KernelSet& kernels, int32_t threads, int32_t top_k);
 

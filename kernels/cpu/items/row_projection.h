@@ -56,7 +56,7 @@ void ProjectRows(const RowProjectionContext& context, std::span<const RowProject
                  const ProjectedWeights& weights, int32_t columns, int64_t row_begin,
                  int64_t row_end, std::byte* scratch);
 
-// Bytes of `scratch` that any projection within the geometry takes.
+// Returns the bytes of `scratch` that any projection within the geometry takes.
 int64_t RowProjectionScratch(const KernelSet& kernels, const Geometry& most);
 
 }  // namespace mla::kernels::cpu

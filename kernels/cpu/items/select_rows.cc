@@ -117,7 +117,7 @@ class RowSelector {
                        reinterpret_cast<uint16_t*>(to + panels_ * panel_bytes()));
   }
 
-  // For fp32 levels.
+  // fp32 levels use it.
   void WritePanel(int32_t first, int32_t count, std::byte* to) {
     std::memset(to, 0, static_cast<size_t>(panel_bytes()));
     for (int32_t n = 0; n < count; ++n) {

@@ -16,8 +16,8 @@
 
 namespace mla::kernels::cpu {
 
-// How a thread's scratch memory is divided for lists of at most `top_k` positions and any indexer:
-// byte offsets into it.
+// Divides a thread's scratch memory for lists of at most `top_k` positions and any indexer: byte
+// offsets into it.
 struct SelectLayout {
   int64_t code_rows = 0;    // const uint8_t*[kTileRows]: addresses of the tile's keys
   int64_t key_rows = 0;     // const void*[kTileRows]: A rows of the product

@@ -239,7 +239,8 @@ void WeightedSumNarrow(const float* const* rows, const float* weights, int32_t c
              [out](int32_t i, float value) { out[i] = ToBf16Bits(value); });
 }
 
-// The level's table. A constant, so that no code of the level runs before the level is chosen.
+// Returns the level's table. A constant, so that no code of the level runs before the level is
+// chosen.
 constexpr KernelSet Fp32KernelSet(const char* name, void (*widen_fp8)(const Fp8RowsArgs&)) {
   return {
       name,

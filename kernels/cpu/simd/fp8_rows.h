@@ -38,7 +38,7 @@ constexpr Bf16Table MakeBf16Table() {
 
 constexpr Bf16Table kBf16OfCode = MakeBf16Table();
 
-// Code times scale as bf16, for any scale.
+// Returns code times scale as bf16, for any scale.
 inline uint16_t WidenCode(uint8_t code, float scale) {
   uint32_t bits = static_cast<uint32_t>(kBf16OfCode.of[code & 0x7f]) << 16;
   float value;
@@ -50,7 +50,7 @@ inline uint16_t WidenCode(uint8_t code, float scale) {
   return static_cast<uint16_t>(rounded | (code & 0x80u) << 8);
 }
 
-// The bits of a group's scale in row r, as fp32.
+// Returns the bits of a group's scale in row r, as fp32.
 inline uint32_t ScaleBits(const Fp8RowsArgs& args, int32_t r, int32_t group) {
   uint32_t bits;
   if (args.exponents != nullptr) {

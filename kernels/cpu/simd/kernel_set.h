@@ -146,13 +146,13 @@ struct KernelSet {
   void (*leave_thread)();
 };
 
-// Bytes of one B panel of depth k.
+// Returns the bytes of one B panel of depth k.
 inline constexpr int64_t PanelBytes(bool bf16_operands, int32_t k_align, int32_t k) {
   const int64_t padded = (static_cast<int64_t>(k) + k_align - 1) / k_align * k_align;
   return padded * kPanel * (bf16_operands ? 2 : 4);
 }
 
-// Bytes from a B panel's start to element k of column n.
+// Returns the bytes from a B panel's start to element k of column n.
 inline constexpr int64_t PanelOffset(const KernelSet& kernels, int64_t k, int64_t n) {
   switch (kernels.k_group) {
     case 1:

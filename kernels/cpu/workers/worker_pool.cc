@@ -29,7 +29,8 @@ int32_t FirstSibling(int32_t cpu) {
   return first;
 }
 
-// CPUs that the process may use: one hardware thread of every core first, then the others.
+// Returns the CPUs that the process may use: one hardware thread of every core first, then the
+// others.
 std::vector<int32_t> UsableCpus() {
   std::vector<int32_t> cores, siblings;
   cpu_set_t allowed;

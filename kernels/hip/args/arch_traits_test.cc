@@ -1,6 +1,6 @@
-// Which attention kernel a launch gets, and how combine is spread over the device. Every shape
-// covers all of a row's columns, blocks run in one turn wherever they can, and only small launches
-// divide rows.
+// Tests which attention kernel a launch gets, and how combine is spread over the device. Every
+// shape covers all of a row's columns, blocks run in one turn wherever they can, and only small
+// launches divide rows.
 #include "kernels/hip/args/arch_traits.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Where the weights of each slot lie, in one piece of memory that is taken at start. Nothing is
+// Places the weights of each slot in one piece of memory that is taken at start. Nothing is
 // allocated when weights arrive, so an upload that fits the limit cannot fail.
 //
 // Bookkeeping only: offsets and bytes, no memory. Free space may be fragmented; Compact joins it.

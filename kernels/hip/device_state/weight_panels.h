@@ -1,4 +1,4 @@
-// How weights lie in device memory if the up-projection needs them ready for shared memory. A
+// Lays out weights in device memory if the up-projection needs them ready for shared memory. A
 // matrix [rows, columns] is a list of panels of 64 columns, 128 bytes a row, and the 16-byte chunk
 // c of row r lies at position c ^ (r & 7). A piece of a panel is one contiguous copy.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_PANELS_H_

@@ -19,7 +19,7 @@ int64_t WeightBytes(const Geometry& g, int32_t heads) {
   return int64_t{heads} * g.kv_lora_rank * (g.nope_dim + g.v_dim) * int64_t{sizeof(Bf16)};
 }
 
-// Offset of W_UV, which follows W_UK, in a slot for `heads` heads.
+// Returns the offset of W_UV, which follows W_UK, in a slot for `heads` heads.
 int64_t ValuesOffset(const Geometry& g, int32_t heads) {
   return int64_t{heads} * g.kv_lora_rank * g.nope_dim * int64_t{sizeof(Bf16)};
 }

@@ -16,7 +16,7 @@
 
 namespace mla::kernels::hip {
 
-// How attention ran, as far as the merge depends on it. Addresses are device addresses.
+// Says how attention ran, as far as the merge depends on it. Addresses are device addresses.
 struct Attended {
   const SegmentRecord* segments = nullptr;
   const WindowRecord* windows = nullptr;  // for kWindow

@@ -18,7 +18,7 @@ absl::Status CheckRecord(const char* what, size_t i, int64_t row_stride, int64_t
                                                  "; want multiples of 16 bytes"));
 }
 
-// Device memory for one plan.
+// Returns the bytes of device memory for one plan.
 int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
   constexpr int64_t kMaxUnits = 4096;
   constexpr int64_t kArrays = 8;
@@ -41,7 +41,7 @@ int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
 // their plans again.
 int32_t PlanCopies(const BackendLimits& l) { return 2 * l.launch_slots + 2; }
 
-// Bytes of all copies together, both in device memory and in pinned memory.
+// Returns the bytes of all copies together, both in device memory and in pinned memory.
 int64_t PlanBytesOnEither(const DeviceState& device, const BackendLimits& l) {
   return PlanCopies(l) * AlignRegion(PlanBytes(device, l));
 }

@@ -27,8 +27,8 @@
 
 namespace mla::kernels::hip {
 
-// How the latent rows of a launch are attended: by kernels of attention and merge, by one kernel
-// that does both (AbsorbedWork::AddSplit), or while queries arrive (StreamWork).
+// Selects how the latent rows of a launch are attended: by kernels of attention and merge, by one
+// kernel that does both (AbsorbedWork::AddSplit), or while queries arrive (StreamWork).
 enum class AbsorbedForm : uint8_t { kPlain, kSplit, kStreamed };
 
 // What LaunchBuilder has decided about a launch.

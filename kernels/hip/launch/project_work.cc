@@ -8,11 +8,12 @@
 namespace mla::kernels::hip {
 namespace {
 
-// Most records of a launch's projections: one for each segment that is computed alone, and one for
-// each head slice of segments that are computed together.
+// Returns the largest number of records of a launch's projections: one for each segment that is
+// computed alone, and one for each head slice of segments that are computed together.
 int64_t Records(const BackendLimits& l) { return int64_t{2} * l.launch_requests; }
 
-// Rows of these records, each counted once for every slice of its heads; and tiles.
+// Returns the number of rows of these records, each counted once for every slice of its heads; and
+// tiles.
 int64_t Rows(const BackendLimits& l) {
   return std::max<int64_t>(l.launch_rows, l.launch_packed_rows);
 }

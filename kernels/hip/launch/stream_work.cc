@@ -204,7 +204,8 @@ bool StreamWork::PlaceOutputs(LaunchRecording& recording, const AttentionParams&
     size_t next = 0;
     const HostOutput* reached = nullptr;
   };
-  // Where the bytes at `at` go in host memory, or null if the device does not reach it.
+  // Returns the address in host memory for the bytes at `at`, or null if the device does not reach
+  // it.
   const auto placed = [&](const void* at, int64_t bytes, Search* search) -> std::byte* {
     const HostOutput* const out = FindTensor(taken.outputs, at, bytes, &search->next);
     if (out == nullptr || out->in_place() || out->shared) return nullptr;

@@ -48,7 +48,7 @@ class StreamWork final {
                    const DevicePlan& plan);
 
  private:
-  // How a streamed plan is cut.
+  // Says how a streamed plan is cut.
   struct Cut {
     int32_t piece_rows, packed_rows, units;
   };

@@ -1,4 +1,4 @@
-// Where a vendor's GPU runtime is searched, and why it was not found there.
+// Searches a vendor's GPU runtime, and says why it was not found.
 #ifndef MLA_KERNELS_HIP_RUNTIME_RUNTIME_LIBRARY_H_
 #define MLA_KERNELS_HIP_RUNTIME_RUNTIME_LIBRARY_H_
 

@@ -16,8 +16,8 @@
 
 namespace mla::kernels::hip::self_test {
 
-// Page work without attention: rows that move and pages that are zeroed, also at unaligned places.
-// The rows are then compared with the result.
+// Checks page work without attention: rows that move and pages that are zeroed, also at unaligned
+// places. The rows are then compared with the result.
 inline absl::Status CheckPages(AttentionBackend& backend) {
   constexpr int64_t kPage = 14 * kPageGranuleBytes;
   const std::vector<Bf16> kv = Pattern(size_t{3} * kRowDim, 5);

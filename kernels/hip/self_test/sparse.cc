@@ -29,7 +29,7 @@ constexpr int32_t kKeys = 300, kIndexHeads = 8;
 constexpr double kOfLogit = 1e-3;  // relative to the largest
 constexpr int32_t kList[] = {-1, 0};
 
-// A table of `pages` pages of `bytes` each, the last page first.
+// Returns a table of `pages` pages of `bytes` each, the last page first.
 std::vector<uint32_t> Table(int32_t pages, int64_t bytes) {
   const int64_t granules = (bytes + kPageGranuleBytes - 1) / kPageGranuleBytes;
   std::vector<uint32_t> table;
@@ -39,7 +39,7 @@ std::vector<uint32_t> Table(int32_t pages, int64_t bytes) {
   return table;
 }
 
-// The values that rows of `values` have after encoding and decoding.
+// Returns the values that rows of `values` have after encoding and decoding.
 std::vector<float> Stored(const KvRowLayout& at, const std::vector<Bf16>& values) {
   constexpr auto kKind = Fp8Kind::kE4m3Fn;
   const auto dim = static_cast<size_t>(at.latent_dim + at.rope_dim);

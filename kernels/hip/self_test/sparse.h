@@ -9,8 +9,8 @@ namespace mla::kernels::hip::self_test {
 
 inline constexpr int32_t kIndexTopK = 16;
 
-// One launch a format of rows: a query row whose tile is split, and a query row whose list names an
-// entry and a place without one. Does nothing if the backend has no windows.
+// Checks one launch for each format of rows: a query row whose tile is split, and a query row whose
+// list names an entry and a place without one. Does nothing if the backend has no windows.
 absl::Status CheckWindows(AttentionBackend& backend);
 // Checks the choice of a query row. Does nothing if the backend has no indexer.
 absl::Status CheckIndexer(AttentionBackend& backend);

@@ -102,8 +102,8 @@ class LaunchRecording final {
   std::span<const TensorMove> output_moves() const { return output_moves_; }
   // Returns true if the launch is one sequence of kernels, copies included.
   bool one_sequence() const { return one_sequence_; }
-  // Where the copies of a launch that is one sequence store its times (CopyTensorsArgs); null for
-  // other launches.
+  // Returns where the copies of a launch that is one sequence store its times (CopyTensorsArgs);
+  // null for other launches.
   uint64_t* kernels_begun() const { return one_sequence_ ? &gate_outcome()->ended : nullptr; }
   uint64_t* kernels_lasted() const { return one_sequence_ ? &gate_report()->ended : nullptr; }
   // Returns the stream of the launch's inputs. Its kernels wait for that stream if it has work;
@@ -125,7 +125,7 @@ class LaunchRecording final {
     std::span<const TensorMove> copies;
     DevicePtr word = 0;
     uint32_t ticket = 0;
-    // Where the kernels report, by `ticket` in its tickets, that all outputs are in host memory.
+    // The kernels report here, by `ticket` in its tickets, that all outputs are in host memory.
     const StreamReport* report = nullptr;
   };
   // Call directly after Begin.

@@ -88,7 +88,7 @@ class SubmittedLaunch final {
   absl::Status EnqueueArrivals();
   Range ArrivalRange() const;
   absl::Status Clear(const Range& range, Stream stream);
-  // On the stream of the kernels.
+  // Enqueues on the stream of the kernels.
   absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
   absl::Status EnqueueKernels(size_t begin, size_t end);
   absl::Status EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool);

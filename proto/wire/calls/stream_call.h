@@ -45,9 +45,9 @@ class StreamCall final {
   // message.
   bool Read(google::protobuf::MessageLite* message);
 
-  // How the call has ended. INTERNAL if Read met bytes that are not a message, or a message was too
-  // large to be sent. REQUIRES: WritesDone was called, and Read has returned false or the call is
-  // cancelled. Once.
+  // Returns how the call has ended. INTERNAL if Read met bytes that are not a message, or a message
+  // was too large to be sent. REQUIRES: WritesDone was called, and Read has returned false or the
+  // call is cancelled. Once.
   grpc::Status Finish();
   // For a call whose server answers with one message: ends the requests, reads that message, and
   // returns the status of the call. INTERNAL if a server that reports OK has sent no message, more

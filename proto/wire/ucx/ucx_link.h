@@ -30,8 +30,8 @@ namespace mla::wire {
 class UcxReceiver {
  public:
   virtual ~UcxReceiver() = default;
-  // Room for the payload of a frame, which stays valid until OnArrived or the end of the link. An
-  // error refuses the frame and ends the link. `header` is valid during the call.
+  // Returns room for the payload of a frame, which stays valid until OnArrived or the end of the
+  // link. An error refuses the frame and ends the link. `header` is valid during the call.
   virtual absl::StatusOr<std::byte*> Place(std::span<const std::byte> header,
                                            size_t payload_bytes) = 0;
   // The payload is in its place. Frames may arrive in another order than they were sent.

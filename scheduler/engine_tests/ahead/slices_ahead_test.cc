@@ -32,7 +32,7 @@ constexpr int64_t kAheadUs = 300;
 constexpr int kOldRows = 5;
 constexpr StepId kStep = 1;
 
-// Which slices the ranks bring.
+// Says which slices the ranks bring.
 enum class Kind {
   kLarge,     // of ABSORBED; each fills the backend's tiles
   kExpanded,  // fused, in EXPANDED

@@ -148,7 +148,7 @@ TEST_F(EnginePrefixTest, ModelsOfEqualContentsFindEachOthersRows) {
   EXPECT_EQ(models.Unregister(tenant, "second").code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_EQ(models.Unregister(tenant, "tiny"), absl::OkStatus());
   EXPECT_EQ(open(h_.tenant(), "second").length, 7);
-  // Who says the same in another tenant finds nothing.
+  // The same tokens find nothing in another tenant.
   const TenantRef other = *h_.core().tenants().Enter("other");
   add(other->key(), "second");
   EXPECT_EQ(open("other", "second").length, 0);

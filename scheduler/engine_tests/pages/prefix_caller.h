@@ -86,7 +86,8 @@ class PrefixCaller {
  private:
   static constexpr int kLayers = 2;
 
-  // The processor time of this thread, which neither other processes nor the network disturb.
+  // Returns the processor time of this thread, which neither other processes nor the network
+  // disturb.
   static int64_t ThreadNanos() {
     timespec now{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);

@@ -1,6 +1,6 @@
-// Whom the head slices of tensor-parallel ranks wait for: ranks that keep up, hesitate, are late,
-// send nothing or come back, in simulated time. As in a real worker, no rank goes to the next layer
-// before all ranks that send have the answers of this one.
+// Tests whom the head slices of tensor-parallel ranks wait for: ranks that keep up, hesitate, are
+// late, send nothing or come back, in simulated time. As in a real worker, no rank goes to the next
+// layer before all ranks that send have the answers of this one.
 #include <algorithm>
 #include <limits>
 #include <memory>

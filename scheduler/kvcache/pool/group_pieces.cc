@@ -5,7 +5,7 @@
 namespace mla::kvcache {
 namespace {
 
-// First byte after a plane: the begin of the next one in address order.
+// Returns the place of the first byte after a plane: the begin of the next one in address order.
 int64_t PlaneEnd(const GroupLayout& layout, const KvPlane& plane) {
   int64_t end = layout.bytes;
   for (const auto& layer : layout.layers) {

@@ -27,8 +27,8 @@ struct GroupPiece {
   int32_t plane = 0;
 };
 
-// Pieces with a group's first `rows` tokens, in the order of the payload. REQUIRES: 1 <= rows <=
-// page_size.
+// Returns the pieces with a group's first `rows` tokens, in the order of the payload. REQUIRES: 1
+// <= rows <= page_size.
 std::vector<GroupPiece> GroupPieces(const GroupLayout& layout, int32_t rows);
 
 inline int64_t PayloadBytes(const std::vector<GroupPiece>& pieces) {

@@ -61,7 +61,7 @@ class PoolAccount {
   virtual const void* owner() const { return nullptr; }
 };
 
-// Why Take gave no group.
+// Says why Take gave no group.
 enum class TakeRefusal : uint8_t { kNoRoom, kGroupBound, kSlabBound };
 
 struct SlabPoolStats {

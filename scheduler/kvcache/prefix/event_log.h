@@ -98,7 +98,7 @@ class EventLog final {
   void Add(LayoutId layout, Event event);
   void Add(LayoutId layout, Miss miss);
 
-  // --- For readers. Without a tenant, of all tenants.
+  // --- For readers. Without a tenant, they get events of all tenants.
   struct Cursor {
     uint64_t next = 0;  // position in the log
   };

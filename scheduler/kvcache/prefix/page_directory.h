@@ -1,6 +1,6 @@
-// Which whole pages can be found by their keys, and where their rows are: a copy of what the prefix
-// cache knows, for calls that must not wait for its owner. A look leaves no trace: nothing is
-// pinned, counted or made younger. A page that a look has found may be gone a moment later.
+// Finds whole pages and the places of their rows by key: a copy of what the prefix cache knows, for
+// calls that must not wait for its owner. A look leaves no trace: nothing is pinned, counted or
+// made younger. A page that a look has found may be gone a moment later.
 //
 // Costs: an operation locks one of kShards locks for a look at one hash table. Memory: an entry
 // for each whole page that the cache knows.

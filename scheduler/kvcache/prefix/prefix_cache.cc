@@ -330,7 +330,7 @@ bool PrefixCache::EvictOfOwner(LayoutId layout, int64_t bytes) {
     if (counts(other)) idle += pool_->idle_groups(other) * pool_->group_bytes(other);
   }
   if (idle < bytes) return false;
-  // From the layout itself first.
+  // The layout itself gives up groups first.
   for (LayoutId i = -1; i < layouts && bytes > 0; ++i) {
     const LayoutId other = i < 0 ? layout : i;
     if (!counts(other)) continue;

@@ -37,7 +37,7 @@ class TierCopies final : public CopiesOutside {
   uint64_t Know(int32_t node);  // its life
   bool Lives(int32_t node, uint64_t life) const;
   uint32_t room(TierIndex tier, int32_t node) const;  // kNoRoom: no copy
-  // Digest of the node's copies.
+  // Returns the digest of the node's copies.
   const GroupDigest& digest(int32_t node) const { return At(node).digest; }
   void set_digest(int32_t node, const GroupDigest& digest) { At(node).digest = digest; }
   // Seal of the copy in the file.

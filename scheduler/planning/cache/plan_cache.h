@@ -34,7 +34,7 @@ namespace mla::scheduler {
 struct PlanCacheOptions {
   PlanCapacity capacity;  // of each plan, from Planner::Capacity
   int32_t plans = 4;      // plans kept at a time; at least one more than running launches pin
-  // How many of them are for plans with rounds (PlanTraits::rounds) only.
+  // Only plans with rounds (PlanTraits::rounds) use this many of them.
   int32_t round_plans = 0;
   RoundCapacity rounds;          // for each plan with rounds
   int32_t launch_slots = 2;      // 1 .. 64

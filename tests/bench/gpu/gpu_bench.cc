@@ -104,7 +104,7 @@ class Bench {
   absl::Status Setup(const std::vector<Shape>& shapes);
   absl::Status Time(const Shape& shape);
   std::span<const std::string> rows() const { return rows_; }  // rows of JSON
-  // How fast the timed shapes are next to the peers; empty without --peers.
+  // Returns how fast the timed shapes are next to the peers; empty without --peers.
   std::string Summary() const { return peers_.empty() ? "" : ratios_.Summary(); }
 
  private:

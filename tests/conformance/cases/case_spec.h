@@ -14,7 +14,7 @@
 
 namespace mla::conformance {
 
-// Which parts of a launch (kernels/types/launch.h) compute the case.
+// Says which parts of a launch (kernels/types/launch.h) compute the case.
 enum class Route : uint8_t {
   kAbsorbed,       // latent queries: `absorbed`
   kExpanded,       // expanded queries: `expanded`

@@ -1,4 +1,4 @@
-// How a test controls the fake HIP runtime. The test opens the same library as the backend and gets
+// Lets a test control the fake HIP runtime. The test opens the same library as the backend and gets
 // its one control block through fake_hip_control(). The test changes the block only while no other
 // thread calls the runtime.
 #ifndef MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_CONTROL_H_

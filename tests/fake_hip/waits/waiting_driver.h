@@ -1,4 +1,4 @@
-// How a test controls the waiting fake CUDA driver (waiting_driver.cc). The test opens the same
+// Lets a test control the waiting fake CUDA driver (waiting_driver.cc). The test opens the same
 // library as the backend and gets its one control block through waiting_driver_control().
 #ifndef MLA_TESTS_FAKE_HIP_WAITS_WAITING_DRIVER_H_
 #define MLA_TESTS_FAKE_HIP_WAITS_WAITING_DRIVER_H_

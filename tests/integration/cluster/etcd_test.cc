@@ -266,7 +266,8 @@ TEST_F(EtcdTest, MembersAndTombstonesTravelOverTls) {
   ASSERT_EQ((*registry)->WriteMoved({7}, b.tcp_target()), absl::OkStatus());
   EXPECT_EQ((*registry)->Moved(7).value(), b.tcp_target());
 
-  // Who has no certificate, one of another authority, or trusts another one, learns nothing.
+  // A peer without a certificate, with one of another authority, or that trusts another one, learns
+  // nothing.
   client::EtcdFiles nameless = etcd.FilesOf("red"), distrustful = etcd.FilesOf("red");
   nameless.cert = nameless.key = "";
   distrustful.ca = authority.File("other.pem");

@@ -1,4 +1,4 @@
-// How a server process ends when a launch hangs, and when the machine has no more threads.
+// Tests how a server process ends when a launch hangs, and when the machine has no more threads.
 #include <dlfcn.h>
 #include <errno.h>
 #include <gmock/gmock.h>

@@ -70,7 +70,7 @@ class Relay final {
   }
   void Stop() { taking_ = false; }
   void GoOn() { taking_ = true; }
-  // How many of the client's bytes since GoOn had this value.
+  // Returns how many of the client's bytes since GoOn had this value.
   int64_t Seen(std::byte value) const { return seen_[static_cast<size_t>(value)].load(); }
 
  private:

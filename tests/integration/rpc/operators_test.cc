@@ -1,5 +1,5 @@
-// Who may call operator RPCs without TLS. Peers of this machine look to the server like peers of
-// another one, because gRPC takes a peer's address from getpeername, which the test replaces.
+// Tests who may call operator RPCs without TLS. Peers of this machine look to the server like peers
+// of another one, because gRPC takes a peer's address from getpeername, which the test replaces.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// How long a request that can run may wait while other tenants keep their queues full.
+// Measures how long a request that can run may wait while other tenants keep their queues full.
 #ifndef MLA_TESTS_SIMULATION_SIMULATOR_FAIRNESS_H_
 #define MLA_TESTS_SIMULATION_SIMULATOR_FAIRNESS_H_
 

@@ -262,7 +262,7 @@ Reasons Transport::CheckAttend(const OracleStep& step, const AttendSpec& spec, b
   return reasons;
 }
 
-// Where the list of each row begins, followed by the positions, highest first.
+// Returns the place where the list of each row begins, followed by the positions, highest first.
 std::vector<int32_t> Transport::ListsOf(uint64_t key, const OracleStep& step,
                                         const AttendSpec& spec) {
   std::vector<int32_t> begins = {0}, positions;

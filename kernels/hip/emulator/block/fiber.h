@@ -9,7 +9,7 @@ namespace mla::kernels::hip::host {
 // A suspended execution: a fiber, or the thread itself.
 struct Fiber {
   void* stack_pointer = nullptr;
-  // For the address sanitizer.
+  // The address sanitizer needs it.
   void* fake_stack = nullptr;
   const void* bottom = nullptr;
   size_t bytes = 0;

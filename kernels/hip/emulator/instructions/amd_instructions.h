@@ -180,7 +180,7 @@ Sums multiply_wave(const Operands& operands, const Sums& c, const WideA&, const 
       &slot);
   return slot.c;
 }
-// Element e of the words of an operand.
+// Returns element e of the words of an operand.
 template <class Element, class Words>
 Element element(const Words& words, int e) {
   Element elements[sizeof(Words) / sizeof(Element)];

@@ -1,5 +1,5 @@
-// How the C++ client and the C client reach a server: socket paths, proxies from the environment,
-// connections that were lost, timeouts.
+// Tests how the C++ client and the C client reach a server: socket paths, proxies from the
+// environment, connections that were lost, timeouts.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <grpcpp/support/channel_arguments.h>

@@ -1,5 +1,5 @@
-// Where a ring may make the server write: a reply that fits no slot goes to the memory that the
-// request offers, and nowhere else.
+// Tests where a ring may make the server write: a reply that fits no slot goes to the memory that
+// the request offers, and nowhere else.
 #include <gtest/gtest.h>
 
 #include <algorithm>
