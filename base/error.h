@@ -18,7 +18,7 @@
 
 namespace mla {
 
-// Whose bound refused a request.
+// Says whose bound refused a request.
 enum class BoundOwner : uint8_t { kNone, kTenant, kServer };
 
 // A fault in terms of the contract.
@@ -59,7 +59,7 @@ absl::Status AmendDetail(const absl::Status& status, Change&& change) {
   return MakeError(status.code(), status.message(), detail);
 }
 
-// A refusal of detail.field. The message reads "attend.layer: got 61, must be 0..60".
+// Returns a refusal of detail.field. The message reads "attend.layer: got 61, must be 0..60".
 absl::Status RefuseField(const ErrorDetail& detail,
                          absl::StatusCode code = absl::StatusCode::kInvalidArgument);
 absl::Status RefuseField(std::string field, std::string got, std::string limit,

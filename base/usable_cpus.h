@@ -1,4 +1,4 @@
-// How many CPUs this process may keep busy, for defaults of threads and spinning.
+// Counts the CPUs that this process may keep busy, for defaults of threads and spinning.
 #ifndef MLA_BASE_USABLE_CPUS_H_
 #define MLA_BASE_USABLE_CPUS_H_
 
@@ -12,7 +12,7 @@ namespace mla::base {
 // /proc and /sys for tests.
 int32_t WithinQuota(int32_t cpus, const std::string& root = "");
 
-// CPUs that the scheduler may put this thread on.
+// Returns the number of CPUs that the scheduler may put this thread on.
 int32_t AllowedCpuCount();
 
 // As AllowedCpuCount, within the quota of the container. A quota gives time, not places: more

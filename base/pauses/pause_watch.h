@@ -22,8 +22,8 @@ namespace mla {
 
 class PauseWatch final {
  public:
-  // How often the time is noted, and the shortest gap that is a pause: a busy machine is late by
-  // less.
+  // The time is noted at this interval, which is also the shortest gap that counts as a pause: a
+  // busy machine is late by less.
   static constexpr int64_t kBeatNanos = 100'000'000;
   static constexpr int64_t kLeastNanos = 4 * kBeatNanos;
 

@@ -1,5 +1,6 @@
-// How KV rows lie in pages: a table of formats, the places inside a row and a page, and the
-// encoding of one row. Formats belong to a pool's pages and are never inferred from a device.
+// Defines the layout of KV rows in pages: a table of formats, the places inside a row and a page,
+// and the encoding of one row. Formats belong to a pool's pages and are never inferred from a
+// device.
 //
 //   bf16        [latent bf16][rotated bf16]                                  1152 bytes at 512 + 64
 //   fp8_tensor  [latent e4m3][rotated e4m3], one fp32 scale a layer,          576
@@ -43,7 +44,7 @@ enum class KvFormat : uint8_t {
 inline constexpr KvFormat kKvFormats[] = {KvFormat::kBf16, KvFormat::kFp8Tensor, KvFormat::kFp8Row,
                                           KvFormat::kFp8Page};
 
-// How a row's latent values are scaled, and where the scale lies.
+// Says how the latent values of a row are scaled, and where the scale lies.
 enum class KvScales : uint8_t {
   kNone,
   kLayer,   // one fp32 for all values of a layer, outside the pool
@@ -132,7 +133,7 @@ constexpr int64_t KvPageBytes(const KvRowLayout& at, int64_t row_stride, int64_t
   return (bytes + at.traits.page_multiple - 1) / at.traits.page_multiple * at.traits.page_multiple;
 }
 
-// Where one row lies in memory. `Byte` is std::byte or const std::byte.
+// Addresses one row in memory. `Byte` is std::byte or const std::byte.
 template <typename Byte>
 struct KvRowPlace {
   Byte* row = nullptr;

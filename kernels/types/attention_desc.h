@@ -36,7 +36,7 @@ enum class AttentionForm : uint8_t {
   kExpanded = 2,
 };
 
-// Which KV rows a query row attends to.
+// Selects the KV rows that a query row attends to.
 enum class AttentionKind : uint8_t {
   kDense = 1,   // all rows that it sees
   kSparse = 2,  // rows of its own index list; in the absorbed form
@@ -70,8 +70,8 @@ struct AttentionDesc {
 
 const char* Name(AttentionForm form);
 
-// One line for logs and refusals, e.g. "absorbed heads=128 lora=512 rope=64 q=bf16 o=bf16 kv=bf16
-// page=64".
+// Returns one line for logs and refusals, e.g. "absorbed heads=128 lora=512 rope=64 q=bf16 o=bf16
+// kv=bf16 page=64".
 std::string ToString(const AttentionDesc& desc);
 
 }  // namespace mla::kernels

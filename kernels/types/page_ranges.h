@@ -31,7 +31,7 @@ absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendL
 // Owns scratch memory only. One thread at a time.
 class PageRangeRuns {
  public:
-  // For lists of at most `ranges` ranges. Allocates; Next does not.
+  // Holds lists of at most `ranges` ranges. Allocates; Next does not.
   void Reserve(size_t ranges) { pieces_.reserve(2 * ranges); }
   // Returns the length of the longest head of the list whose ranges may be carried out together: no
   // byte in the extent that one of them writes is in an extent that another reads or writes. At

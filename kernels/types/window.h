@@ -26,7 +26,8 @@ inline constexpr int32_t kMaxWindow = 4096;
 struct WindowRecord {
   int32_t window;  // rows, >= 1
   int32_t ratio;   // positions that an entry stands for; 0: no entries
-  // Where entries lie. The fields mean what they mean in SegmentRecord; page_size counts entries.
+  // These fields address the entries. The fields mean what they mean in SegmentRecord; page_size
+  // counts entries.
   int64_t page_table;
   int64_t layer_offset;
   int64_t row_stride;

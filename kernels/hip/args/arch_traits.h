@@ -284,8 +284,8 @@ constexpr int32_t BlocksOfUnit(const ArchTraits& arch, int32_t rows) {
   return sharing > arch.blocks_per_unit ? sharing : arch.blocks_per_unit;
 }
 
-// Products that the absorbed form uses if `products` are asked for: bf16 if no kernel over such
-// rows has them.
+// Returns the products that the absorbed form uses if `products` are asked for: bf16 if no kernel
+// over such rows has them.
 constexpr DType AbsorbedProducts(const ArchTraits& arch, KvFormat format, DType products,
                                  AttentionKind kind) {
   return MostRows(arch, format, products, kind) > 0 ? products : DType::kBf16;

@@ -19,8 +19,8 @@ inline constexpr int32_t kRowProductFew = 32;    // most rows of mla_row_product
 inline constexpr int32_t kRowProductMany = 128;  // most rows of a product
 inline constexpr int32_t kRowProductDepth = 64;  // depth of a step; rows of weights are padded
 inline constexpr int32_t kRowRun = 4;            // columns that a thread finishes
-// How a kernel of row products is launched: the columns that a block computes, and the blocks that
-// a unit holds at a time.
+// Sizes the launch of a kernel of row products: the columns that a block computes, and the blocks
+// that a unit holds at a time.
 struct RowProductShape {
   int32_t columns, blocks_per_unit;
   int32_t shared_bytes;  // dynamic shared memory

@@ -31,7 +31,7 @@ MLA_DEVICE lds_t shared_base() {
   static __shared__ __attribute__((aligned(128))) char memory[kBytes];
   return (lds_t)memory;
 }
-// An address with some bits of the offset inverted.
+// Returns an address with some bits of the offset inverted.
 MLA_DEVICE lds_t flip(lds_t at, int bits) {
   return (lds_t)(uintptr_t)((uint32_t)(uintptr_t)at ^ static_cast<uint32_t>(bits));
 }
@@ -65,7 +65,7 @@ template <bool kHigh>
 MLA_DEVICE f32x2 floats_of(uint32_t codes) {
   return __builtin_bit_cast(f32x2, __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(codes), kHigh));
 }
-// Two numbers rounded to codes, stored in that half of `others`; the other half stays.
+// Rounds two numbers to codes and stores them in that half of `others`; the other half stays.
 template <bool kHigh>
 MLA_DEVICE uint32_t codes_of(float low, float high, uint32_t others) {
   return static_cast<uint32_t>(
@@ -120,8 +120,8 @@ MLA_DEVICE f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) {
   const bf16x8 x = __builtin_bit_cast(bf16x8, a), y = __builtin_bit_cast(bf16x8, b);
   return __builtin_amdgcn_mfma_f32_16x16x32_bf16(x, y, c, 0, 0, 0);
 }
-// Products of 8-bit floats, times 2^(exponent - 127). A lane has 32 bytes of the depth of its row,
-// or column, and their common exponent.
+// Returns the products of 8-bit floats, times 2^(exponent - 127). A lane has 32 bytes of the depth
+// of its row, or column, and their common exponent.
 MLA_DEVICE f32x16 multiply_codes_32x32x64(u32x8 a, int a_exponent, u32x8 b, int b_exponent,
                                           f32x16 c) {
   constexpr int kE4m3 = 0;
@@ -139,7 +139,7 @@ MLA_DEVICE f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) {
   const bf16x4 x = __builtin_bit_cast(bf16x4, a), y = __builtin_bit_cast(bf16x4, b);
   return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, c, 0, 0, 0);
 }
-// Products of 8-bit floats; a lane has eight bytes of the depth of its row, or column.
+// Returns the products of 8-bit floats; a lane has eight bytes of the depth of its row, or column.
 MLA_DEVICE f32x16 multiply_codes_32x32x16(u32x2 a, u32x2 b, f32x16 c) {
   return __builtin_amdgcn_mfma_f32_32x32x16_fp8_fp8(__builtin_bit_cast(long, a),
                                                     __builtin_bit_cast(long, b), c, 0, 0, 0);

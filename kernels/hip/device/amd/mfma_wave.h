@@ -55,7 +55,7 @@ MLA_DEVICE Two with_other_half(float x) {
 #endif
 }
 
-// The value of lane `from`, in all lanes. `from` is the same in every lane.
+// Returns the value of lane `from`, in all lanes. `from` is the same in every lane.
 MLA_DEVICE float broadcast(float x, int from) {
   return bits_to_float(static_cast<uint32_t>(read_lane(static_cast<int>(float_to_bits(x)), from)));
 }
@@ -122,7 +122,7 @@ struct WaveBase {
 
   MLA_DEVICE static int row(int lane, int) { return lane & (kRows - 1); }
   MLA_DEVICE static int group(int lane) { return lane / kRows; }
-  // Row of element i of a transposed accumulator.
+  // Returns the row of element i of a transposed accumulator.
   MLA_DEVICE static int acc_row(int lane, int i) {
     return 4 * kGroups * (i >> 2) + 4 * group(lane) + (i & 3);
   }
@@ -178,7 +178,7 @@ struct WaveBase {
                 pack_bf16(p_of(s, step, 4), p_of(s, step, 5)),
                 pack_bf16(p_of(s, step, 6), p_of(s, step, 7))};
   }
-  // Element i of the operand.
+  // Returns element i of the operand.
   template <int kFragments>
   MLA_DEVICE static float p_of(const Scores (&s)[kFragments], int step, int i) {
     if constexpr (kRows == 32) return s[step >> 1].c[(step & 1) * 8 + i];

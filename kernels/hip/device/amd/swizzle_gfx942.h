@@ -1,4 +1,4 @@
-// How chunks of a row in shared memory (LDS) are permuted on gfx942, so that reads of tiles do not
+// Permutes the chunks of a row in shared memory (LDS) on gfx942, so that reads of tiles do not
 // conflict in its banks.
 //
 // A tile is stored in column blocks: rows of 128 bytes, eight chunks of 16 bytes each. LDS has 32

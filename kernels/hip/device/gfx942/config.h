@@ -26,7 +26,7 @@ struct AttendConfig<64, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   // With a window, all elements of a row are values, the rotated ones included.
   static constexpr int kRope = kKind == AttentionKind::kWindow ? 0 : AttendBase::kRope;
-  // How many products ahead keys and values are read from LDS; 0: the compiler chooses the order.
+  // Keys and values are read from LDS this many products ahead; 0: the compiler chooses the order.
   static constexpr int kWaveRows = 16, kKeysAhead = 4, kValuesAhead = 4;
 };
 

@@ -26,7 +26,7 @@ struct AttendConfig<64, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   // With a window, all elements of a row are values, the rotated ones included.
   static constexpr int kRope = kKind == AttentionKind::kWindow ? 0 : AttendBase::kRope;
-  // How many products ahead keys and values are read from LDS; 0: the compiler chooses the order.
+  // Keys and values are read from LDS this many products ahead; 0: the compiler chooses the order.
   static constexpr int kWaveRows = 16, kKeysAhead = 8, kValuesAhead = 8;
 };
 // Two waves share 32 packed rows: each computes the scores of half of the KV rows, and half of the
@@ -68,7 +68,7 @@ struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendB
   static constexpr int kWaveRows = 32, kKeysAhead = 3, kValuesAhead = 3;
 };
 
-// Attention: two blocks a CU of two stages each; one block with wider heads than kDims128.
+// Attention runs two blocks a CU, of two stages each; heads wider than kDims128 leave room for one.
 struct ExpandedConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
   static constexpr int kExpandStages = 3;

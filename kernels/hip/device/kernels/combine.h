@@ -45,7 +45,7 @@ class Combine {
   }
 
  private:
-  // Where a row's results are stored.
+  // Names the memory that receives a row's results.
   struct Target {
     void* o;
     float* lse;

@@ -146,7 +146,7 @@ struct RowFinish {
   }
 
  private:
-  // Element `e` of a head after the rotation; x is its value before it.
+  // Returns element `e` of a head after the rotation; x is its value before it.
   template <class Sum>
   MLA_DEVICE static float rotated(const RowProductArgs& args, const RowProductRow& r, int column,
                                   int e, float x, const Sum& sum) {

@@ -96,7 +96,7 @@ class KvStream {
     if constexpr (kLists) fetch(n + kFetchAhead);
   }
 
-  // The first place of tile n, and the number of places from it to the end.
+  // Returns the first place of tile n, and the number of places from it to the end.
   MLA_DEVICE int first(int n) const { return source.begin + n * kTileKv; }
   MLA_DEVICE int left(int n) const { return source.end - first(n); }
 #if MLA_AMD

@@ -1,4 +1,4 @@
-// Which KV rows a work item takes, and where they lie. It takes the rows of its sequence by
+// Finds the KV rows that a work item takes, and their places. It takes the rows of its sequence by
 // position, or the rows that the index list of its query row names.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_ROW_SOURCE_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_ROW_SOURCE_H_

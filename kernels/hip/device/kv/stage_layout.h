@@ -1,4 +1,4 @@
-// How KV rows of a format lie in shared memory, a tile of kTileKv rows a stage.
+// Lays out KV rows of a format in shared memory, a tile of kTileKv rows a stage.
 //
 //   column blocks   of 128 bytes a row, chunks of 16 permuted by tile::swizzle. The latent values
 //                   come first, in the order of the row; the rotated ones begin a new block and

@@ -1,4 +1,4 @@
-// How a wave of absorbed attention reads its operands from a tile of KV rows in shared memory, by
+// Reads the operands of a wave of absorbed attention from a tile of KV rows in shared memory, by
 // the format of the rows: the depth of each step of the scores, the keys and values, and the hiding
 // of unseen values.
 //

@@ -1,5 +1,5 @@
-// Which keys of a tile the packed rows of a wave see: keys up to a row's own position, or keys that
-// the index list or window of the item's query row names.
+// Tells which keys of a tile the packed rows of a wave see: keys up to a row's own position, or
+// keys that the index list or window of the item's query row names.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_VISIBILITY_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_VISIBILITY_H_
 

@@ -43,8 +43,8 @@ class RowSource<AttentionKind::kWindow> {
     return visible(memory.listed() ? as_global<const int32_t>(memory.list())[of_list] : of_list);
   }
   MLA_DEVICE static bool sees_entry(int of_place) { return of_place != kNone; }
-  // The address of the word that gives a place's entry, and the entry made from that word. The word
-  // may have any value if no list names the entry.
+  // Returns the address of the word that gives a place's entry, and the entry made from that word.
+  // The word may have any value if no list names the entry.
   MLA_DEVICE const int32_t* entry_at(int at) const {
     const int32_t* const of_any = reinterpret_cast<const int32_t*>(memory.rows().table);
     const int32_t* const of_row = memory.list();
@@ -198,7 +198,7 @@ class RowSource<AttentionKind::kWindow> {
   int first;              // place at which the item begins
 };
 
-// Factor by which a head's sink scales an output; 1 if the head has no sink.
+// Returns the factor by which a head's sink scales an output; 1 if the head has no sink.
 MLA_DEVICE float sink_factor(const WindowRecord& window, int head, float lse) {
   if (window.sinks == nullptr) return 1.0f;
   return sink_factor(as_global<const float>(window.sinks)[head], lse);

@@ -23,7 +23,8 @@ MLA_DEVICE int find_range(const int32_t* first, int count, int x) {
   return low;
 }
 
-// Rank of an indexer's logit: the larger, the better. Equals the rank in kernels::SelectRank.
+// Returns the rank of an indexer's logit: the larger, the better. Equals the rank in
+// kernels::SelectRank.
 MLA_DEVICE uint32_t index_rank(float logit) {
   const float same = logit + 0.0f;  // zeros of either sign are equal
   const uint32_t bits = same != same ? 0x7fffffffu : float_to_bits(same);
@@ -76,7 +77,8 @@ MLA_DEVICE float wave_sum(float x) {
   return x;
 }
 
-// Factor by which a sink scales an output whose log-sum-exp, without the sink, is `lse`.
+// Returns the factor by which a sink scales an output whose log-sum-exp, without the sink, is
+// `lse`.
 MLA_DEVICE float sink_factor(float sink, float lse) {
   return lse == negative_infinity() ? 1.0f : 1.0f / (1.0f + exp2_fast((sink - lse) * kLog2e));
 }

@@ -60,7 +60,7 @@ class ExpandPairs {
     const int inside = tile * kExpandedRows + row;
     return current().kv_begin + (inside < current().rows ? inside : current().rows - 1);
   }
-  // Rows of the tile that exist; may exceed a tile.
+  // Returns the number of rows of the tile that exist; may exceed a tile.
   MLA_DEVICE int existing_rows() const { return current().rows - tile * kExpandedRows; }
   MLA_DEVICE bool exists(int row) const { return row < existing_rows(); }
   // Returns the address of the tile's first row in a panel of the pair's head.

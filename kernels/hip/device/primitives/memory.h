@@ -20,7 +20,7 @@ MLA_DEVICE float stored_scale(float scale) {
   return bits_to_float(bits | (0u - ((kLargestScaleBits - bounded) >> 31)));
 }
 
-// Where the rows of one sequence at one layer lie. Arithmetic that can exceed 2 GiB is 64-bit.
+// Addresses the rows of one sequence at one layer. Arithmetic that can exceed 2 GiB is 64-bit.
 struct PagedRows {
   const uint32_t* table;
   const uint8_t* base;  // pool + layer offset
@@ -39,7 +39,7 @@ struct PagedRows {
         page_size(page_rows),
         shift((page_rows & (page_rows - 1)) == 0 ? 31 - leading_zeros(page_rows) : -1) {}
 
-  // Where a row lies: index of its page in the table, and its row inside that page.
+  // Names the place of a row: the index of its page in the table, and its row inside that page.
   struct Place {
     int page, inside;
   };

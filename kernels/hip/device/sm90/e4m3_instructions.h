@@ -23,8 +23,8 @@ MLA_DEVICE uint64_t along_narrow_rows(uint32_t at) {
 
 namespace mla::kernels::hip::tile {
 
-// Four numbers as codes, the first in the lowest byte. Magnitudes above 448 become 448; NaN stays
-// NaN.
+// Returns four numbers as codes, the first in the lowest byte. Magnitudes above 448 become 448; NaN
+// stays NaN.
 MLA_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   uint32_t out;
   asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\n"

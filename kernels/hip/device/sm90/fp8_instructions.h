@@ -17,7 +17,8 @@ MLA_DEVICE uint32_t multiply_f16_pairs(uint32_t a, uint32_t b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// Bytes kPair of four codes (0: the lower two) as two binary16 numbers. Exact; NaN stays NaN.
+// Returns bytes kPair of four codes (0: the lower two) as two binary16 numbers. Exact; NaN stays
+// NaN.
 template <int kPair>
 MLA_DEVICE uint32_t fp8_to_f16(uint32_t codes) {
   uint32_t out;
@@ -105,7 +106,7 @@ MLA_DEVICE void multiply_held_f16(float (&c)[32], const uint32_t (&a)[4], uint64
 
 namespace mla::kernels::hip {
 
-// Eight codes times their scale, rounded to bf16.
+// Returns eight codes times their scale, rounded to bf16.
 MLA_DEVICE Chunk fp8_chunk(const uint32_t (&codes)[2], float scale) {
   Chunk c;
 #pragma unroll

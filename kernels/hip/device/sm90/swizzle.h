@@ -1,4 +1,4 @@
-// How chunks of a row in shared memory are exchanged on sm_90: eight rows at one chunk touch all 32
+// Exchanges the chunks of a row in shared memory on sm_90: eight rows at one chunk touch all 32
 // banks once, and it is the 128-byte swizzle of the warpgroup products.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_SWIZZLE_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_SWIZZLE_H_

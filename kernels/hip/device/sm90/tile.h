@@ -46,7 +46,7 @@ MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {
   return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ swizzle(row)) << 4);
 }
 
-// Two codes of the low or the high half of a word as bf16.
+// Returns two codes of the low or the high half of a word as bf16.
 template <bool kHigh>
 MLA_DEVICE uint32_t plain_bf16_of(uint32_t codes) {
   return bf16_of_codes(kHigh ? codes >> 16 : codes);

@@ -45,7 +45,7 @@ MLA_DEVICE void block_barrier() {
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
-// A value that is the same in every lane of a wave, kept in a scalar register.
+// Returns a value that is the same in every lane of a wave, kept in a scalar register.
 MLA_DEVICE int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
 // Waits for all loads from memory, visibly to the compiler. Otherwise the compiler waits at their
 // first use, and there also for copies that were started since and that it does not count.

@@ -63,7 +63,7 @@ class IndexLogits {
 
   MLA_DEVICE int key() const { return W::row(lane, 0); }
   MLA_DEVICE int half() const { return W::group(lane); }
-  // Position of this lane's key in a turn; positions past the end repeat the last one.
+  // Returns the position of this lane's key in a turn; positions past the end repeat the last one.
   MLA_DEVICE int position(int turn) const {
     const int at = first + turn * kStride + key();
     return at < end ? at : end - 1;

@@ -124,7 +124,7 @@ class IndexSelect {
   // Finds the largest digit for which at least `left` ranks have this or a larger digit. Subtracts
   // the ranks with larger digits from `left`.
   MLA_DEVICE uint32_t find_digit(int digits, int& left) {
-    // From the largest digit on, two digits a thread.
+    // Threads go from the largest digit on, two digits each.
     const int mine = digits - 1 - 2 * thread_index();
     const uint32_t high = mine >= 0 ? count_of(mine) : 0, low = mine >= 1 ? count_of(mine - 1) : 0;
     uint32_t all;
@@ -154,7 +154,7 @@ class IndexSelect {
     const uint32_t before = tile::from_lane(of_waves, wave > 0 ? wave - 1 : 0);
     return (wave > 0 ? before : 0) + in_wave - x;
   }
-  // Sum of x over the lanes up to this one.
+  // Returns the sum of x over the lanes up to this one.
   MLA_DEVICE uint32_t scan(uint32_t x) const {
 #pragma unroll
     for (int step = 1; step < tile::kWave; step *= 2) {

@@ -30,12 +30,12 @@ struct CodeTile {
   static constexpr int kValueBytes = kRows * kDims128.value;
   static_assert(kExpandedRope == 64);
 
-  // Offset of chunk `chunk` of a row of 128 bytes.
+  // Returns the offset of chunk `chunk` of a row of 128 bytes.
   MLA_DEVICE static int place(int row, int chunk) {
     return row * 128 + ((chunk ^ tile::swizzle(row)) << 4);
   }
-  // The chunk of a row that holds lane group `group`'s part of numbers 32 * half to 32 * half + 31,
-  // among the 64 numbers of the row's first half (side 0) or second half (side 1).
+  // Returns the chunk of a row that holds lane group `group`'s part of numbers 32 * half to 32 *
+  // half + 31, among the 64 numbers of the row's first half (side 0) or second half (side 1).
   MLA_DEVICE static int chunk(int side, int group, int half) { return side * 4 + group * 2 + half; }
 };
 

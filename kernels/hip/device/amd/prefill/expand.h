@@ -110,8 +110,8 @@ class Expand {
     stages = tile::shared_base<kSharedBytes>();
   }
 
-  // Row of an operand tile that this lane copies the i-th time. Its chunk is the same each time,
-  // because the rows are multiples of eight apart.
+  // Returns the row of an operand tile that this lane copies the i-th time. Its chunk is the same
+  // each time, because the rows are multiples of eight apart.
   MLA_DEVICE int copied_row(int i) const {
     return i * kRowsAtOnce + wave * kRowsPerCopy + (lane >> 3);
   }

@@ -209,7 +209,7 @@ class IndexSelect {
   // Finds the largest digit for which at least `left` ranks have this or a larger digit. Subtracts
   // the ranks with larger digits from `left`.
   MLA_DEVICE uint32_t find_digit(int digits, int& left) {
-    // From the largest digit on, two digits a thread.
+    // Threads go from the largest digit on, two digits each.
     const int mine = digits - 1 - 2 * thread_index();
     const uint32_t high = mine >= 0 ? count_of(mine) : 0, low = mine >= 1 ? count_of(mine - 1) : 0;
     const uint32_t both = high + low, of_warp = tile::sum_of_warp(both);

@@ -118,8 +118,8 @@ class CodeResults {
     }
   }
 
-  // Scale for the largest magnitude of the group's numbers and of `own`, ignoring NaN. When it
-  // returns, the previous store has finished reading `results`.
+  // Returns the scale for the largest magnitude of the group's numbers and of `own`, ignoring NaN.
+  // When it returns, the previous store has finished reading `results`.
   MLA_DEVICE CodeScale scale_of(const Accumulators& c, float own) const {
     float most[4] = {own, 0.0f, 0.0f, 0.0f};
 #pragma unroll

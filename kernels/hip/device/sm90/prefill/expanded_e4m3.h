@@ -104,7 +104,8 @@ class ExpandedE4m3 {
   MLA_DEVICE uint32_t empty(int s) const { return barrier(2 * s + 1); }
   MLA_DEVICE uint32_t q_full(int i) const { return barrier(2 * kStages + 2 * i); }
   MLA_DEVICE uint32_t q_empty(int i) const { return barrier(2 * kStages + 2 * i + 1); }
-  // Four deep: results of one item are written while queries of two later items are copied.
+  // Returns one of four: results of one item are written while queries of two later items are
+  // copied.
   MLA_DEVICE static Records* records(int index) {
     constexpr int kAt = kSharedBytes - kRecords * kRecordBytes;
     return reinterpret_cast<Records*>(tile::shared_pointer(kAt + index % kRecords * kRecordBytes));
@@ -278,7 +279,7 @@ class ExpandedE4m3 {
     }
   }
   MLA_DEVICE static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
-  // Codes of four values times a power of two.
+  // Returns the codes of four values times a power of two.
   MLA_DEVICE static uint32_t codes(uint32_t a, uint32_t b, uint32_t by) {
     a = tile::multiply_bf16_pairs(a, by);
     b = tile::multiply_bf16_pairs(b, by);

@@ -57,8 +57,8 @@ struct Fp8KeyScales {
   }
 
  private:
-  // Factor of one group of columns. A scale that stands for NaN becomes zero here, because the
-  // scores of its key carry the NaN.
+  // Returns the factor of one group of columns. A scale that stands for NaN becomes zero here,
+  // because the scores of its key carry the NaN.
   MLA_DEVICE static uint32_t good(const uint32_t (&of_key)[L::kScaleGroups], int columns) {
     uint32_t mine = of_key[0] & 0xffffu;
 #pragma unroll

@@ -72,7 +72,7 @@ struct Fp8Layout {
   MLA_DEVICE lds_t factor(int group) const { return stats(2 + group); }
   MLA_DEVICE lds_t maxima(int warp) const { return stats(4 + warp); }
   MLA_DEVICE lds_t sums(int warp) const { return stats(12 + warp); }
-  // A word a group: nonzero if its tile has moved origins.
+  // Returns the place of a word for each group: nonzero if its tile has moved origins.
   MLA_DEVICE lds_t moved(int group) const { return stats(kStats) + group * 4; }
   MLA_DEVICE lds_t barrier(int i) const { return stats(kStats) + 16 + i * 8; }
   // filled: a slot's keys have arrived. emptied: they are no longer needed.

@@ -8,7 +8,7 @@
 
 namespace mla::kernels::hip {
 
-// How scores lie in a warp. Packed rows are columns of the product, in pairs, and a lane has two
+// Places scores in a warp. Packed rows are columns of the product, in pairs, and a lane has two
 // keys of each.
 template <class C>
 struct Fp8ScoreColumns {
@@ -22,7 +22,7 @@ struct Fp8ScoreColumns {
   using Softmax = OnlineSoftmax<Fp8ScoreColumns, 1>;
 
   MLA_DEVICE static constexpr int score_slot(int i) { return (i >> 2) * 2 + (i & 1); }
-  // Which of the lane's two keys element i belongs to.
+  // Returns which of the lane's two keys element i belongs to.
   MLA_DEVICE static constexpr int score_key(int i) { return i >> 1 & 1; }
   MLA_DEVICE static float row_max(float x) {
     return of_row(x, [](float a, float b) { return max_f(a, b); });

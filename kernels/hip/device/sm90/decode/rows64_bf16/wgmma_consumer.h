@@ -190,7 +190,7 @@ class WgmmaConsumer {
     tile::wgmma_commit();
   }
 
-  // How a change of origins rescales the sums so far.
+  // A change of origins rescales the sums so far by these factors.
   struct Shift {
     bool moved;  // in any row of the warp
     float factor[2];

@@ -47,7 +47,7 @@ struct WgmmaLayout {
   lds_t base;
 
   MLA_DEVICE lds_t turn() const { return base + kSharedBytes; }  // turn of MergePieces
-  // The block's start: the low half of realtime_ns.
+  // Returns the place of the block's start: the low half of realtime_ns.
   MLA_DEVICE lds_t begun() const { return turn() + 8; }
 
   MLA_DEVICE lds_t slot(int s) const { return base + s * kTileBytes; }
@@ -56,12 +56,14 @@ struct WgmmaLayout {
   MLA_DEVICE lds_t origin(int group, int row) const {
     return base + 3 * kTileBytes + (group * kRows + row) * 4;
   }
-  // Two sums a row. Items alternate between two sets, because a group may be one item ahead.
+  // Returns the place of a row's two sums. Items alternate between two sets, because a group may be
+  // one item ahead.
   MLA_DEVICE lds_t sums(uint32_t set, int group, int row) const {
     return base + 3 * kTileBytes + kOriginBytes + ((set * 2 + group) * kRows + row) * 8;
   }
   MLA_DEVICE lds_t staging() const { return base + kSharedBytes - kSeenBytes - kStagingBytes; }
-  // Which rows of a slot's tile the query row sees: a word for eight rows, four bits a row.
+  // Returns the place of the word that says which of eight rows of a slot's tile the query row
+  // sees, four bits a row.
   MLA_DEVICE lds_t seen(int s, int eight) const {
     return base + kSharedBytes - kSeenBytes + (s * kRows / 8 + eight) * 4;
   }
@@ -102,8 +104,8 @@ struct WgmmaLayout {
     }
     block_barrier();
   }
-  // Column block `i` (0 to kBlocks - 1) of slot s in the order of copies and scores. The half that
-  // group s releases first comes first, because it is refilled first.
+  // Returns column block `i` (0 to kBlocks - 1) of slot s in the order of copies and scores. The
+  // half that group s releases first comes first, because it is refilled first.
   MLA_DEVICE static constexpr int block(int s, int i) {
     return i == kBlocks - 1 ? i : s == 0 ? i : (i + kHalfBlocks) % (2 * kHalfBlocks);
   }

@@ -82,7 +82,7 @@ class E4m3Copier {
     }
   };
 
-  // Index of this lane's i-th row.
+  // Returns the index of this lane's i-th row.
   MLA_DEVICE static int row_lane(int i, int lane) { return i * 4 + (lane >> 3); }
   MLA_DEVICE int row(int i) const { return warp * kRows + row_lane(i, lane); }
   MLA_DEVICE static const uint8_t* from_lane(const uint8_t* x, int from) {

@@ -78,8 +78,9 @@ struct E4m3Layout {
   // The sum over all tiles so far becomes old sum * old_factor + sum over this tile * factor.
   MLA_DEVICE lds_t factor(int s) const { return stats(2 + s); }
   MLA_DEVICE lds_t old_factor(int s) const { return stats(2 + kSlots + s); }
-  // One word for each of the four scorer warps: nonzero if the old factor of one of its 16 rows is
-  // not 1. If all are zero, the groups of values do not rescale their old sums.
+  // Returns the place of one word for each of the four scorer warps: nonzero if the old factor of
+  // one of its 16 rows is not 1. If all are zero, the groups of values do not rescale their old
+  // sums.
   MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
   MLA_DEVICE lds_t barrier(int i) const { return moved(kSlots) + i * 8; }
   // filled: a slot's keys have arrived. emptied: they are no longer needed.

@@ -64,10 +64,10 @@ struct E4m3RowsLayout {
     return slot(kSlots) + group * kProbabilityBytes;
   }
   MLA_DEVICE lds_t key_scales(int s) const { return probabilities(2) + s * kKeyScaleBytes; }
-  // Values for 16 keys, from 16 * i on, and a block of columns. block_scales are for scores: the
-  // factor from this block's scale to the next block's, or the scale itself for the last block.
-  // ratios are for values: the scale divided by the key's power of two; keys 2 k, 2 k + 1, 2 k + 8
-  // and 2 k + 9 are neighbours.
+  // Returns the place of the values for 16 keys, from 16 * i on, and a block of columns.
+  // block_scales are for scores: the factor from this block's scale to the next block's, or the
+  // scale itself for the last block. ratios are for values: the scale divided by the key's power of
+  // two; keys 2 k, 2 k + 1, 2 k + 8 and 2 k + 9 are neighbours.
   MLA_DEVICE lds_t block_scales(int s, int i, int b) const {
     return raw_scales(s) + i * 256 + b * 64;
   }
@@ -131,9 +131,11 @@ struct E4m3RowsLayout {
   MLA_DEVICE lds_t sums(int group) const { return stats(1 + group); }
   MLA_DEVICE lds_t origin(int s) const { return stats(3 + s); }
   MLA_DEVICE lds_t old_factor(int s) const { return stats(3 + kSlots + s); }
-  // A word for each warp that scores: nonzero if the old factor of one of its rows is not 1.
+  // Returns the place of a word for each warp that scores: nonzero if the old factor of one of its
+  // rows is not 1.
   MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
-  // A word a copying warp: nonzero if each of its rows has one scale, a power of two.
+  // Returns the place of a word for each copying warp: nonzero if each of its rows has one scale, a
+  // power of two.
   MLA_DEVICE lds_t one_scale(int s) const { return moved(kSlots) + s * kOneScaleBytes; }
   MLA_DEVICE bool has_one_scale(int s) const {
     const Chunk warps = tile::load_chunk_shared(one_scale(s));

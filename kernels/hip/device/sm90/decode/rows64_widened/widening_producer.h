@@ -59,7 +59,7 @@ class WideningProducer {
     uint32_t seen = 0;          // bit i: the query row sees the i-th row from `row` on
   };
 
-  // Index of this lane's row in a half tile.
+  // Returns the index of this lane's row in a half tile.
   MLA_DEVICE int row() const { return warp * 8 + (lane >> 2); }
   MLA_DEVICE int place(const Source& source, int step) const {
     return source.begin + step * kHalfRows + row();
@@ -238,7 +238,7 @@ class WideningProducer {
       fetch(step, kCodeChunks + i + L::kStages, stream);
     }
   }
-  // Scale of a group of 128 columns.
+  // Returns the scale of a group of 128 columns.
   MLA_DEVICE static float pick(const Chunk& scales, int group) {
     const uint32_t low = (group & 1) == 0 ? scales.w[0] : scales.w[1];
     const uint32_t high = (group & 1) == 0 ? scales.w[2] : scales.w[3];
