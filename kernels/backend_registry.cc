@@ -28,12 +28,12 @@ std::vector<std::string> BackendRegistry::Names() const {
 
 absl::StatusOr<BackendChoice> BackendRegistry::Select(const std::string& wanted,
                                                       const BackendOptions& options) const {
-  const bool any = wanted.empty() || wanted == "auto";
+  const bool any = wanted.empty() || wanted == "auto", gpu = wanted == kAnyGpu;
   BackendChoice choice;
-  bool known = any;
+  bool known = any || gpu;
   for (const BackendRow& row : rows_) {
     BackendCandidate candidate{row.name, row.rank, false, ""};
-    if (!any && row.name != wanted) {
+    if (!any && row.name != wanted && !(gpu && row.hardware)) {
       candidate.reason = absl::StrCat("--backend=", wanted, " forces another");
     } else if (choice.backend != nullptr) {
       candidate.reason = "a backend of higher rank was chosen";
@@ -52,7 +52,7 @@ absl::StatusOr<BackendChoice> BackendRegistry::Select(const std::string& wanted,
   }
   if (!known) {
     return absl::NotFoundError(absl::StrCat("no backend named ", wanted, "; there are auto, ",
-                                            absl::StrJoin(Names(), ", ")));
+                                            kAnyGpu, ", ", absl::StrJoin(Names(), ", ")));
   }
   if (choice.backend == nullptr) {
     std::string reasons;

@@ -41,6 +41,9 @@ struct BackendOptions {
   int32_t spin_us = 20;  // CPU workers poll this long for the next launch before they sleep
 };
 
+// The name that asks for a GPU of either vendor: a backend whose row names hardware.
+inline constexpr char kAnyGpu[] = "gpu";
+
 struct BackendRow {
   std::string name;
   int32_t rank = 0;  // higher is preferred
@@ -70,8 +73,8 @@ class BackendRegistry {
  public:
   // ALREADY_EXISTS if the name is taken.
   absl::Status Add(BackendRow row);
-  // `wanted` is "auto" or a row's name. FAILED_PRECONDITION with every candidate's reason when none
-  // can run, NOT_FOUND with the list of names when the name is unknown.
+  // `wanted` is "auto", kAnyGpu or a row's name. FAILED_PRECONDITION with every candidate's reason
+  // when none can run, NOT_FOUND with the list of names when the name is unknown.
   absl::StatusOr<BackendChoice> Select(const std::string& wanted,
                                        const BackendOptions& options) const;
   std::vector<std::string> Names() const;

@@ -84,6 +84,28 @@ TEST(BackendRegistryTest, ANameForcesAndAMissIsExplained) {
   EXPECT_NE(std::string(unknown.message()).find("gpu, slow"), std::string::npos) << unknown;
 }
 
+TEST(BackendRegistryTest, AGpuOfEitherVendorCanBeAskedFor) {
+  const auto with = [](BackendRow row) {
+    row.hardware = [] { return std::string("1 GPU"); };
+    return row;
+  };
+  BackendRegistry registry;
+  ASSERT_TRUE(registry.Add(with(Missing("hip", 100))).ok());
+  ASSERT_TRUE(registry.Add(Reference("slow", 99)).ok());
+  const absl::Status none = registry.Select("gpu", {}).status();
+  EXPECT_EQ(none.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(none.message(),
+            "no backend can run here (wanted gpu); hip: no such device here (this machine has 1 "
+            "GPU); slow: --backend=gpu forces another");
+  ASSERT_TRUE(registry.Add(with(Reference("cuda", 90))).ok());
+  const auto choice = registry.Select("gpu", {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_TRUE(choice->candidates[2].chosen);
+  EXPECT_EQ(choice->candidates[2].name, "cuda");
+  EXPECT_EQ(registry.Select("abacus", {}).status().message(),
+            "no backend named abacus; there are auto, gpu, hip, slow, cuda");
+}
+
 TEST(BackendRegistryTest, NamesAreUnique) {
   BackendRegistry registry;
   ASSERT_TRUE(registry.Add(Reference("a", 1)).ok());

@@ -70,7 +70,8 @@ std::vector<std::string> DescribeGpus(const Config& config) {
   std::vector<std::string> lines;
   for (const auto& [backend, vendor] :
        {std::pair("hip", hip::Vendor::kAmd), std::pair("cuda", hip::Vendor::kNvidia)}) {
-    if (config.backend != "auto" && config.backend != backend) continue;
+    const std::string& wanted = config.backend;
+    if (wanted != "auto" && wanted != kernels::kAnyGpu && wanted != backend) continue;
     const std::vector<std::string> more = hip::DescribeRuntime(
         vendor, hip::RuntimeLibraries(vendor, config.backend_options.gpu_runtime_library),
         hip::BuiltInKernelImages());

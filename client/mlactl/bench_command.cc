@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/mutex.h"
+#include "base/status_macros.h"
 #include "client/mlactl/agents/scene.h"
 #include "client/mlactl/agents/scene_report.h"
 #include "client/mlactl/bench/bench_options.h"
@@ -20,6 +21,7 @@
 #include "client/mlactl/cli/interrupt.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/cli/progress.h"
+#include "client/mlactl/load/rate_search.h"
 
 namespace mla::mlactl {
 namespace {
@@ -149,29 +151,94 @@ class BenchRunner {
   std::vector<double> filled_ ABSL_GUARDED_BY(mutex_);
 };
 
+// The runs of one command, on one registered model.
+class BenchRuns {
+ public:
+  // `text`: results are printed as they come.
+  BenchRuns(const BenchOptions& options, client::Client* client, std::string model,
+            Progress* progress, bool text)
+      : options_(options),
+        client_(client),
+        model_(std::move(model)),
+        progress_(progress),
+        text_(text) {}
+
+  absl::Status Run(const BenchPoint& point) { return Measure(point).status(); }
+
+  // Runs a closed loop for the capacity, and then open loops until the rate is found.
+  absl::Status FindRate(const BenchPoint& point) {
+    const BenchOptions& options = options_;
+    const double seconds = options.load.steps > 0 ? 0 : options.load.duration_s;
+    MLA_ASSIGN_OR_RETURN(const Measured closed, Measure(point));
+    RateSearch search(closed.steps_per_s);
+    BenchPoint open = point;
+    while (const auto rate = search.Next()) {
+      // So few steps have no p99.
+      if (CatchInterrupts().load() || (seconds > 0 && *rate * seconds < kLeastSteps)) break;
+      open.rate_per_s = *rate;
+      MLA_ASSIGN_OR_RETURN(const Measured measured, Measure(open));
+      search.Note(static_cast<double>(measured.p99_ns) <= options.within_p99_ms * 1e6);
+    }
+    found_.push_back({point, search.highest()});
+    if (text_) Print(BenchRateText(options_, found_.back()));
+    return absl::OkStatus();
+  }
+
+  const std::vector<BenchRun>& runs() const { return runs_; }
+  const std::vector<BenchRate>& found() const { return found_; }
+
+ private:
+  static constexpr double kLeastSteps = 20;
+  struct Measured {
+    double steps_per_s = 0;
+    int64_t p99_ns = 0;
+  };
+
+  absl::StatusOr<Measured> Measure(const BenchPoint& point) {
+    auto run = BenchRunner(options_, point, client_, model_, progress_).Run();
+    progress_->Clear();
+    if (!run.ok()) return WithContext(point.Name(), run.status());
+    const LoadCounts& counts = run->result.counts;
+    const Measured measured{static_cast<double>(counts.steps) / std::max(run->result.seconds, 1e-9),
+                            counts.of(Stage::kStep).ValueAt(0.99)};
+    if (counts.steps == 0) return measured;
+    if (text_) {
+      Print(BenchRunText(*run));
+      std::fflush(stdout);
+    }
+    runs_.push_back(*std::move(run));
+    return measured;
+  }
+
+  const BenchOptions& options_;
+  client::Client* const client_;
+  const std::string model_;
+  Progress* const progress_;
+  const bool text_;
+  std::vector<BenchRun> runs_;
+  std::vector<BenchRate> found_;
+};
+
 // Runs all of them until one fails or an interrupt comes. `runs` receives the finished ones,
 // whatever the status.
 absl::Status RunAll(const BenchOptions& options, client::Client* client,
                     const std::string& model_id, Progress* progress, std::vector<BenchRun>* runs,
-                    bool text) {
+                    std::vector<BenchRate>* found, bool text) {
   const std::atomic<bool>& interrupted = CatchInterrupts();
   auto model = BenchModel::Create(client, options, model_id, [&](double done) {
     progress->Show("uploading weights", done);
     return !interrupted.load();
   });
   if (!model.ok()) return model.status();
+  BenchRuns all(options, client, (*model)->id(), progress, text);
+  absl::Status status;
   for (const BenchPoint& point : options.points) {
-    auto run = BenchRunner(options, point, client, (*model)->id(), progress).Run();
-    progress->Clear();
-    if (!run.ok()) return WithContext(point.Name(), run.status());
-    if (text && run->result.counts.steps > 0) {
-      Print(BenchRunText(*run));
-      std::fflush(stdout);
-    }
-    if (run->result.counts.steps > 0) runs->push_back(*std::move(run));
-    if (interrupted.load()) break;
+    status = options.within_p99_ms > 0 ? all.FindRate(point) : all.Run(point);
+    if (!status.ok() || interrupted.load()) break;
   }
-  return (*model)->Remove();
+  *runs = all.runs();
+  *found = all.found();
+  return status.ok() ? (*model)->Remove() : status;
 }
 
 // Registers the model, runs the trace and removes the model.
@@ -226,13 +293,14 @@ int Bench(const CommonOptions& common, const BenchArguments& arguments) {
   Progress progress(stderr, options->quiet);
   if (!common.json) Print(BenchHeaderText(*options, WithPlainTexts(server)));
   std::vector<BenchRun> runs;
+  std::vector<BenchRate> found;
   const std::string model_id = NewModelId("bench");
   const absl::Status status =
-      RunAll(*options, client->get(), model_id, &progress, &runs, !common.json);
+      RunAll(*options, client->get(), model_id, &progress, &runs, &found, !common.json);
   progress.Clear();
   int code = kOk;
   if (!runs.empty()) {
-    code = Emit(common, BenchJson(*options, server, runs),
+    code = Emit(common, BenchJson(*options, server, runs, found),
                 runs.size() > 1 ? BenchSummaryText(runs) : "");
     if (!options->plot_file.empty() && code == kOk) {
       const absl::Status written = WriteFile(options->plot_file, BenchSvg(*options, runs));

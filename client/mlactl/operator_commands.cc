@@ -3,8 +3,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -19,6 +21,7 @@
 #include "absl/strings/strip.h"
 #include "client/cpp/client.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/cli/progress.h"
 #include "client/mlactl/text/units.h"
 
 namespace mla::mlactl {
@@ -155,11 +158,47 @@ absl::StatusOr<v1::DrainReply> DrainToOneOf(client::Client* client, const DrainO
   return reply;
 }
 
+// While it lives, shows on a terminal how far the server's drain is.
+class DrainWatch final {
+ public:
+  explicit DrainWatch(client::Client* client) {
+    if (isatty(fileno(stderr)) == 0) return;
+    watcher_ = std::thread([this, client] {
+      // Ends with the server, too; the drain's own answer says why.
+      client
+          ->WatchStatus(kIntervalMs,
+                        [this](const v1::StatusUpdate& update) {
+                          if (ended_) return false;
+                          progress_.Show("drain", update.percent() / 100.0,
+                                         absl::StrCat(update.open_steps(), " open steps, ",
+                                                      update.sequences(), " sequences"));
+                          return true;
+                        })
+          .IgnoreError();
+    });
+  }
+  ~DrainWatch() {
+    ended_ = true;
+    if (watcher_.joinable()) watcher_.join();
+  }
+  DrainWatch(const DrainWatch&) = delete;
+  DrainWatch& operator=(const DrainWatch&) = delete;
+
+ private:
+  static constexpr uint32_t kIntervalMs = 200;
+
+  Progress progress_{stderr, false};
+  std::atomic<bool> ended_{false};
+  std::thread watcher_;
+};
+
 int Drain(const CommonOptions& common, const DrainOptions& options) {
   std::this_thread::sleep_for(std::chrono::milliseconds(options.delay_ms));
   const auto client = Connect(common);
   if (!client.ok()) return Fail(client.status());
+  std::optional<DrainWatch> watch(std::in_place, client->get());
   const auto reply = DrainToOneOf(client->get(), options);
+  watch.reset();
   if (!reply.ok()) return Fail(reply.status());
   const v1::DrainReply plain = WithPlainTexts(*reply);
   const int code =

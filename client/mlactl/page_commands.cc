@@ -1,5 +1,7 @@
 #include "client/mlactl/page_commands.h"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -20,6 +22,8 @@
 #include "client/cpp/client.h"
 #include "client/cpp/pages_file.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/cli/progress.h"
+#include "client/mlactl/text/units.h"
 
 namespace mla::mlactl {
 namespace {
@@ -49,6 +53,32 @@ constexpr char kKeyNotes[] =
     "  (umask 077; head -c 32 /dev/urandom > rows.key)\n"
     "makes one. Reading the rows needs it, and finds whether anything was changed.\n";
 
+// Shows on a terminal how many rows of a stream of parts have passed.
+class RowsProgress {
+ public:
+  explicit RowsProgress(std::string phase) : phase_(std::move(phase)) {}
+
+  void Note(const v1::PagesPart& part) {
+    if (part.has_header()) {
+      first_ = part.header().first_row();
+      rows_ = part.header().rows();
+    }
+    bytes_ += part.chunk().payload().size();
+    if (part.has_group()) passed_ = part.group().first_row() - first_;
+    const double fraction =
+        rows_ > 0 ? static_cast<double>(passed_) / static_cast<double>(rows_) : -1;
+    progress_.Show(phase_, fraction, BytesForPeople(static_cast<double>(bytes_)));
+  }
+  uint64_t bytes() const { return bytes_; }
+  // Ends the line, before other output.
+  void Clear() { progress_.Clear(); }
+
+ private:
+  const std::string phase_;
+  Progress progress_{stderr, isatty(fileno(stderr)) == 0};
+  uint64_t first_ = 0, rows_ = 0, passed_ = 0, bytes_ = 0;
+};
+
 struct ExportOptions {
   std::string sequence, file, key;
   uint64_t first_row = 0;
@@ -70,13 +100,15 @@ int Export(const CommonOptions& common, const ExportOptions& options) {
   request.set_first_row(options.first_row);
   if (options.end_row > 0) request.set_end_row(options.end_row);
   v1::PagesHeader header;
-  uint64_t bytes = 0;
+  RowsProgress progress("export");
   absl::Status status = (*client)->ExportPages(request, [&](const v1::PagesPart& part) {
     if (part.has_header()) header = part.header();
-    bytes += part.chunk().payload().size();
+    progress.Note(part);
     return (*file)->Add(part);
   });
   if (status.ok()) status = (*file)->Finish();
+  progress.Clear();
+  const uint64_t bytes = progress.bytes();
   if (!status.ok()) return Fail(status);
   return Emit(
       common,
@@ -107,7 +139,13 @@ int Import(const CommonOptions& common, const ImportOptions& options) {
     target.set_sequence_id(info->sequence_id());
     target.set_expected_epoch(info->epoch());
   }
-  auto sequence = (*client)->ImportPages(target, [&] { return (*file)->Next(); });
+  RowsProgress progress("import");
+  auto sequence = (*client)->ImportPages(target, [&] {
+    auto part = (*file)->Next();
+    if (part.ok() && part->has_value()) progress.Note(**part);
+    return part;
+  });
+  progress.Clear();
   if (!sequence.ok()) return Fail(sequence.status());
   sequence->Detach();
   return Emit(common,

@@ -458,7 +458,7 @@ void AddBackendKeys(std::vector<ConfigKey>* keys) {
   keys->insert(
       keys->end(),
       {
-          Text("backend.name", "auto, or the name of a backend that must be used.",
+          Text("backend.name", "auto, or what must be used: gpu (any vendor's) or a backend.",
                "A name that cannot run here stops the start with the reasons.", MLA_SLOT(backend),
                "--backend"),
           Int("backend.threads", 0, 4096, "Worker threads of the CPU backend; 0: all usable cores.",

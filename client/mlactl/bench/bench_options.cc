@@ -142,6 +142,11 @@ void AddLoad(Command* command, CLI::Option* scene, BenchArguments* arguments) {
                   1e7, kMaxList, &arguments->rates)
           ->excludes(scene);
   command
+      ->Real({"within-p99-ms", "MS", "find the highest rate whose steps' p99 is within this time"},
+             1e-3, 1e7, &arguments->options.within_p99_ms)
+      ->excludes(rate)
+      ->excludes(scene);
+  command
       ->Choice({"arrivals", "KIND", "arrivals of the open loop: poisson (default) or uniform"},
                {"poisson", "uniform"}, &arguments->arrivals)
       ->needs(rate);

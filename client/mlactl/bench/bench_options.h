@@ -62,6 +62,8 @@ struct BenchOptions {
   uint32_t spin_us = kDefaultSpinMicros;  // for ring-spin and ucx, on each side
   std::string plot_file;                  // empty: no plot
   bool quiet = false;                     // no progress
+  // > 0: of each point, the highest rate is looked for at which p99 of a step is within this time
+  double within_p99_ms = 0;
 };
 
 // The command line: values that go into BenchOptions unchanged, names that must still be resolved,

@@ -20,14 +20,23 @@ struct BenchRun {
   double copied_bytes_per_attend = 0;
 };
 
+// The result of a search for the highest rate.
+struct BenchRate {
+  BenchPoint point;       // without a rate
+  double rate_per_s = 0;  // steps; 0: the bound held at no rate that was tried
+};
+
 // Returns a text about server, model and load, which is printed before the first run.
 std::string BenchHeaderText(const BenchOptions& options, const v1::GetServerInfoReply& server);
 std::string BenchRunText(const BenchRun& run);
 // Returns one line a run.
 std::string BenchSummaryText(const std::vector<BenchRun>& runs);
 
+std::string BenchRateText(const BenchOptions& options, const BenchRate& found);
+
+// `found` is empty unless rates were looked for.
 std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply& server,
-                      const std::vector<BenchRun>& runs);
+                      const std::vector<BenchRun>& runs, const std::vector<BenchRate>& found);
 std::string BenchSvg(const BenchOptions& options, const std::vector<BenchRun>& runs);
 
 }  // namespace mla::mlactl

@@ -205,6 +205,23 @@ TEST_F(MlactlBenchTest, OpenLoopSeesAStallOfTheServer) {
   EXPECT_GT(open["start_delay"]["p90"], 1e5);
 }
 
+// A bound that no machine misses holds at every rate, and one that none keeps at no rate.
+TEST_F(MlactlBenchTest, FindsTheHighestRateWithinABound) {
+  const std::string short_runs = " --duration=0.2 --warmup=0 --concurrency=4";
+  const json loose = Measure("--within-p99-ms=1e7" + short_runs);
+  ASSERT_EQ(loose["rates"].size(), 1u);
+  EXPECT_EQ(loose["rates"][0]["asked"]["loop"], "closed");
+  EXPECT_EQ(loose["runs"][0]["asked"]["loop"], "closed");
+  EXPECT_EQ(loose["rates"][0]["rate_per_s"], loose["runs"].back()["asked"]["rate_per_s"]);
+  EXPECT_EQ(loose["load"]["within_p99_ms"], 1e7);
+  const json tight = Measure("--within-p99-ms=0.001" + short_runs);
+  EXPECT_TRUE(tight["rates"][0]["rate_per_s"].is_null());
+  EXPECT_THAT(Bench("--within-p99-ms=0.001" + short_runs).output,
+              HasSubstr("p99 of a step within 0.001 ms up to no rate that was tried"));
+  EXPECT_EQ(Bench("--within-p99-ms=1 --rate=5").code, 1);
+  ExpectNothingLeft();
+}
+
 TEST_F(MlactlBenchTest, AnInterruptPrintsWhatThereIsAndLeavesNothing) {
   const std::string file = server_.File("cut.json");
   const std::string bench =

@@ -95,6 +95,39 @@ TEST_F(MlactlPagesTest, RowsGoToAnotherServerThroughAFile) {
   EXPECT_EQ(ReadAll(again), ReadAll(file()));
 }
 
+// A command line that runs another one on a terminal.
+std::string OnTerminal(const std::string& command) {
+  return absl::StrCat("script -qefc '", command, "' /dev/null </dev/null");
+}
+
+TEST_F(MlactlPagesTest, LongWorkShowsItsProgressOnATerminal) {
+  const Result out =
+      Shell(OnTerminal(a_.Mlactl(absl::StrCat("export ", Id(track_.sequence), " ", file()))));
+  ASSERT_EQ(out.code, 0) << out.output;
+  EXPECT_THAT(out.output, HasSubstr("export  ["));
+  EXPECT_THAT(out.output, HasSubstr(absl::StrCat(kRows, " rows from 0 on")));
+  const auto client = Connect(b_);
+  const Worker worker(client.get(), {}, "m", 2);
+  const Result in = Shell(OnTerminal(b_.Mlactl(absl::StrCat("import m ", file()))));
+  ASSERT_EQ(in.code, 0) << in.output;
+  EXPECT_THAT(in.output, HasSubstr("import  ["));
+
+  // The drain waits for the step, which waits for the drain's progress.
+  client::BeginOptions patient;
+  patient.lease_ms = 60000;
+  auto step = worker_.session().Begin("m", {{&track_.sequence, 1}}, patient);
+  ASSERT_TRUE(step.ok()) << step.status();
+  const std::string log = a_.File("drain.log");
+  BackgroundCommand drain(
+      absl::StrCat(OnTerminal(a_.Mlactl("drain --deadline-ms=60000")), " >", log));
+  for (int i = 0; i < 600 && ReadAll(log).find("1 open steps") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  EXPECT_THAT(ReadAll(log), HasSubstr("1 open steps"));
+  EXPECT_EQ((*step)->Abort(), absl::OkStatus());
+  EXPECT_EQ(drain.Finish().code, 0) << ReadAll(log);
+}
+
 TEST_F(MlactlPagesTest, ImportedRowsAreComputedOn) {
   const auto client = Connect(b_);
   Worker worker(client.get(), {}, "m", 2);
