@@ -139,7 +139,7 @@ wire::SubmissionEntry EntryOf(const mla_ring_entry& from) {
 using Copies = std::array<client::DeviceCopy, MLA_RING_MOST_COPIES>;
 
 absl::Status ReadCopies(std::string_view field, const mla_ring_copy* given, uint32_t count,
-                        Copies* copies) {
+                        bool from_here, Copies* copies) {
   absl::Status status = CheckRange(field, count, 0, MLA_RING_MOST_COPIES);
   if (status.ok() && count > 0) status = CheckNotNull(given, field);
   for (uint32_t i = 0; status.ok() && i < count; ++i) {
@@ -147,7 +147,7 @@ absl::Status ReadCopies(std::string_view field, const mla_ring_copy* given, uint
     if (one.to_pitch < one.width || one.from_pitch < one.width) {
       return Refuse(field, "rows that do not overlap", std::to_string(one.width));
     }
-    (*copies)[i] = {one.to, one.from, one.width, one.rows, one.to_pitch, one.from_pitch};
+    (*copies)[i] = {one.to, one.from, one.width, one.rows, one.to_pitch, one.from_pitch, from_here};
   }
   return status;
 }
@@ -189,8 +189,14 @@ absl::Status ReadEntry(const mla_ring_entry* from, Given* given) {
       (known.flags & MLA_RING_CHAINED) == 0) {
     return Refuse("entry.in_count", "0 without MLA_RING_CHAINED", std::to_string(known.in_count));
   }
-  if (status.ok()) status = ReadCopies("entry.in", known.in, known.in_count, &given->before);
-  if (status.ok()) status = ReadCopies("entry.out", known.out, known.out_count, &given->after);
+  if (status.ok()) status = CheckRange("entry.in_on_gpu", known.in_on_gpu, 0, 1);
+  if (status.ok()) status = CheckRange("entry.reserved", known.reserved, 0, 0);
+  if (status.ok()) {
+    status = ReadCopies("entry.in", known.in, known.in_count, known.in_on_gpu != 0, &given->before);
+  }
+  if (status.ok()) {
+    status = ReadCopies("entry.out", known.out, known.out_count, false, &given->after);
+  }
   return status;
 }
 

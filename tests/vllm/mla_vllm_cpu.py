@@ -17,6 +17,8 @@ KEPT = ("enable_chunked_prefill", "max_num_batched_tokens")
 
 def register():
     """Called by vLLM after the package's own register."""
+    if os.environ.get("VLLM_TARGET_DEVICE") != "cpu":
+        return
     # pylint: disable=import-outside-toplevel
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

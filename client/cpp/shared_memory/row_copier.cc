@@ -123,7 +123,7 @@ bool RowCopier::Takes(std::span<const DeviceCopy> copies) const {
     const uint64_t per_row = copy.width / kPiece;
     const bool countable = per_row <= INT32_MAX && copy.rows <= INT32_MAX &&
                            (copy.rows == 0 || per_row <= INT32_MAX / copy.rows);
-    return pieces && countable && IsHere(copy.from);
+    return pieces && countable && (copy.from_here || IsHere(copy.from));
   });
 }
 

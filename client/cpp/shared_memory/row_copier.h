@@ -21,7 +21,8 @@ class RowCopier final {
 
   // Returns true if a kernel on the device can make these copies, and takes fewer launches than
   // they are: there are several, they consist of aligned pieces, and their sources are memory of
-  // this device. The caller answers for the targets.
+  // this device, which the driver is asked for unless the copy says so. The caller answers for the
+  // targets.
   bool Takes(std::span<const DeviceCopy> copies) const;
   // Gives `stream` the copies. REQUIRES: Takes. Returns the driver's code; 0 is success.
   int Copy(std::span<const DeviceCopy> copies, void* stream) const;

@@ -181,6 +181,11 @@ TEST_F(RowCopierTest, LeavesOtherCopiesToTheRuntime) {
   EXPECT_FALSE(changed([](DeviceCopy& c) { c.rows = INT32_MAX / 3 + 1; })) << "pieces overflow";
   driver.ordinal = kDevice + 1;
   EXPECT_FALSE(copier->Takes(two)) << "memory of another device";
+  auto known = two;
+  for (DeviceCopy& copy : known) copy.from_here = true;
+  EXPECT_TRUE(copier->Takes(known)) << "the driver is not asked";
+  known[1].from = static_cast<const std::byte*>(known[1].from) + 8;
+  EXPECT_FALSE(copier->Takes(known)) << "pieces are looked at all the same";
 }
 
 TEST_F(RowCopierTest, IsAbsentWhereTheDriverLacksACall) {

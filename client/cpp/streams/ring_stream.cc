@@ -93,12 +93,10 @@ bool RingStream::PlaceMessage(std::span<const std::byte> tails, v1::AttendStream
 // The server begins a chained request only when the one before it is answered. Others may overtake,
 // except messages, which the server takes in their turn.
 absl::Status RingStream::CheckChain(const PendingReply& pending, bool is_attend) const {
-  const bool in_order = std::all_of(in_flight_.begin(), in_flight_.end(), [&](const auto& other) {
-    const PendingReply& before = *other.second.pending;
-    return before.asked != v1::AttendStreamRequest::kAttend ||
-           (before.chained == pending.chained &&
-            (!before.chained || before.stream == pending.stream));
-  });
+  const bool in_order =
+      pending.chained
+          ? attends_.awaited == 0 && (attends_.chained == 0 || attends_.stream == pending.stream)
+          : attends_.chained == 0;
   if (in_order || !is_attend) return absl::OkStatus();
   return absl::FailedPreconditionError("chained: calls of another kind or stream are under way");
 }
@@ -179,8 +177,26 @@ bool RingStream::SubmitNext(wire::SubmissionEntry* entry, InFlight* flight) {
   if (!memory_->Submit(*entry, places, pending.stream, pending.chained)) return false;
   ++next_tag_;
   if (pending.chained) NoteChained(flight);
-  in_flight_[entry->tag] = std::move(*flight);
+  Add(entry->tag, std::move(*flight));
   return true;
+}
+
+void RingStream::Add(uint64_t tag, InFlight flight) {
+  const PendingReply& pending = *flight.pending;
+  if (pending.asked == v1::AttendStreamRequest::kAttend) {
+    ++(pending.chained ? attends_.chained : attends_.awaited);
+    if (pending.chained) attends_.stream = pending.stream;
+  }
+  in_flight_[tag] = std::move(flight);
+}
+
+RingStream::InFlight RingStream::Remove(std::map<uint64_t, InFlight>::iterator flight) {
+  InFlight removed = std::move(flight->second);
+  in_flight_.erase(flight);
+  if (removed.pending->asked == v1::AttendStreamRequest::kAttend) {
+    --(removed.pending->chained ? attends_.chained : attends_.awaited);
+  }
+  return removed;
 }
 
 void RingStream::NoteChained(InFlight* flight) {
@@ -267,7 +283,7 @@ absl::Status RingStream::Replay(std::span<const RingMemory::GraphEntry> calls, u
     InFlight flight;
     flight.pending = pending[i];
     NoteChained(&flight);
-    in_flight_[next_tag_++] = std::move(flight);
+    Add(next_tag_++, std::move(flight));
   }
   return status;
 }
@@ -381,8 +397,7 @@ absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
   if (entry.boot_id != boot_id_) return RestartedError(boot_id_, entry.boot_id);
   const auto found = in_flight_.find(entry.tag);
   if (found == in_flight_.end()) return absl::DataLossError("a reply to nothing");
-  InFlight flight = std::move(found->second);
-  in_flight_.erase(found);
+  InFlight flight = Remove(found);
   PendingReply& pending = *flight.pending;
   const bool is_attend = pending.asked == v1::AttendStreamRequest::kAttend;
   if (entry.kind == wire::kEntryMessage) {
@@ -418,6 +433,7 @@ void RingStream::Break(const absl::Status& status) {
     flight.pending->done = true;
   }
   in_flight_.clear();
+  attends_ = {};
   changed_.NotifyAll();
 }
 

@@ -104,6 +104,10 @@ class RingStream final : public StepStream {
   // own.
   absl::Status CheckChain(const PendingReply& pending, bool is_attend) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Takes note of a request that was sent, or that has its reply.
+  void Add(uint64_t tag, InFlight flight) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  InFlight Remove(std::map<uint64_t, InFlight>::iterator flight)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool PlaceMessage(std::span<const std::byte> tails, v1::AttendStreamRequest* request,
                     InFlight* flight, wire::SubmissionEntry* entry);
   absl::Status CheckSend(const PendingReply& pending) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -139,6 +143,13 @@ class RingStream final : public StepStream {
   absl::Status broken_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_tag_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<uint64_t, InFlight> in_flight_ ABSL_GUARDED_BY(mutex_);
+  // Attends in flight, so that a chained call need not look at all of those ahead of it. Chained
+  // ones are all of one stream, and there are no others next to them.
+  struct Attends {
+    size_t awaited = 0, chained = 0;
+    void* stream = nullptr;  // of the chained ones
+  };
+  Attends attends_ ABSL_GUARDED_BY(mutex_);
   CondVar watch_;
   bool watched_ ABSL_GUARDED_BY(mutex_) = false;  // chained calls are under way
   bool unwatched_ ABSL_GUARDED_BY(mutex_) = false;

@@ -7,7 +7,7 @@ through a protobuf object.
 
 from __future__ import annotations
 
-from typing import Any, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence as Seq, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +140,13 @@ def check_number(name: str, number: int, most: int = LARGEST) -> None:
         raise errors.InvalidArgument(
             f"{name}: got {number}, must be 0..{most}",
             errors.ErrorDetail(field=name, got=str(number), limit=f"0..{most}"))
+
+
+def check_numbers(name: str, numbers: Seq[int], most: int = LARGEST) -> None:
+    """As check_number, for each of them."""
+    if numbers and not (0 <= min(numbers) and max(numbers) <= most):
+        for index, number in enumerate(numbers):
+            check_number(f"{name}[{index}]", number, most)
 
 
 def check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[int, ...]]) -> None:

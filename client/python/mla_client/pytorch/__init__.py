@@ -54,7 +54,8 @@ def _layout_of(q: torch.Tensor, kv: Rows, output: torch.Tensor) -> Tuple[Any, ..
     need no further look at them."""
     return (q.shape, q.dtype, q.is_contiguous(), q.get_device(),
             output.dtype, output.is_contiguous(), output.numel(),
-            *[(part.shape, part.stride(), part.dtype) for part in _parts_of(kv)])
+            *[(part.shape, part.stride(), part.dtype, part.get_device())
+              for part in _parts_of(kv)])
 
 
 class Sender:
@@ -137,7 +138,7 @@ class Sender:
         q_plain, o_plain = _is_plain(q, own_q), _is_plain(output, own_o)
         layout = _layout_of(q, kv, output)
         if self._layout != layout:
-            self._layout, self._copied = layout, self._lay_out(chain, q_plain, o_plain, parts)
+            self._layout, self._copied = layout, self._lay_out(chain, q, q_plain, o_plain, parts)
             self._plain = q_plain and o_plain and all(self._copied)
         # The library's copies cost the host a few microseconds, PyTorch's three times as much.
         sources, begin = [q] if q_plain else [], 0
@@ -154,12 +155,13 @@ class Sender:
         if not o_plain:
             output.view(own_o.shape).copy_(own_o, non_blocking=True)
 
-    def _lay_out(self, chain: Any, q_plain: bool, o_plain: bool,
+    def _lay_out(self, chain: Any, q: torch.Tensor, q_plain: bool, o_plain: bool,
                  parts: Tuple[torch.Tensor, ...]) -> List[bool]:
         """Tells the chain which copies the library makes. Returns which parts of the rows are among
         them."""
         own_kv, own_q, own_o = self._tensors
-        chain.clear()
+        chain.clear(own_q.is_cuda and all(source.get_device() == own_q.get_device()
+                                          for source in (q, *parts)))
         if q_plain:
             chain.copy_in(own_q.data_ptr(), own_q.nbytes)
         begin, copied = 0, []

@@ -37,8 +37,7 @@ class Step:
         spec = rows[0][0].model.spec
         if any(one.model.spec is not spec and one.model.spec != spec for one, _ in rows):
             raise errors.InvalidArgument("step: all sequences must be of one model")
-        for index, (_, count) in enumerate(rows):
-            wire.check_number(f"step.rows[{index}]", count)
+        wire.check_numbers("step.rows", [count for _, count in rows])
         wire.check_number("step.participants", participants)
         wire.check_number("step.lease_ms", lease_ms)
         wire.check_number("step.step_id", step_id or 0, wire.LARGEST_POSITION)
@@ -396,8 +395,7 @@ class Step:
                 f"end.committed: got {len(kept)} counts, must be {len(self.rows)}, one for each "
                 "sequence, or None", errors.ErrorDetail(
                     field="end.committed", got=str(len(kept)), limit=str(len(self.rows))))
-        for index, count in enumerate(kept or []):
-            wire.check_number(f"end.committed[{index}]", count)
+        wire.check_numbers("end.committed", kept or [])
         return kept
 
     def _end(self, committed: Optional[Seq[int]], tails: Mapping[int, bytes]) -> List[int]:

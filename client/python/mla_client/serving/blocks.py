@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-from typing import (Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional,
+from typing import (Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional,
                     Sequence as Seq, Set, Tuple)
 
 from mla_client import errors
@@ -46,7 +46,7 @@ class BatchPlan:
                                   f"the plan {self.plan.scheduled} in {self.blocks}")
         if computed is None:
             return batch
-        return [each if each.computed == 0 else dataclasses.replace(each, computed=right)
+        return [each if each.computed == 0 else each._replace(computed=right)
                 for each, right in zip(batch, computed)]
 
 
@@ -70,8 +70,7 @@ class Orders:
         return batch
 
 
-@dataclasses.dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """What a scheduler has decided about one request of a pass."""
 
     request: str

@@ -223,7 +223,9 @@ class Passes:
 
     def _ready(self, each: Scheduled, model: Optional[Model]) -> bool:
         """Returns true if the request's sequence has exactly the right rows."""
-        request = self._requests.setdefault(each.request, Request(each.request))
+        request = self._requests.get(each.request)
+        if request is None:
+            request = self._requests[each.request] = Request(each.request)
         try:
             if each.computed == 0 or each.sequence is not None:
                 return model is not None and request.may_open and self._opened(request, each, model)
@@ -281,19 +283,19 @@ class Passes:
     def _start(self, made: Pass) -> None:
         """Begins the step with the parts that are ready. If the server lacks room, the newest
         request goes on without the server, so that the others can use it."""
-        while made.sent():
+        while parts := made.sent():
+            requests = [self._requests[part.request] for part in parts]
             entries: List[Tuple[Sequence, int]] = []
-            for part in made.sent():
-                sequence = self._requests[part.request].sequence
-                assert sequence is not None
-                entries.append((sequence, part.end - part.begin))
+            for request, part in zip(requests, parts):
+                assert request.sequence is not None
+                entries.append((request.sequence, part.end - part.begin))
             try:
                 made.step = self._began(made, entries)
             except FAILURES as error:
                 self._not_begun(made, error)
                 continue
-            for part in made.sent():
-                self._requests[part.request].move(Event.BEGIN)
+            for request in requests:
+                request.move(Event.BEGIN)
             return
 
     def _began(self, made: Pass, entries: List[Tuple[Sequence, int]]) -> Step:
@@ -407,11 +409,14 @@ class Passes:
         for made in passes:
             if made.step is None:
                 continue
-            kept = [min(max(computed.get(part.request, part.end - part.begin + part.computed)
-                            - part.computed, 0), part.end - part.begin) for part in made.sent()]
+            parts = made.sent()
+            kept = [part.end - part.begin for part in parts]
+            if computed:
+                kept = [min(max(computed.get(part.request, part.computed + count) - part.computed,
+                                0), count) for part, count in zip(parts, kept)]
             if self._deferred:  # one token of each request is not a draft
                 self.counts["drafts_kept"] += sum(
-                    max(0, count - 1) for part, count in zip(made.sent(), kept) if part.computed)
+                    max(0, count - 1) for part, count in zip(parts, kept) if part.computed)
             try:
                 self._commit(made, kept, ahead and made.chained)
             except FAILURES as error:
@@ -440,8 +445,9 @@ class Passes:
 
     def _note_ended(self, made: Pass, kept: List[int]) -> None:
         self._smooth = made.chained
+        event = Event.COMMIT if any(kept) else Event.ABORT
         for part in made.sent():
-            self._requests[part.request].move(Event.COMMIT if any(kept) else Event.ABORT)
+            self._requests[part.request].move(event)
 
     def _abort(self, step: Step) -> None:
         try:

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from mla_client import errors
 from mla_client.service import Step
 from mla_client.types import Prefix
 
 
-@dataclasses.dataclass(frozen=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """A request in a pass."""
 
     request: str

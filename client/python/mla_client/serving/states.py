@@ -22,7 +22,14 @@ from mla_client import errors
 from mla_client.service import Sequence
 
 
-class State(enum.Enum):
+class _Member(enum.Enum):
+    """Members are found by themselves. Hashing an enum's member by its name, as enums do, would
+    call a function of Python's twice for each move."""
+
+    __hash__ = object.__hash__
+
+
+class State(_Member):
     """Where a request stands."""
 
     NEW = "new"            # the server has nothing of it
@@ -35,7 +42,7 @@ class State(enum.Enum):
     ENDED = "ended"        # released
 
 
-class Event(enum.Enum):
+class Event(_Member):
     """An event in the life of a request."""
 
     OPEN = "open"

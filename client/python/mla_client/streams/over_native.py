@@ -132,10 +132,16 @@ class Chain:
         self._in, self._out = list(arrays[0]), list(arrays[1])
         self._handles: List[int] = []  # of the library's requests
         self._timeout_s = timeout_s
+        # Kept for all calls: looking these up for each layer would cost as much as the call.
+        memory = owner.memory
+        self._call, self._ring = memory.lib.mla_ring_attend, memory.ring
+        self._handle, self._error = ctypes.c_void_p(), ctypes.c_void_p()
+        self._handle_at, self._error_at = ctypes.byref(self._handle), ctypes.byref(self._error)
 
-    def clear(self) -> None:
-        """No copies."""
+    def clear(self, from_gpu: bool = False) -> None:
+        """No copies. `from_gpu`: those to come copy from memory of the ring's GPU."""
         self._entry.in_count = self._entry.out_count = 0
+        self._entry.in_on_gpu = from_gpu
 
     def copy_in(self, to: int, width: int, rows: int = 1, to_pitch: int = 0,
                 from_pitch: int = 0) -> None:
@@ -156,7 +162,14 @@ class Chain:
         owner = self._owner
         self._place(layer, gpu_stream, sources, to)
         try:
-            self._handles.append(owner.send(self._send, time.monotonic() + self._timeout_s).value)
+            if owner.ended is not None:
+                raise owner.ended.again()
+            if self._call(self._ring, self._entry_at, 0, self._handle_at, self._error_at):
+                owner.check_room(self._error)
+                self._handles.append(owner.send(self._send,
+                                                time.monotonic() + self._timeout_s).value)
+            else:
+                self._handles.append(self._handle.value)  # type: ignore[arg-type]
         except errors.MlaError:
             raise
         except BaseException as error:
@@ -166,13 +179,12 @@ class Chain:
     def _place(self, layer: int, gpu_stream: int, sources: Sequence[int], to: int) -> None:
         entry = self._entry
         entry.layer, entry.stream = layer, gpu_stream or None
-        for place, source in enumerate(sources):
-            self._in[place].source = source
+        for copy, source in zip(self._in, sources):
+            copy.source = source
         self._out[0].to = to or None
 
     def _send(self, room_ms: int, out: Any, error: Any) -> int:
-        memory = self._owner.memory
-        code: int = memory.lib.mla_ring_attend(memory.ring, self._entry_at, room_ms, out, error)
+        code: int = self._call(self._ring, self._entry_at, room_ms, out, error)
         return code
 
     def collect(self) -> None:
@@ -274,7 +286,7 @@ class NativeStream(stream.StepStream):
         self.message_bytes = message_bytes
         self._home = process.Home()
         self._on_boot_id = on_boot_id
-        self._broken: Optional[errors.MlaError] = None
+        self.ended: Optional[errors.MlaError] = None  # why it can not be used any more
         self._lock = threading.Lock()
         self._in_flight: Dict[int, _NativeRequest] = {}  # whose replies make room
 
@@ -282,7 +294,7 @@ class NativeStream(stream.StepStream):
     def broken(self) -> Optional[errors.MlaError]:
         if self._home.left:
             return self._home.error()
-        return self._broken or self.memory.state()
+        return self.ended or self.memory.state()
 
     # --- Sending
 
@@ -375,17 +387,22 @@ class NativeStream(stream.StepStream):
         handle, error = ctypes.c_void_p(), ctypes.c_void_p()
         room_ms = 0
         while True:
-            if self._broken is not None:
-                raise self._broken.again()
+            if self.ended is not None:
+                raise self.ended.again()
             code = call(room_ms, ctypes.byref(handle), ctypes.byref(error))
             if not code:
                 return handle
-            failure = self.memory.lib.error(error)
-            if code != native.DEADLINE_EXCEEDED or self.memory.state() is not None:
-                raise failure
+            self.check_room(error)
             if time.monotonic() >= deadline:
                 raise stream.no_room()
             room_ms = LONGEST_WAIT_MS
+
+    def check_room(self, error: Any) -> None:
+        """Raises what a call has failed with, which is freed, unless it only lacked room."""
+        code = self.memory.lib.mla_error_code(error)
+        failure = self.memory.lib.error(error)
+        if code != native.DEADLINE_EXCEEDED or self.memory.state() is not None:
+            raise failure
 
     def _with_room(self, attempt: Callable[[], Any], deadline: float) -> Any:
         """Calls `attempt` until it has taken memory, and returns what it returned. Waits for
@@ -397,8 +414,8 @@ class NativeStream(stream.StepStream):
                 return taken
             if self.memory.exhausted(seen):
                 raise stream.does_not_fit()
-            if self._broken is not None:
-                raise self._broken.again()
+            if self.ended is not None:
+                raise self.ended.again()
             first = next(iter(tuple(self._in_flight.values())), None)
             if first is not None:
                 first.settle(deadline)
@@ -413,7 +430,7 @@ class NativeStream(stream.StepStream):
 
     def why(self, error: errors.MlaError) -> errors.MlaError:
         """Why a request has failed: where the stream has ended, for that reason."""
-        return self._broken or error
+        return self.ended or error
 
     def settled(self, request: _NativeRequest) -> None:
         """Its reply was taken."""
@@ -427,15 +444,15 @@ class NativeStream(stream.StepStream):
 
     def fail(self, error: errors.MlaError) -> None:
         with self._lock:
-            if self._broken is None:
-                self._broken = error
+            if self.ended is None:
+                self.ended = error
             self._in_flight.clear()
         self.memory.disconnect()
 
     def close(self) -> None:
         if self._home.left:
             return
-        if self._broken is None:
+        if self.ended is None:
             self.memory.close(stream.CLOSE_TIMEOUT_S)
             self.fail(errors.Unavailable("the Attend stream was closed"))
 

@@ -44,13 +44,15 @@ class _Pending(AttendFuture):
 
 
 def _begin_of(step: Step) -> Any:
-    return attention_pb2.BeginStep(
+    made = attention_pb2.BeginStep(
         step_id=step.step_id, model_id=step.model.spec.model_id, participants=step.participants,
         lease_ms=step.lease_ms, traceparent=tracing.traceparent(),
-        rotations=step.rotations is not None,
-        sequences=[attention_pb2.StepSequence(
-            sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
-            rows=rows) for sequence, rows in zip(step.sequences, step.rows)])
+        rotations=step.rotations is not None)
+    add = made.sequences.add  # messages of a list that is given are copied
+    for sequence, rows in zip(step.sequences, step.rows):
+        add(sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
+            rows=rows)
+    return made
 
 
 def _rotations_of(step: Step) -> bytes:

@@ -49,8 +49,8 @@ def _given(output: Any) -> List[Given]:
                                       cached.num_computed_tokens):
         found[name] = Given(name, computed, rows.get(name, 0), tuple(blocks[0] if blocks else ()),
                             begins=name in cached.resumed_req_ids)
-    return sorted(found.values(), key=lambda each: list(rows).index(each.request)
-                  if each.request in rows else len(rows))
+    places = {name: place for place, name in enumerate(rows)}
+    return sorted(found.values(), key=lambda each: places.get(each.request, len(places)))
 
 
 # vLLM's word for the memory that rows lie in first; routers weigh blocks by it.
