@@ -19,6 +19,7 @@ using Clock = std::chrono::steady_clock;
 // for this long.
 constexpr int kLongestSleepMillis = 20;
 constexpr int kSpinsPerClock = 32;
+constexpr std::chrono::milliseconds kReportPause{100};
 
 absl::Status Broken(const char* field, const std::string& got, const std::string& limit) {
   return absl::InvalidArgumentError(
@@ -42,6 +43,9 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Open(const wire::UcxApi& api, Rela
   auto link = wire::UcxLink::Open(api, relay->options_.link, relay.get());
   if (!link.ok()) return link.status();
   relay->link_ = *std::move(link);
+  if (relay->options_.secret.has_value()) {
+    relay->link_->Encrypt(*relay->options_.secret, wire::FrameSeal::Sender::kServer);
+  }
   // Payloads take slower ways without it.
   relay->link_->Register(memory->region()).IgnoreError();
   return relay;
@@ -65,6 +69,11 @@ bool Relay::handles_losses() {
   return link_->handles_losses();
 }
 
+absl::StatusOr<wire::UcxTarget> Relay::Offer() {
+  const MutexLock lock(mutex_);
+  return link_->Offer(memory_->region().last(memory_->arena_bytes()));
+}
+
 absl::Status Relay::Connect(std::string_view client) {
   const MutexLock lock(mutex_);
   return link_->Connect(client);
@@ -73,6 +82,17 @@ absl::Status Relay::Connect(std::string_view client) {
 absl::Status Relay::status() {
   const MutexLock lock(mutex_);
   return status_.ok() ? link_->status() : status_;
+}
+
+RelayCounts Relay::counts() {
+  const MutexLock lock(mutex_);
+  return counts_;
+}
+
+void Relay::Report() {
+  const RelayCounts now = counts();
+  if (options_.report && now != reported_) options_.report(now);
+  reported_ = now;
 }
 
 void Relay::Fail(const absl::Status& status) {
@@ -102,7 +122,28 @@ absl::Status Relay::CheckPlaces(const wire::UcxRequestFrame& frame, size_t paylo
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::byte*> Relay::PlaceKey(std::span<const std::byte> header, size_t bytes) {
+  wire::UcxKeyFrame frame;
+  if (!wire::ReadFrame(header, options_.token, &frame)) {
+    return absl::PermissionDeniedError("a frame of another connection");
+  }
+  if (!options_.link.puts || key_state_ != KeyState::kNone) {
+    return Broken("key", "one more", options_.link.puts ? "the only one" : "none without puts");
+  }
+  if (bytes == 0 || bytes > wire::kUcxMostKeyBytes) {
+    return Broken("key", absl::StrCat(bytes, " bytes"),
+                  absl::StrCat("1..", wire::kUcxMostKeyBytes));
+  }
+  if (frame.bytes != memory_->arena_bytes()) {
+    return Broken("bytes", absl::StrCat(frame.bytes), absl::StrCat(memory_->arena_bytes()));
+  }
+  key_state_ = KeyState::kArriving;
+  client_ = {frame.address, frame.bytes, std::string(bytes, '\0')};
+  return reinterpret_cast<std::byte*>(client_.key.data());
+}
+
 absl::StatusOr<std::byte*> Relay::Place(std::span<const std::byte> header, size_t bytes) {
+  if (header.size() == sizeof(wire::UcxKeyFrame)) return PlaceKey(header, bytes);
   wire::UcxRequestFrame frame;
   if (!wire::ReadFrame(header, options_.token, &frame)) {
     return absl::PermissionDeniedError("a frame of another connection");
@@ -116,10 +157,16 @@ absl::StatusOr<std::byte*> Relay::Place(std::span<const std::byte> header, size_
   if (absl::Status status = CheckPlaces(frame, bytes); !status.ok()) return status;
   slot.state = SlotState::kArriving;
   slot.frame = frame;
+  ++counts_.received_frames;
+  counts_.received_bytes += bytes;
   return memory_->region().data() + (bytes > 0 ? frame.place : 0);
 }
 
 void Relay::OnArrived(std::span<const std::byte> header) {
+  if (header.size() == sizeof(wire::UcxKeyFrame)) {
+    key_state_ = KeyState::kArrived;
+    return;
+  }
   wire::UcxRequestFrame frame;
   if (!wire::ReadFrame(header, options_.token, &frame)) return;  // Place has checked it
   slots_[frame.number & mask_].state = SlotState::kArrived;
@@ -166,10 +213,20 @@ void Relay::Complete(const wire::CompletionEntry& entry) {
   }
   if (outputs != outputs_.end()) outputs_.erase(outputs);
   sending_.fetch_add(1);
-  const absl::Status sent =
-      link_->Send(std::as_bytes(std::span<const wire::UcxCompletionFrame, 1>(&frame, 1)), payload,
-                  frame.number);
-  if (!sent.ok()) Fail(sent);
+  if (absl::Status sent = SendOutputs(frame, payload); !sent.ok()) Fail(sent);
+}
+
+absl::Status Relay::SendOutputs(const wire::UcxCompletionFrame& frame,
+                                std::span<const std::byte> payload) {
+  const auto header = std::as_bytes(std::span<const wire::UcxCompletionFrame, 1>(&frame, 1));
+  ++counts_.sent_frames;
+  const uint64_t arena = memory_->region().size() - memory_->arena_bytes();
+  if (!link_->reaches() || payload.size() < wire::UcxLink::kLeastPutBytes || frame.place < arena) {
+    counts_.sent_bytes += payload.size();
+    return link_->Send(header, payload, frame.number);
+  }
+  counts_.put_bytes += payload.size();
+  return link_->Put(header, payload, frame.place - arena, frame.number);
 }
 
 void Relay::OnSent(uint64_t number) {
@@ -183,6 +240,11 @@ bool Relay::Progress() {
   const MutexLock lock(mutex_);
   const bool moved = link_->Progress();
   Fail(link_->status());
+  // Not in the callback of its frame, in which UCX takes no keys.
+  if (key_state_ == KeyState::kArrived && status_.ok()) {
+    key_state_ = KeyState::kUsed;
+    Fail(link_->Reach(client_));
+  }
   return moved;
 }
 
@@ -246,7 +308,7 @@ absl::Status Relay::Run(int control) {
   pollfd waits[] = {{control, POLLIN, 0}, {wake_, POLLIN, 0}, {event, POLLIN, 0}};
   // Each look at a transport may be a system call.
   const int spins = options_.spin.count() > 0 ? kSpinsPerClock : 1;
-  Clock::time_point last_work = Clock::now(), looked = last_work;
+  Clock::time_point last_work = Clock::now(), looked = last_work, reported = last_work;
   absl::Status ended;
   for (;;) {
     bool moved = false;
@@ -258,6 +320,10 @@ absl::Status Relay::Run(int control) {
     if (ended = status(); !ended.ok()) break;
     const Clock::time_point now = Clock::now();
     if (moved) last_work = now;
+    if (now - reported >= kReportPause) {
+      reported = now;
+      Report();
+    }
     const bool sleeps = now - last_work >= options_.spin && MaySleep();
     if (!sleeps && now - looked < std::chrono::milliseconds(kLongestSleepMillis)) continue;
     looked = now;
@@ -268,6 +334,7 @@ absl::Status Relay::Run(int control) {
   }
   stop_ = true;
   completions.join();
+  Report();
   return ended;
 }
 

@@ -15,7 +15,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -29,13 +31,18 @@
 #include "client/cpp/shared_memory/ring_memory.h"
 #include "proto/wire/ucx/frames.h"
 #include "proto/wire/ucx/ucx_link.h"
+#include "relay/relay_channel.h"
 
 namespace mla::relay {
 
 struct RelayOptions {
   wire::UcxToken token{};
   wire::UcxLinkOptions link;
-  std::chrono::microseconds spin{0};  // how long to poll before sleeping
+  std::optional<wire::UcxSecret> secret;  // frames are encrypted; not with link.puts
+  std::chrono::microseconds spin{0};      // how long to poll before sleeping
+  // Called by Run when the counts have changed, not more often than ten times a second, and at the
+  // end. Empty: no reports.
+  std::function<void(const RelayCounts&)> report;
 };
 
 class Relay final : private wire::UcxReceiver {
@@ -47,6 +54,8 @@ class Relay final : private wire::UcxReceiver {
 
   std::string address();
   bool handles_losses();  // as of wire::UcxLink
+  // The arena, for puts of the client. UNAVAILABLE: UCX makes no key. REQUIRES: options.link.puts.
+  absl::StatusOr<wire::UcxTarget> Offer();
   absl::Status Connect(std::string_view client);
 
   // Runs one round of both directions, for tests. Returns true if something has moved.
@@ -55,9 +64,11 @@ class Relay final : private wire::UcxReceiver {
   // returns the reason for ending: the client is lost or has broken a rule, or the ring has ended.
   absl::Status Run(int control);
   absl::Status status();
+  RelayCounts counts();
 
  private:
   enum class SlotState : uint8_t { kFree, kArriving, kArrived };
+  enum class KeyState : uint8_t { kNone, kArriving, kArrived, kUsed };
   struct Slot {
     SlotState state = SlotState::kFree;
     wire::UcxRequestFrame frame;
@@ -72,6 +83,12 @@ class Relay final : private wire::UcxReceiver {
   void OnArrived(std::span<const std::byte> header) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnSent(uint64_t number) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  absl::StatusOr<std::byte*> PlaceKey(std::span<const std::byte> header, size_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // To the mirror of the client, by a put if it has given a key.
+  absl::Status SendOutputs(const wire::UcxCompletionFrame& frame,
+                           std::span<const std::byte> payload)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckPlaces(const wire::UcxRequestFrame& frame, size_t payload_bytes) const;
   void SubmitArrived() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Complete(const wire::CompletionEntry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -79,6 +96,7 @@ class Relay final : private wire::UcxReceiver {
   bool Progress();
   void SendCompletions();
   bool MaySleep();
+  void Report();
   void Wake() const;
 
   const RelayOptions options_;
@@ -96,6 +114,11 @@ class Relay final : private wire::UcxReceiver {
   uint64_t next_ ABSL_GUARDED_BY(mutex_) = 0;        // number of the next request for the ring
   absl::flat_hash_map<uint64_t, Outputs> outputs_ ABSL_GUARDED_BY(mutex_);  // by tag, of attends
   uint64_t completed_ ABSL_GUARDED_BY(mutex_) = 0;                          // frames sent
+  // The client's mirror, whose key comes with a frame.
+  KeyState key_state_ ABSL_GUARDED_BY(mutex_) = KeyState::kNone;
+  wire::UcxTarget client_ ABSL_GUARDED_BY(mutex_);
+  RelayCounts counts_ ABSL_GUARDED_BY(mutex_);
+  RelayCounts reported_;  // of the thread in Run
   // Copies of messages, by number, until they are sent: their places in the ring are free sooner.
   absl::flat_hash_map<uint64_t, std::unique_ptr<std::vector<std::byte>>> messages_
       ABSL_GUARDED_BY(mutex_);

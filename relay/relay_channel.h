@@ -1,6 +1,6 @@
 // Messages of a server and its relay over the socket between them: the server sends one RelaySetup
-// and gets one RelayReply. A relay that ends for a reason of its own sends another reply
-// with it. The relay ends when the server closes the socket.
+// and gets one RelayReply, and RelayCounts from time to time. A relay that ends for a reason of its
+// own sends another reply with it. The relay ends when the server closes the socket, or its side.
 //
 // Both are the same program, so nothing here has a version. Plain data: any thread.
 #ifndef MLA_RELAY_RELAY_CHANNEL_H_
@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "absl/status/status.h"
+#include "proto/wire/ucx/frame_seal.h"
 #include "proto/wire/ucx/frames.h"
 
 namespace mla::relay {
@@ -52,11 +53,31 @@ struct RelayAddress {
   std::string_view Get() const { return {bytes, size <= sizeof(bytes) ? size : sizeof(bytes)}; }
 };
 
+// A key of UCX, and the memory that it is for; `size` 0: none.
+struct RelayKey {
+  uint64_t address;
+  uint32_t size;
+  char bytes[wire::kUcxMostKeyBytes];
+
+  // False if the key is too long.
+  bool Set(uint64_t memory, std::string_view key) {
+    if (key.size() > sizeof(bytes)) return false;
+    address = memory;
+    size = static_cast<uint32_t>(key.size());
+    key.copy(bytes, size);
+    return true;
+  }
+  std::string_view Get() const { return {bytes, size <= sizeof(bytes) ? size : sizeof(bytes)}; }
+};
+
 struct RelaySetup {
   uint64_t arena_bytes;  // 0: only say if UCX works
   uint32_t spin_us;
   uint32_t ring_ms;     // time for the server to make the ring
   bool handles_losses;  // as of wire::UcxLink, of the client's
+  bool puts;            // as of wire::UcxLinkOptions
+  bool encrypted;       // with `secret`
+  wire::UcxSecret secret;
   wire::UcxToken token;
   RelayText library, transports, devices;  // as of wire::OpenUcxApi and wire::UcxLinkOptions
   RelayAddress client;
@@ -69,12 +90,24 @@ struct RelayReply {
   uint32_t spin_us;  // as granted
   RelayText text;    // of an error; else UCX's version
   RelayAddress address;
+  RelayKey arena;  // of setup.puts
 
   absl::Status status() const {
     return absl::Status(static_cast<absl::StatusCode>(code), text.Get());
   }
 };
 
+// What a relay has carried so far. It reports that while it runs, if it has changed, and before it
+// ends.
+struct RelayCounts {
+  uint64_t received_frames = 0, sent_frames = 0;
+  uint64_t received_bytes = 0, sent_bytes = 0;  // payloads of frames
+  uint64_t put_bytes = 0;                       // outputs that were put
+
+  friend bool operator==(const RelayCounts&, const RelayCounts&) = default;
+};
+
+static_assert(std::is_trivially_copyable_v<RelayCounts>);
 static_assert(std::is_trivially_copyable_v<RelaySetup>);
 static_assert(std::is_trivially_copyable_v<RelayReply>);
 

@@ -82,6 +82,13 @@ absl::Status Serve(const wire::UcxApi& api, const RelaySetup& setup, RelayOption
   if (!reply.address.Set((*relay)->address())) {
     return absl::UnavailableError("UCX: its address is too long");
   }
+  if (setup.puts) {
+    const auto arena = (*relay)->Offer();
+    if (!arena.ok()) return arena.status();
+    if (!reply.arena.Set(arena->address, arena->key)) {
+      return absl::UnavailableError("UCX: its key is too long");
+    }
+  }
   Send(reply);
   status = (*relay)->Run(kRelayControl);
   relay->reset();
@@ -117,6 +124,12 @@ int RunRelay() {
   options.token = setup->token;
   options.link.transports = TransportsOf(*setup);
   options.link.devices = setup->devices.Get();
+  options.link.puts = setup->puts;
+  if (setup->encrypted) options.secret = setup->secret;
+  options.report = [](const RelayCounts& counts) {
+    // A server that does not read gets the next ones.
+    (void)send(kRelayControl, &counts, sizeof(counts), MSG_NOSIGNAL | MSG_DONTWAIT);
+  };
   const absl::StatusOr<wire::UcxApi> api = wire::OpenUcxApi(setup->library.Get());
   absl::Status status = api.status();
   if (status.ok()) {

@@ -176,7 +176,12 @@ typedef struct mla_ucx_options {
   const char* transports;  // as of UCX_TLS; NULL: of the environment, or UCX's choice
   const char* devices;     // as of UCX_NET_DEVICES; NULL: likewise
   int32_t spin_us;         // of mla_request_wait before it sleeps
-  int32_t reserved;        // 0
+  int32_t puts;            // 1: tensors are put if the server allows it; for RDMA (docs/rdma.md)
+  // 1: the ring's memory is registered with the driver of `gpu` (of this process, as the driver
+  // counts), so that requests can be chained.
+  int32_t pins;
+  int32_t gpu;
+  const char* gpu_library;  // the driver's or runtime's library; NULL: where it is found
 } mla_ucx_options;
 
 typedef struct mla_ucx_reply {
@@ -195,12 +200,19 @@ typedef struct mla_ucx_reply {
   // Called once, by any thread, when the ring is given up: the caller then ends its call.
   void (*give_up)(void* argument);
   void* argument;
+  // Fields of OpenUcxReply, of puts.
+  const void* arena_key;
+  size_t arena_key_bytes;
+  uint64_t arena_address;
+  // The request's `encrypts` is true.
+  const void* secret;
+  size_t secret_bytes;
 } mla_ucx_reply;
 
 // MLA_UNAVAILABLE: UCX cannot be opened or started, with its reason.
 MLA_API mla_code mla_ucx_start(const mla_ucx_options* options, mla_ucx** out, mla_error** error);
 // Returns the address for the request's worker_address. It is valid as long as the object, or its
-// ring, lives.
+// ring, lives. The request's `puts` are those of the options.
 MLA_API const void* mla_ucx_address(const mla_ucx* ucx, size_t* bytes);
 // Returns the value for the request's handles_losses.
 MLA_API int32_t mla_ucx_handles_losses(const mla_ucx* ucx);

@@ -32,7 +32,16 @@ absl::Status Start(const mla_ucx_options* given, mla_ucx** out) {
   }
   client::UcxMemoryOptions options;
   options.library = Text(known.library);
-  options.link = {Text(known.transports), Text(known.devices)};
+  if (known.puts < 0 || known.puts > 1) {
+    return Refuse("options.puts", "0..1", std::to_string(known.puts));
+  }
+  if (known.pins < 0 || known.pins > 1) {
+    return Refuse("options.pins", "0..1", std::to_string(known.pins));
+  }
+  if (known.gpu < 0) return Refuse("options.gpu", "0 or more", std::to_string(known.gpu));
+  options.pins = known.pins == 1;
+  options.device = {known.gpu, Text(known.gpu_library)};
+  options.link = {Text(known.transports), Text(known.devices), known.puts == 1};
   options.spin = std::chrono::microseconds(known.spin_us);
   auto memory = client::UcxMemory::Open(options);
   if (!memory.ok()) return memory.status();
@@ -64,6 +73,13 @@ absl::Status Open(mla_ucx* ucx, const mla_ucx_reply* given, mla_ring** out) {
   described.arena_offset = known.arena_offset;
   described.entries = known.ring_entries;
   described.arena_bytes = known.bytes;
+  if (known.arena_key != nullptr) {
+    described.arena_key = {static_cast<const char*>(known.arena_key), known.arena_key_bytes};
+  }
+  described.arena_address = known.arena_address;
+  if (known.secret != nullptr) {
+    described.secret = {static_cast<const char*>(known.secret), known.secret_bytes};
+  }
   if (known.give_up != nullptr) {
     ucx->memory->OnGivenUp(
         [give_up = known.give_up, argument = known.argument] { give_up(argument); });
@@ -71,7 +87,9 @@ absl::Status Open(mla_ucx* ucx, const mla_ucx_reply* given, mla_ring** out) {
   if (status = ucx->memory->Connect(described); !status.ok()) return status;
   auto ring = std::make_unique<mla_ring>();
   ring->boot_id = known.boot_id;
-  ring->why_no_chains = std::string(ucx->memory->pinned().message());
+  if (!ucx->memory->pinned().ok()) {
+    ring->why_no_chains = std::string(ucx->memory->pinned().message());
+  }
   ring->ucx = ucx->memory.get();
   const int64_t request_ms = known.request_ms > 0 ? known.request_ms : kRequestMs;
   ring->stream = std::make_shared<client::RingStream>(

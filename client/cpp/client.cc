@@ -421,8 +421,8 @@ absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession() {
   using Transport = ClientOptions::Transport;
   const Transport wanted = impl_->options.transport;
   if (wanted != Transport::kInline) {
-    auto shared =
-        wanted == Transport::kUcx ? impl_->OpenUcx() : impl_->OpenShared(wanted != Transport::kShm);
+    const bool ucx = wanted == Transport::kUcx || wanted == Transport::kUcxPuts;
+    auto shared = ucx ? impl_->OpenUcx() : impl_->OpenShared(wanted != Transport::kShm);
     if (!shared.ok() && wanted != Transport::kAuto) return shared.status();
     if (shared.ok()) session->stream_ = *std::move(shared);
   }

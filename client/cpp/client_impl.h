@@ -210,7 +210,8 @@ struct Client::Impl {
                             info.limits().shm_region_bytes());
     wanted.timeout = Millis(std::clamp<int64_t>(options.call_timeout_ms, 0, INT32_MAX));
     wanted.memory.library = options.ucx_library;
-    wanted.memory.link = {options.ucx_transports, options.ucx_devices};
+    wanted.memory.link = {options.ucx_transports, options.ucx_devices,
+                          options.transport == ClientOptions::Transport::kUcxPuts};
     wanted.memory.spin = std::chrono::microseconds(options.spin_us);
     const std::shared_ptr<StreamCarrier> carrier = connections->ForStream();
     auto memory = OpenUcxRing(carrier->channel, wanted);

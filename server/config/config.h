@@ -121,6 +121,8 @@ struct Config {
     bool enabled = false;
     std::string library;              // empty: where the loader finds it
     std::string transports, devices;  // as of UCX_TLS and UCX_NET_DEVICES
+    bool puts = false;
+    bool encrypted = false;
     int32_t sessions = 16;
     int64_t open_ms = 10000;
   } ucx;

@@ -298,6 +298,11 @@ TEST(ConfigTest, NothingToServe) {
   EXPECT_THAT(LoadConfig({"--ucx-enabled", "--no-shm-enabled"}, {}).faults,
               ElementsAre(HasSubstr("ucx.enabled: got true, must be false without shm.enabled")));
   EXPECT_THAT(LoadConfig({"--ucx-enabled"}, {}).faults, IsEmpty());
+  EXPECT_THAT(LoadConfig({"--ucx-enabled", "--ucx-puts"}, {}).faults, IsEmpty());
+  EXPECT_THAT(LoadConfig({"--ucx-encrypted"}, {}).faults,
+              ElementsAre("ucx.encrypted: got true, must be false without tls.cert"));
+  EXPECT_THAT(LoadConfig({"--ucx-encrypted", "--ucx-puts"}, {}).faults,
+              testing::Contains("ucx.encrypted: got true, must be false with ucx.puts"));
   EXPECT_THAT(
       LoadConfig({"--listen=0.0.0.0:1", "--tls-cert=c", "--tls-key=k", "--client-ca=a"}, {}).faults,
       IsEmpty());

@@ -26,6 +26,14 @@ void AddUcxKeys(std::vector<ConfigKey>* keys) {
                "Name the devices of the network between the hosts: its sockets listen on all that "
                "are used.",
                MLA_SLOT(ucx.devices)),
+          Bool("ucx.puts", "Clients that want it put tensors into regions, and get outputs put.",
+               "For RDMA: no core of the receiver takes part then. Over TCP UCX emulates it by "
+               "copies, and a process that reaches a relay's port can read that relay's memory.",
+               MLA_SLOT(ucx.puts)),
+          Bool("ucx.encrypted", "Encrypt what rings over UCX carry.",
+               "AES-256-GCM with keys that the client gets over TLS, so it needs tls.*. The hosts' "
+               "cores do it, and no tensor is put: RDMA loses by it more than TCP.",
+               MLA_SLOT(ucx.encrypted)),
           Int("ucx.sessions", 1, 1024, "Rings over UCX at a time, all tenants together.",
               "Each has a process, a region of shm.* and a control thread; one tenant may have "
               "half of them.",
@@ -38,6 +46,12 @@ void AddUcxKeys(std::vector<ConfigKey>* keys) {
 void CheckUcx(const Config& config, std::vector<std::string>* faults) {
   if (config.ucx.enabled && !config.shm.enabled) {
     faults->push_back("ucx.enabled: got true, must be false without shm.enabled");
+  }
+  if (config.ucx.encrypted && config.ucx.puts) {
+    faults->push_back("ucx.encrypted: got true, must be false with ucx.puts");
+  }
+  if (config.ucx.encrypted && config.tls.cert.empty()) {
+    faults->push_back("ucx.encrypted: got true, must be false without tls.cert");
   }
   if (config.ucx.sessions >= config.wire.control_threads) {
     faults->push_back(absl::StrCat("ucx.sessions: got ", config.ucx.sessions,

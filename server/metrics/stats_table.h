@@ -33,6 +33,12 @@ struct WireCounters {
   std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
   std::atomic<int32_t> shared_regions{0};  // with a handle
   std::atomic<int32_t> rings{0};
+  // Of rings over UCX, each with a relay; their traffic as the relays report it.
+  std::atomic<int32_t> ucx_rings{0};
+  std::atomic<uint64_t> ucx_rings_opened{0};
+  std::atomic<uint64_t> ucx_ended_by_client{0}, ucx_ended_by_relay{0};
+  std::atomic<uint64_t> ucx_received_frames{0}, ucx_sent_frames{0};
+  std::atomic<uint64_t> ucx_received_bytes{0}, ucx_sent_bytes{0}, ucx_put_bytes{0};
   // For rings whose next entry waits for its client's GPU: the time of waiting, and the naps in it.
   std::atomic<uint64_t> device_polling_ns{0}, device_sleeps{0};
 };

@@ -59,7 +59,7 @@ absl::StatusOr<std::unique_ptr<RelayProcess>> RelayProcess::Start(
       static_cast<ssize_t>(sizeof(setup))) {
     return absl::UnavailableError(absl::StrCat("UCX: the relay has ended: ", std::strerror(errno)));
   }
-  if (!relay->Receive(timeout)) {
+  if (relay->Receive(timeout) != Received::kReply) {
     return absl::DeadlineExceededError("UCX: the relay did not answer in time");
   }
   MLA_RETURN_IF_ERROR(relay->reply_->status());
@@ -100,23 +100,36 @@ absl::Status RelayProcess::Spawn(const std::string& program, int ring) {
   return Exhausted("no process for a relay", error);
 }
 
-bool RelayProcess::Receive(std::chrono::milliseconds timeout) {
+RelayProcess::Received RelayProcess::Receive(std::chrono::milliseconds timeout) {
   pollfd ready{control_, POLLIN, 0};
-  if (poll(&ready, 1, static_cast<int>(timeout.count())) <= 0) return false;
-  if (recv(control_, reply_.get(), sizeof(*reply_), MSG_DONTWAIT) ==
-      static_cast<ssize_t>(sizeof(*reply_))) {
-    return true;
+  if (poll(&ready, 1, static_cast<int>(timeout.count())) <= 0) return Received::kNothing;
+  const auto next = std::make_unique<relay::RelayReply>();
+  const ssize_t bytes = recv(control_, next.get(), sizeof(*next), MSG_DONTWAIT);
+  if (bytes == static_cast<ssize_t>(sizeof(counts_))) {
+    std::memcpy(static_cast<void*>(&counts_), next.get(), sizeof(counts_));
+    return Received::kCounts;
+  }
+  if (bytes == static_cast<ssize_t>(sizeof(*next))) {
+    *reply_ = *next;
+    return Received::kReply;
   }
   *reply_ = {};
   reply_->code = static_cast<int32_t>(absl::StatusCode::kUnavailable);
   reply_->text.Set("UCX: the relay has crashed");
-  return true;
+  return Received::kReply;
 }
 
 std::optional<absl::Status> RelayProcess::EndedAfter(std::chrono::milliseconds pause) {
-  if (!Receive(pause)) return std::nullopt;
+  if (Receive(pause) != Received::kReply) return std::nullopt;
   absl::Status status = reply_->status();
   return status.ok() ? absl::InternalError("UCX: the relay replied twice") : status;
+}
+
+void RelayProcess::Finish() {
+  shutdown(control_, SHUT_WR);
+  const auto end = std::chrono::steady_clock::now() + kEndWait;
+  while (std::chrono::steady_clock::now() < end && Receive(kEndWait) == Received::kCounts) {
+  }
 }
 
 bool RelayProcess::Gone(std::chrono::milliseconds wait) {

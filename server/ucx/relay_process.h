@@ -33,19 +33,26 @@ class RelayProcess final {
 
   const relay::RelayReply& reply() const { return *reply_; }
   pid_t pid() const { return pid_; }
-  // Waits for `pause`. Returns the reason if the relay has ended, or is ending.
+  // Waits for `pause`, or until the relay reports counts. Returns the reason if the relay has
+  // ended, or is ending.
   std::optional<absl::Status> EndedAfter(std::chrono::milliseconds pause);
+  // Asks the relay to end, and waits for its last counts.
+  void Finish();
+  // The last that the relay has reported. It is not trusted: numbers may be anything.
+  const relay::RelayCounts& counts() const { return counts_; }
 
  private:
   RelayProcess() : reply_(std::make_unique<relay::RelayReply>()) {}
   absl::Status Spawn(const std::string& program, int ring);
-  // False if nothing came in time. An end without words gives UNAVAILABLE.
-  bool Receive(std::chrono::milliseconds timeout);
+  enum class Received : uint8_t { kNothing, kCounts, kReply };
+  // An end without words gives a reply with UNAVAILABLE.
+  Received Receive(std::chrono::milliseconds timeout);
   bool Gone(std::chrono::milliseconds wait);
 
   pid_t pid_ = -1;
   int control_ = -1;
   std::unique_ptr<relay::RelayReply> reply_;
+  relay::RelayCounts counts_;
 };
 
 }  // namespace mla::server

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <utility>
 
@@ -18,7 +19,7 @@ namespace {
 // Between two looks at a ring's relay and its call. The end of either ends the other then.
 constexpr std::chrono::milliseconds kLook{20};
 
-absl::Status CheckRequest(const v1::OpenUcxRequest& request) {
+absl::Status CheckRequest(const v1::OpenUcxRequest& request, bool encrypted) {
   if (request.version() != wire::kUcxVersion) {
     return RefuseField("version", absl::StrCat(request.version()), absl::StrCat(wire::kUcxVersion),
                        "unknown_version", absl::StatusCode::kUnimplemented);
@@ -29,7 +30,25 @@ absl::Status CheckRequest(const v1::OpenUcxRequest& request) {
                        absl::StrCat("1..", wire::kUcxMostAddressBytes, " bytes"));
   }
   if (request.bytes() == 0) return RefuseField("bytes", "0", "at least 1");
+  if (encrypted && !request.encrypts()) {
+    return RefuseField("encrypts", "false", "true: ucx.encrypted is", "not_encrypted",
+                       absl::StatusCode::kFailedPrecondition);
+  }
   return absl::OkStatus();
+}
+
+// Adds what has been added to `counted`. A relay that counts backwards adds nothing.
+void AddCounts(const relay::RelayCounts& now, relay::RelayCounts* counted, WireCounters* wire) {
+  const auto add = [&](uint64_t relay::RelayCounts::*number, std::atomic<uint64_t>* sum) {
+    if (now.*number <= counted->*number) return;
+    *sum += now.*number - counted->*number;
+    counted->*number = now.*number;
+  };
+  add(&relay::RelayCounts::received_frames, &wire->ucx_received_frames);
+  add(&relay::RelayCounts::sent_frames, &wire->ucx_sent_frames);
+  add(&relay::RelayCounts::received_bytes, &wire->ucx_received_bytes);
+  add(&relay::RelayCounts::sent_bytes, &wire->ucx_sent_bytes);
+  add(&relay::RelayCounts::put_bytes, &wire->ucx_put_bytes);
 }
 
 }  // namespace
@@ -66,6 +85,8 @@ relay::RelaySetup TransportService::SetupOf(const v1::OpenUcxRequest& request) c
   setup.arena_bytes = request.bytes();
   setup.spin_us = request.spin_us();
   setup.handles_losses = request.handles_losses();
+  setup.puts = options_.ucx.puts && request.puts();
+  setup.encrypted = options_.ucx.encrypted;
   setup.ring_ms = static_cast<uint32_t>(options_.ucx.open_ms);
   setup.library.Set(options_.ucx.library);
   setup.transports.Set(options_.ucx.transports);
@@ -97,7 +118,9 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
   const Watchers::Place place(&sessions_, who.tenant);
   MLA_RETURN_IF_ERROR(place.Check("OpenUcx"));
   relay::RelaySetup setup = SetupOf(request);
-  if (!FillRandom(&setup.token)) return absl::InternalError("UCX: no random bytes");
+  if (!FillRandom(&setup.token) || !FillRandom(&setup.secret)) {
+    return absl::InternalError("UCX: no random bytes");
+  }
   auto relay = StartRelay(who, setup);
   if (!relay.ok()) return relay.status();
   const relay::RelayReply& made = (*relay)->reply();
@@ -110,15 +133,35 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
   reply.set_arena_offset(made.arena_offset);
   reply.set_ring_entries(made.ring_entries);
   reply.set_spin_us(made.spin_us);
-  if (!writer->Write(reply)) return absl::CancelledError("the client has gone");
-  while (!sessions_.OverAfter(*context, std::chrono::milliseconds(0))) {
-    const std::optional<absl::Status> ended = (*relay)->EndedAfter(kLook);
-    if (!ended.has_value()) continue;
-    Log(LogLevel::kWarning, "ucx_ring_ended",
-        {{"tenant", who.tenant}, {"why", std::string(ended->message())}});
-    return *ended;
+  if (setup.encrypted) reply.set_secret(std::string(setup.secret.begin(), setup.secret.end()));
+  if (setup.puts) {
+    reply.set_arena_address(made.arena.address);
+    reply.set_arena_key(std::string(made.arena.Get()));
   }
-  return absl::OkStatus();
+  if (!writer->Write(reply)) return absl::CancelledError("the client has gone");
+  const std::optional<absl::Status> ended = Watch(context, relay->get());
+  if (!ended.has_value()) return absl::OkStatus();
+  Log(LogLevel::kWarning, "ucx_ring_ended",
+      {{"tenant", who.tenant}, {"why", std::string(ended->message())}});
+  return *ended;
+}
+
+std::optional<absl::Status> TransportService::Watch(grpc::ServerContext* context,
+                                                    RelayProcess* relay) {
+  WireCounters& wire = rpc_.metrics->wire();
+  ++wire.ucx_rings_opened;
+  ++wire.ucx_rings;
+  relay::RelayCounts counted;
+  std::optional<absl::Status> ended;
+  while (!ended.has_value() && !sessions_.OverAfter(*context, std::chrono::milliseconds(0))) {
+    ended = relay->EndedAfter(kLook);
+    AddCounts(relay->counts(), &counted, &wire);
+  }
+  if (!ended.has_value()) relay->Finish();
+  AddCounts(relay->counts(), &counted, &wire);
+  ++(ended.has_value() ? wire.ucx_ended_by_relay : wire.ucx_ended_by_client);
+  --wire.ucx_rings;
+  return ended;
 }
 
 grpc::Status TransportService::OpenUcx(grpc::ServerContext* context,
@@ -128,7 +171,7 @@ grpc::Status TransportService::OpenUcx(grpc::ServerContext* context,
                             rpc_.unix_tenant);
   absl::Status status = who.status();
   if (status.ok()) status = usable_;
-  if (status.ok()) status = CheckRequest(*request);
+  if (status.ok()) status = CheckRequest(*request, options_.ucx.encrypted);
   // Not counted among the tenant's control calls, which a few rings would use up for good:
   // `sessions_` bounds them.
   if (status.ok()) status = Serve(context, *who, *request, writer);

@@ -7,6 +7,7 @@
 #define MLA_SERVER_UCX_TRANSPORT_SERVICE_H_
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
@@ -50,6 +51,8 @@ class TransportService final : public v1::Transports::Service {
   absl::Status Serve(grpc::ServerContext* context, const Identity& who,
                      const v1::OpenUcxRequest& request,
                      grpc::ServerWriter<v1::OpenUcxReply>* writer);
+  // Until the call is over, or the relay has ended: then with its reason. Counts both.
+  std::optional<absl::Status> Watch(grpc::ServerContext* context, RelayProcess* relay);
 
   const RpcContext rpc_;
   const TransportOptions options_;

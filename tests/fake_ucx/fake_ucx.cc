@@ -5,106 +5,26 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <random>
-#include <vector>
+#include <utility>
+
+#include "tests/fake_ucx/fake_world.h"
 
 namespace mla::fake_ucx {
-namespace {
-
-constexpr size_t kAddressBytes = 24;
-
-struct Worker;
-
-struct Endpoint {
-  Worker* own = nullptr;
-  std::string peer;
-  ucp_err_handler_t on_error{};
-  bool lost = false, told = false;
-};
-
-// An operation under way.
-struct Request {
-  Worker* owner = nullptr;
-  ucs_status_t status = UCS_INPROGRESS;
-  ucp_send_nbx_callback_t sent = nullptr;
-  ucp_am_recv_data_nbx_callback_t received = nullptr;
-  void* user_data = nullptr;
-  size_t bytes = 0;
-  // A receive puts the payload here.
-  void* to = nullptr;
-};
-
-struct Message {
-  std::string header;
-  std::string eager;
-  const void* payload = nullptr;  // of a rendezvous
-  size_t bytes = 0;
-  Request* sending = nullptr;  // of a rendezvous
-};
-
-// A receive that was asked for.
-struct Pull {
-  std::unique_ptr<Message> message;
-  Request* receiving;
-};
-
-struct Worker {
-  std::string address;
-  int event = -1;
-  ucp_am_handler_param_t handler{};
-  std::deque<std::unique_ptr<Message>> inbox;
-  std::vector<std::unique_ptr<Message>> offered;  // to a callback that runs now
-  std::deque<Pull> pulls;
-  std::deque<Request*> done;  // whose callbacks are due
-  std::vector<Endpoint*> endpoints;
-};
-
-struct World {
-  std::mutex mutex;
-  Faults faults;
-  std::mt19937_64 random{1};
-  uint64_t next_address = 1;
-  std::map<std::string, Worker*> workers;
-  Counts counts;
-};
 
 World& TheWorld() {
   static World* const world = new World();
   return *world;
 }
 
-bool Fails(const char* call) { return TheWorld().faults.fails == call; }
+namespace {
 
-void Notify(const Worker& worker) {
-  const uint64_t one = 1;
-  if (worker.event >= 0 && write(worker.event, &one, sizeof(one)) < 0) return;
-}
-
-template <typename Queue>
-typename Queue::value_type TakeOne(Queue* queue) {
-  World& world = TheWorld();
-  const size_t at = world.faults.reorder == 0 ? 0 : world.random() % queue->size();
-  typename Queue::value_type one = std::move((*queue)[at]);
-  queue->erase(queue->begin() + static_cast<std::ptrdiff_t>(at));
-  return one;
-}
-
-Worker* AsWorker(ucp_worker_h handle) { return reinterpret_cast<Worker*>(handle); }
-Endpoint* AsEndpoint(ucp_ep_h handle) { return reinterpret_cast<Endpoint*>(handle); }
+constexpr size_t kAddressBytes = 24;
 
 void Lose(Worker* worker) {
   for (Endpoint* endpoint : worker->endpoints) endpoint->lost = true;
   Notify(*worker);
-}
-
-void Finish(Request* request, ucs_status_t status) {
-  request->status = status;
-  request->owner->done.push_back(request);
-  Notify(*request->owner);
 }
 
 // ------------------------------------------------------------------------------------ The calls
@@ -148,18 +68,14 @@ void Recall(const Worker* sender, Worker* other) {
   const auto is_theirs = [sender](const Message& message) {
     return message.sending != nullptr && message.sending->owner == sender;
   };
-  const auto drop = [](Request* request) {
-    --TheWorld().counts.live_requests;
-    delete request;
-  };
   std::erase_if(other->inbox, [&](const std::unique_ptr<Message>& message) {
     if (!is_theirs(*message)) return false;
-    drop(message->sending);
+    Drop(message->sending);
     return true;
   });
   std::erase_if(other->pulls, [&](Pull& pull) {
     if (!is_theirs(*pull.message)) return false;
-    drop(pull.message->sending);
+    Drop(pull.message->sending);
     Finish(pull.receiving, UCS_ERR_CONNECTION_RESET);
     return true;
   });
@@ -178,15 +94,15 @@ void WorkerDestroy(ucp_worker_h handle) {
     Recall(worker, other);
     Notify(*other);
   }
-  for (Endpoint* endpoint : worker->endpoints) delete endpoint;
-  for (Request* request : worker->done) {
-    --world.counts.live_requests;
-    delete request;
+  for (Endpoint* endpoint : worker->endpoints) {
+    for (const Put& put : endpoint->puts) Drop(put.request);
+    for (Request* flush : endpoint->flushes) Drop(flush);
+    delete endpoint;
   }
+  for (Request* request : worker->done) Drop(request);
   for (Pull& pull : worker->pulls) {
     Finish(pull.message->sending, UCS_ERR_CONNECTION_RESET);
-    --world.counts.live_requests;
-    delete pull.receiving;
+    Drop(pull.receiving);
   }
   for (const std::unique_ptr<Message>& message : worker->inbox) {
     if (message->sending != nullptr) Finish(message->sending, UCS_ERR_CONNECTION_RESET);
@@ -222,7 +138,8 @@ void RunCallback(Request* request, std::unique_lock<std::mutex>* lock) {
 }
 
 void Deliver(Worker* worker, std::unique_lock<std::mutex>* lock) {
-  std::unique_ptr<Message> message = TakeOne(&worker->inbox);
+  if (StopsAt(worker, "deliver")) return;
+  std::unique_ptr<Message> message = TakeAt(&worker->inbox, NextOf(worker->inbox));
   Message* const raw = message.get();
   ucp_am_recv_param_t param{};
   void* data = raw->eager.data();
@@ -245,6 +162,7 @@ unsigned WorkerProgress(ucp_worker_h handle) {
   World& world = TheWorld();
   std::unique_lock<std::mutex> lock(world.mutex);
   Worker* const worker = AsWorker(handle);
+  if (worker->stopped) return 0;
   for (Endpoint* endpoint : worker->endpoints) {
     if (!endpoint->lost || std::exchange(endpoint->told, true)) continue;
     const ucp_err_handler_t handler = endpoint->on_error;
@@ -253,13 +171,21 @@ unsigned WorkerProgress(ucp_worker_h handle) {
     return 1;
   }
   if (!worker->done.empty()) {
-    RunCallback(TakeOne(&worker->done), &lock);
+    const size_t next = NextOf(worker->done);
+    if (StopsAt(worker, PointOf(*worker->done[next]))) return 0;
+    RunCallback(TakeAt(&worker->done, next), &lock);
     return 1;
   }
-  if (world.faults.stalled) return 0;
+  if (world.faults.stalled || worker->cut) return 0;
+  if (DoWrite(worker)) return 1;
   if (!worker->pulls.empty()) {
-    Pull pull = TakeOne(&worker->pulls);
+    const size_t next = NextOf(worker->pulls);
+    const Pull& chosen = worker->pulls[next];
+    std::memcpy(chosen.receiving->to, chosen.message->payload, chosen.message->bytes / 2);
+    if (StopsAt(worker, "pull")) return 0;
+    const Pull pull = TakeAt(&worker->pulls, next);
     std::memcpy(pull.receiving->to, pull.message->payload, pull.message->bytes);
+    if (world.faults.flips) static_cast<char*>(pull.receiving->to)[0] ^= 1;
     world.counts.payload_bytes += pull.message->bytes;
     pull.receiving->bytes = pull.message->bytes;
     Finish(pull.message->sending, UCS_OK);
@@ -277,8 +203,9 @@ ucs_status_t WorkerArm(ucp_worker_h handle) {
   Worker* const worker = AsWorker(handle);
   uint64_t count = 0;
   if (worker->event >= 0 && read(worker->event, &count, sizeof(count)) < 0) count = 0;
-  const bool busy = !worker->inbox.empty() || !worker->pulls.empty() || !worker->done.empty();
-  return busy && !world.faults.stalled ? UCS_ERR_BUSY : UCS_OK;
+  const bool busy = HasWrites(*worker) || !worker->inbox.empty() || !worker->pulls.empty() ||
+                    !worker->done.empty();
+  return busy && !world.faults.stalled && !worker->stopped && !worker->cut ? UCS_ERR_BUSY : UCS_OK;
 }
 
 ucs_status_t WorkerGetEfd(ucp_worker_h handle, int* descriptor) {
@@ -302,14 +229,6 @@ ucs_status_t EpCreate(ucp_worker_h handle, const ucp_ep_params_t* params, ucp_ep
 }
 
 ucs_status_ptr_t EpClose(ucp_ep_h, const ucp_request_param_t*) { return nullptr; }
-
-Request* NewRequest(Worker* owner, const ucp_request_param_t* param) {
-  auto* const request = new Request();
-  request->owner = owner;
-  request->user_data = param->user_data;
-  ++TheWorld().counts.live_requests;
-  return request;
-}
 
 ucs_status_ptr_t AmSend(ucp_ep_h handle, unsigned, const void* header, size_t header_bytes,
                         const void* payload, size_t bytes, const ucp_request_param_t* param) {
@@ -339,10 +258,12 @@ ucs_status_ptr_t AmSend(ucp_ep_h handle, unsigned, const void* header, size_t he
     message->sending = request;
   } else {
     message->eager.assign(static_cast<const char*>(payload), bytes);
+    if (world.faults.flips && bytes > 0) message->eager[0] ^= 1;
     world.counts.payload_bytes += bytes;
   }
   peer->second->inbox.push_back(std::move(message));
   Notify(*peer->second);
+  StopsAt(endpoint->own, "message");
   return request;
 }
 
@@ -378,18 +299,6 @@ void FreeRequest(void* request) {
   delete static_cast<Request*>(request);
 }
 
-ucs_status_t MemMap(ucp_context_h, const ucp_mem_map_params_t*, ucp_mem_h* memory) {
-  if (Fails("memory")) return UCS_ERR_NO_MEMORY;
-  ++TheWorld().counts.registered;
-  *memory = reinterpret_cast<ucp_mem_h>(new int(0));
-  return UCS_OK;
-}
-ucs_status_t MemUnmap(ucp_context_h, ucp_mem_h memory) {
-  delete reinterpret_cast<int*>(memory);
-  --TheWorld().counts.registered;
-  return UCS_OK;
-}
-
 const char* StatusString(ucs_status_t) { return "a failure of the fake"; }
 
 }  // namespace
@@ -400,6 +309,58 @@ void Reset(const Faults& wanted) {
   world.faults = wanted;
   world.random.seed(wanted.reorder);
   world.counts = {};
+  world.stop_point.clear();
+}
+
+void SetStalled(bool stalled) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  world.faults.stalled = stalled;
+}
+
+void SetFails(const std::string& name) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  world.faults.fails = name;
+}
+
+void SetFlips(bool flips) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  world.faults.flips = flips;
+}
+
+void StopAt(const std::string& point, const std::string& address) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  world.stop_point = point;
+  world.stop_address = address;
+}
+
+bool Stopped() {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  for (const auto& [address, worker] : world.workers) {
+    if (worker->stopped) return true;
+  }
+  return false;
+}
+
+void Continue() {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  for (const auto& [address, worker] : world.workers) {
+    worker->stopped = false;
+    Notify(*worker);
+  }
+}
+
+void Cut(const std::string& address) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  if (const auto found = world.workers.find(address); found != world.workers.end()) {
+    found->second->cut = true;
+  }
 }
 
 Faults& faults() { return TheWorld().faults; }
@@ -432,9 +393,8 @@ wire::UcxApi Api() {
   api.am_recv_data_nbx = AmReceive;
   api.request_check_status = CheckStatus;
   api.request_free = FreeRequest;
-  api.mem_map = MemMap;
-  api.mem_unmap = MemUnmap;
   api.status_string = StatusString;
+  AddPuts(&api);
   return api;
 }
 

@@ -1,6 +1,7 @@
 // UCX's entry points without UCX: workers of one process that exchange active messages, with faults
 // on demand. Payloads above kEagerBytes stay with the sender until the receiver asks for them, as
-// in UCX's rendezvous.
+// in UCX's rendezvous. Puts are done while the sender makes progress, in any order, if their key is
+// that of memory which holds them and may be written; a flush is done after the puts before it.
 //
 // State is the process's: one test at a time. Threading: any thread; one lock, which is not held
 // while callbacks run.
@@ -20,12 +21,14 @@ inline constexpr size_t kEagerBytes = 1024;
 struct Faults {
   // Deliver messages and payloads in an order that this seed makes; 0: as they were sent.
   uint64_t reorder = 0;
-  // Name of the call that fails: "init", "worker", "connection", "memory", "send", "receive".
+  // Name of the call that fails: "init", "worker", "connection", "memory", "send", "receive",
+  // "key", "take_key", "put", "flush".
   std::string fails = {};
   // Number of messages until the peer is lost to both sides; -1: it never is.
   int64_t lost_after = -1;
   // Messages are kept back.
   bool stalled = false;
+  bool flips = false;  // as of SetFlips
   // Workers have no descriptor to sleep on.
   bool no_descriptor = false;
 };
@@ -33,12 +36,29 @@ struct Faults {
 // Forgets all workers and sets the faults.
 void Reset(const Faults& faults = {});
 Faults& faults();  // may be changed while no other thread uses the fake
+// Keeps all messages and puts back, or lets them go on; call `name` fails from now on. At any time.
+void SetStalled(bool stalled);
+void SetFails(const std::string& name);
+// Payloads arrive with a bit changed.
+void SetFlips(bool flips);
+
+// The worker with this address stops as by SIGSTOP when it comes to this point for the next time:
+// its calls do nothing from then on. Points, each before what it names is seen by the worker:
+// "message": a frame has left it. "deliver": one has come. "pull": half of a payload has come.
+// "received": all of it. "sent": the receiver has it. "put": half of a put is done. "put_done":
+// all of it. "flush": a flush has begun.
+void StopAt(const std::string& point, const std::string& address);
+bool Stopped();
+void Continue();
+// Nothing gets to this worker or from it any more, and no end is told.
+void Cut(const std::string& address);
 
 wire::UcxApi Api();
 
 // Counts since Reset.
 struct Counts {
   uint64_t messages = 0, payload_bytes = 0, live_requests = 0, registered = 0;
+  uint64_t puts = 0, put_bytes = 0, refused_puts = 0, flushes = 0, live_keys = 0;
 };
 Counts counts();
 

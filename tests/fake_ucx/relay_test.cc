@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <deque>
 #include <map>
 #include <random>
 #include <thread>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "tests/fake_ucx/fake_ucx.h"
+#include "tests/fake_ucx/test_ring.h"
 
 namespace mla::relay {
 namespace {
@@ -20,59 +20,7 @@ namespace {
 constexpr uint32_t kEntries = 8;
 constexpr uint64_t kArena = 1 << 16;
 
-// A ring whose server is the test.
-class TestRing final : public client::RingMemory {
- public:
-  TestRing() : bytes_(wire::RingBytes(kEntries) + kArena) {
-    SetRegion(bytes_, wire::RingBytes(kEntries));
-  }
-  std::string_view transport() const override { return "test"; }
-  uint32_t ring_entries() const override { return kEntries; }
-  bool Submit(wire::SubmissionEntry entry, const client::RingPlaces&, void*, bool) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (in_flight_ == kEntries) return false;
-    ++in_flight_;
-    submitted.push_back(entry);
-    return true;
-  }
-  bool Poll(wire::CompletionEntry* entry) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (completions_.empty()) return false;
-    *entry = completions_.front();
-    completions_.pop_front();
-    --in_flight_;
-    return true;
-  }
-  absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds) override {
-    if (Poll(entry)) return absl::OkStatus();
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
-    return ended_ ? absl::UnavailableError("the ring has ended")
-                  : absl::DeadlineExceededError("nothing");
-  }
-  bool Connected() const override { return !ended_; }
-  uint64_t in_flight() const override { return in_flight_; }
-  void Close(std::chrono::milliseconds) override {}
-  void Disconnect() override {}
-
-  void Complete(const wire::CompletionEntry& entry) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    completions_.push_back(entry);
-  }
-  void End() { ended_ = true; }
-  size_t waiting() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return completions_.size();
-  }
-
-  std::vector<wire::SubmissionEntry> submitted;
-
- private:
-  std::vector<std::byte> bytes_;
-  std::mutex mutex_;
-  uint64_t in_flight_ = 0;
-  std::deque<wire::CompletionEntry> completions_;
-  std::atomic<bool> ended_{false};
-};
+using fake_ucx::TestRing;
 
 // The other end, which sends what the test wants.
 class Peer final : public wire::UcxReceiver {
@@ -146,7 +94,7 @@ class RelayTest : public testing::Test {
     }
   }
 
-  TestRing ring_;
+  TestRing ring_{kEntries, kArena};
   Peer peer_;
   wire::UcxApi api_{};
   std::unique_ptr<Relay> relay_;
@@ -338,7 +286,7 @@ TEST_F(RelayTest, AClientThatTakesNothingHoldsABoundedNumberOfFrames) {
 TEST_F(RelayTest, NoiseNeverLeavesTheArena) {
   std::mt19937_64 random(41);
   for (int round = 0; round < 3000; ++round) {
-    TestRing ring;
+    TestRing ring(kEntries, kArena);
     std::memset(ring.region().data(), 0x5a, ring.region().size());
     fake_ucx::Reset();
     api_ = fake_ucx::Api();

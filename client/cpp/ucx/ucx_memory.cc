@@ -27,6 +27,8 @@ constexpr uint32_t kMostRingEntries = 4096;
 constexpr uint64_t kMostRounding = 2 << 20;  // of an arena beyond the wanted size
 // UCX's descriptor misses events in some versions; a sleep that missed one takes this long.
 constexpr milliseconds kLongestSleep{5};
+// A sleep is at most this long while the word of a chained entry must be looked at.
+constexpr std::chrono::microseconds kChainPause{20};
 // The pump waits this long for a thread that waits, and goes on this long without work.
 constexpr std::chrono::milliseconds kPumpPause{1};
 constexpr std::chrono::milliseconds kPumpRest{100};
@@ -39,6 +41,12 @@ absl::Status Mismatch(const char* field, uint64_t got, const std::string& expect
 absl::Status CheckRing(const UcxRing& ring) {
   if (ring.token.size() != wire::kUcxTokenBytes) {
     return Mismatch("token bytes", ring.token.size(), absl::StrCat(wire::kUcxTokenBytes));
+  }
+  if (!ring.secret.empty() && ring.secret.size() != wire::kUcxSecretBytes) {
+    return Mismatch("secret bytes", ring.secret.size(), absl::StrCat(wire::kUcxSecretBytes));
+  }
+  if (!ring.secret.empty() && !ring.arena_key.empty()) {
+    return Mismatch("arena_key bytes", ring.arena_key.size(), "0 with a secret");
   }
   if (ring.entries == 0 || ring.entries > kMostRingEntries || !std::has_single_bit(ring.entries)) {
     return Mismatch("ring_entries", ring.entries,
@@ -93,13 +101,37 @@ absl::Status UcxMemory::Connect(const UcxRing& ring) {
   SetRegion({static_cast<std::byte*>(at), ring.region_bytes}, ring.arena_offset);
   MutexLock lock(mutex_);
   link_->Register(region()).IgnoreError();  // payloads take slower ways without it
+  if (!ring.secret.empty()) {
+    wire::UcxSecret secret;
+    std::memcpy(secret.data(), ring.secret.data(), secret.size());
+    link_->Encrypt(secret, wire::FrameSeal::Sender::kClient);
+  }
   MLA_RETURN_IF_ERROR(link_->Connect(ring.worker_address));
+  MLA_RETURN_IF_ERROR(ExchangeKeys(ring));
+  if (options_.pins) {
+    auto chains = UcxChains::Open(region(), entries_, options_.device);
+    pinned_ = chains.status();
+    if (chains.ok()) chains_ = *std::move(chains);
+    if (chains_ != nullptr) device_ = chains_->device();
+  }
   try {
     pump_ = std::thread([this] { Pump(); });
   } catch (const std::system_error& error) {
     return absl::ResourceExhaustedError(absl::StrCat("UCX ring: no thread: ", error.what()));
   }
   return absl::OkStatus();
+}
+
+absl::Status UcxMemory::ExchangeKeys(const UcxRing& ring) {
+  if (!options_.link.puts || ring.arena_key.empty()) return absl::OkStatus();
+  MLA_RETURN_IF_ERROR(
+      link_->Reach({ring.arena_address, arena_bytes(), std::string(ring.arena_key)}));
+  MLA_ASSIGN_OR_RETURN(wire::UcxTarget arena, link_->Offer(region().last(arena_bytes())));
+  key_ = std::move(arena.key);
+  const wire::UcxKeyFrame frame{token_, arena.address, arena.bytes};
+  ++sending_;
+  return link_->Send(std::as_bytes(std::span<const wire::UcxKeyFrame, 1>(&frame, 1)),
+                     std::as_bytes(std::span<const char>(key_)), 0);
 }
 
 UcxMemory::~UcxMemory() {
@@ -113,7 +145,8 @@ UcxMemory::~UcxMemory() {
   if (pump_.joinable()) pump_.join();
   {
     const MutexLock lock(mutex_);
-    link_.reset();  // before the memory that it uses
+    link_.reset();  // before the memory that they use
+    chains_.reset();
   }
   if (region().data() != nullptr) munmap(region().data(), region().size());
   if (wake_ >= 0) close(wake_);
@@ -164,7 +197,7 @@ absl::StatusOr<std::byte*> UcxMemory::Place(std::span<const std::byte> header, s
   }
   const uint64_t ahead = frame.number - returned_.load(std::memory_order_acquire);
   Slot& slot = slots_[frame.number & (entries_ - 1)];
-  if (ahead >= entries_ || frame.number >= submitted_.load() || slot.state != SlotState::kFree) {
+  if (ahead >= entries_ || frame.number >= left_.load() || slot.state != SlotState::kFree) {
     return absl::DataLossError(absl::StrCat("UCX ring: a completion to nothing: ", frame.number));
   }
   if (frame.place > region().size() || bytes > region().size() - frame.place) {
@@ -180,51 +213,100 @@ void UcxMemory::OnArrived(std::span<const std::byte> header) {
   wire::UcxCompletionFrame frame;
   if (!wire::ReadFrame(header, token_, &frame)) return;  // Place has checked it
   ++arrived_;
+  if (chains_ != nullptr) chains_->Complete(frame.entry.tag);
   slots_[frame.number & (entries_ - 1)].state.store(SlotState::kArrived, std::memory_order_release);
 }
 
 void UcxMemory::OnSent(uint64_t) { --sending_; }
 
-bool UcxMemory::Submit(wire::SubmissionEntry entry, const RingPlaces& places, void*, bool chained) {
-  if (in_flight() >= entries_ || chained || (entry.flags & wire::kEntryOnDevice) != 0) return false;
+absl::Status UcxMemory::SendRequest(const wire::UcxRequestFrame& frame, const RingPlaces& places) {
+  const auto header = std::as_bytes(std::span<const wire::UcxRequestFrame, 1>(&frame, 1));
+  const auto payload = region().subspan(frame.place, places.in_bytes);
+  const uint64_t arena = region().size() - arena_bytes();
+  if (!link_->reaches() || payload.size() < wire::UcxLink::kLeastPutBytes || frame.place < arena) {
+    return link_->Send(header, payload, frame.number);
+  }
+  return link_->Put(header, payload, frame.place - arena, frame.number);
+}
+
+bool UcxMemory::Submit(wire::SubmissionEntry entry, const RingPlaces& places, void* stream,
+                       bool chained) {
+  if (in_flight() >= entries_ || (entry.flags & wire::kEntryOnDevice) != 0) return false;
+  if (chained && device_ == nullptr) return false;
+  if (entry.kind == wire::kEntryAttend) entry.flags &= ~wire::kEntryChained;  // it does not travel
   wire::UcxRequestFrame frame{};
   frame.token = token_;
   frame.number = submitted_.load();
   frame.place = places.in_bytes > 0 ? places.in_offset : 0;
   frame.out_bytes = entry.kind == wire::kEntryAttend ? places.out_bytes : 0;
   frame.entry = entry;
+  // Without the lock, because a driver may wait for the stream's earlier work.
+  absl::Status turn;
+  if (chained) turn = chains_->PassTurn(frame.number, returned_, stream);
   const MutexLock lock(mutex_);
-  submitted_.store(frame.number + 1);
-  ++sending_;
-  const absl::Status sent =
-      link_->Send(std::as_bytes(std::span<const wire::UcxRequestFrame, 1>(&frame, 1)),
-                  region().subspan(frame.place, places.in_bytes), frame.number);
-  // A failure shows as the end of the ring, to the thread that waits.
-  if (!sent.ok()) {
-    why_ended_.Update(sent);
-    ended_.store(true, std::memory_order_release);
+  if (chained) {
+    chain_status_.Update(turn);
+    if (!chain_status_.ok()) return false;
+    chains_->Expect(frame.number, entry.tag);
+    chain_end_ = frame.number + 1;
   }
-  if (parked_) changed_.NotifyAll();
+  submitted_.store(frame.number + 1);
+  queue_.push_back({frame, places, chained});
+  SendReady();
+  if (parked_ || chained) changed_.NotifyAll();
   return true;
+}
+
+bool UcxMemory::SendReady() {
+  bool moved = false;
+  for (; !queue_.empty(); queue_.pop_front(), moved = true) {
+    const Queued& next = queue_.front();
+    const bool may_leave =
+        next.chained ? chains_->Ready(next.frame.number) : arrived_ >= chain_end_;
+    if (!may_leave) break;
+    left_.store(next.frame.number + 1);
+    ++sending_;
+    if (const absl::Status sent = SendRequest(next.frame, next.places); !sent.ok()) {
+      NoteFailure(sent);
+    }
+  }
+  return moved;
+}
+
+absl::Status UcxMemory::device_status() const {
+  if (device_ == nullptr) return pinned_;
+  const MutexLock lock(mutex_);
+  return chain_status_;
+}
+
+void UcxMemory::ReleaseStreams() {
+  const MutexLock lock(mutex_);
+  queue_.clear();
+  if (chains_ != nullptr) chains_->Release();
+}
+
+// A failure shows as the end of the ring, to the thread that waits.
+void UcxMemory::NoteFailure(const absl::Status& status) {
+  why_ended_.Update(status);
+  ended_.store(true, std::memory_order_release);
 }
 
 // -------------------------------------------------------------------------------------- Progress
 
 bool UcxMemory::Progress() {
   const MutexLock lock(mutex_);
-  const bool moved = link_->Progress();
-  if (!link_->status().ok()) {
-    why_ended_.Update(link_->status());
-    ended_.store(true, std::memory_order_release);
-  }
+  bool moved = link_->Progress();
+  moved |= SendReady();
+  if (!link_->status().ok()) NoteFailure(link_->status());
   return moved;
 }
 
 // Sleeps until UCX has something to do, at most for this time.
 void UcxMemory::Sleep(std::chrono::nanoseconds longest) {
-  const auto wait = std::min<std::chrono::nanoseconds>(longest, kLongestSleep);
+  auto wait = std::min<std::chrono::nanoseconds>(longest, kLongestSleep);
   {
     const MutexLock lock(mutex_);
+    if (!queue_.empty()) wait = std::min<std::chrono::nanoseconds>(wait, kChainPause);
     if (!link_->Arm()) return;
   }
   const timespec time{0, static_cast<long>(std::max<int64_t>(wait.count(), 0))};

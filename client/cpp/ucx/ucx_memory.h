@@ -17,6 +17,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <span>
@@ -30,6 +31,7 @@
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
 #include "client/cpp/shared_memory/ring_memory.h"
+#include "client/cpp/ucx/ucx_chains.h"
 #include "proto/wire/ucx/frames.h"
 #include "proto/wire/ucx/ucx_link.h"
 
@@ -37,8 +39,12 @@ namespace mla::client {
 
 struct UcxMemoryOptions {
   std::string library;                // of UCX; empty: libucp.so.0 where the loader finds it
-  wire::UcxLinkOptions link;          // transports and devices
+  wire::UcxLinkOptions link;          // transports and devices; whether to put
   std::chrono::microseconds spin{0};  // how long Wait polls before it sleeps
+  // Registers the mirror with the driver of `device`, so that its streams copy from and to the
+  // arena, and calls can be chained.
+  bool pins = false;
+  DeviceRegionOptions device;
 };
 
 // A ring as the server describes it.
@@ -48,6 +54,10 @@ struct UcxRing {
   uint64_t region_bytes = 0, arena_offset = 0;
   uint32_t entries = 0;
   uint64_t arena_bytes = 0;  // as wanted
+  // Of puts: the arena in the server's side, and its key; empty: there are none.
+  std::string_view arena_key;
+  uint64_t arena_address = 0;
+  std::string_view secret;  // empty: frames travel in clear
 };
 
 class UcxMemory final : public RingMemory, private wire::UcxReceiver {
@@ -62,6 +72,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   // Returns the address of this side's worker. Does not change.
   const std::string& address() const { return address_; }
   bool handles_losses() const { return handles_losses_; }  // as of wire::UcxLink
+  bool wants_puts() const { return options_.link.puts; }
   // Makes the mirror and connects. UNIMPLEMENTED if the ring is not laid out as this protocol says.
   absl::Status Connect(const UcxRing& ring);
   // Called by Close, Disconnect and the destructor, once: asks the server to end the ring, which
@@ -72,8 +83,14 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
 
   std::string_view transport() const override { return "ucx"; }
   uint32_t ring_entries() const override { return entries_; }
+  // Chained entries leave one after the other, when their stream has come to them; what follows a
+  // chain leaves when that was answered.
   bool Submit(wire::SubmissionEntry entry, const RingPlaces& places, void* stream,
               bool chained) override;
+  DeviceRegion* device() const override { return device_; }
+  absl::Status pinned() const override { return pinned_; }
+  absl::Status device_status() const override;
+  void ReleaseStreams() override;
   bool Poll(wire::CompletionEntry* entry) override;
   absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) override;
   bool Connected() const override { return !ended_.load(std::memory_order_acquire); }
@@ -91,11 +108,25 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
     wire::CompletionEntry entry;
   };
 
+  // An entry that was submitted and has not left.
+  struct Queued {
+    wire::UcxRequestFrame frame;
+    RingPlaces places;
+    bool chained;
+  };
+
   explicit UcxMemory(const UcxMemoryOptions& options);
   absl::StatusOr<std::byte*> Place(std::span<const std::byte> header, size_t bytes) override
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnArrived(std::span<const std::byte> header) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnSent(uint64_t number) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Lets both sides put, if the server does.
+  absl::Status ExchangeKeys(const UcxRing& ring) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status SendRequest(const wire::UcxRequestFrame& frame, const RingPlaces& places)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Sends what may leave now. Returns true if something has left.
+  bool SendReady() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void NoteFailure(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Ready() const;
   void GiveBack();
   bool Progress();
@@ -122,16 +153,25 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   bool held_ = false;                  // the last completion's places are in use
   std::atomic<uint64_t> returned_{0};  // completions whose places may be used again
   std::atomic<uint64_t> submitted_{0};
+  std::atomic<uint64_t> left_{0};  // entries that were given to UCX, in their order
   std::atomic<bool> ended_{false};
   std::atomic<int32_t> waiting_{0};  // threads in Wait
 
-  Mutex mutex_;
+  std::unique_ptr<UcxChains> chains_;  // since Connect; but for PassTurn, used under the mutex
+  DeviceRegion* device_ = nullptr;     // of chains_
+  absl::Status pinned_ = absl::UnavailableError("UCX ring: it was not to be pinned");
+
+  mutable Mutex mutex_;
   CondVar changed_;
+  absl::Status chain_status_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Queued> queue_ ABSL_GUARDED_BY(mutex_);
+  uint64_t chain_end_ ABSL_GUARDED_BY(mutex_) = 0;  // number after the last chained entry
   std::unique_ptr<wire::UcxLink> link_ ABSL_GUARDED_BY(mutex_);
   absl::Status why_ended_ ABSL_GUARDED_BY(mutex_);
   bool ended_there_ ABSL_GUARDED_BY(mutex_) = false;  // SetEnded was called
   uint64_t sending_ ABSL_GUARDED_BY(mutex_) = 0;      // frames whose payload UCX still reads
   uint64_t arrived_ ABSL_GUARDED_BY(mutex_) = 0;      // completions, in any order
+  std::string key_ ABSL_GUARDED_BY(mutex_);           // of this side's arena, while it is sent
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   bool parked_ ABSL_GUARDED_BY(mutex_) = false;  // the pump sleeps until it is notified
   std::thread pump_;

@@ -32,6 +32,8 @@ class UcxCall final {
     request.set_worker_address(memory_->address());
     request.set_bytes(options.bytes);
     request.set_handles_losses(memory_->handles_losses());
+    request.set_encrypts(true);
+    request.set_puts(memory_->wants_puts());
     request.set_spin_us(static_cast<uint32_t>(options.memory.spin.count()));
     reader_ = stub_->OpenUcx(&context_, request);
     try {
@@ -100,6 +102,9 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcxRing(std::shared_ptr<grpc::Cha
   ring.arena_offset = reply.arena_offset();
   ring.entries = reply.ring_entries();
   ring.arena_bytes = options.bytes;
+  ring.arena_key = reply.arena_key();
+  ring.arena_address = reply.arena_address();
+  ring.secret = reply.secret();
   MLA_RETURN_IF_ERROR((*memory)->Connect(ring));
   return memory;
 }

@@ -12,9 +12,10 @@ void AddTransport(Command* command, std::string* name) {
   std::vector<std::string> names = TransportNames();
   names.insert(names.begin(), "auto");
   names.emplace_back(kUcx);
+  names.emplace_back(kUcxPuts);
   command->Choice(
-      {"transport", "NAME", "inline, shm, ring-futex, ring-spin, ucx, or auto (default)"}, names,
-      name);
+      {"transport", "NAME", "inline, shm, ring-futex, ring-spin, ucx, ucx-puts, or auto (default)"},
+      names, name);
 }
 
 void AddSpin(Command* command, uint32_t* spin_us) {
@@ -31,7 +32,8 @@ void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptio
   if (name == "ring-futex") options->transport = Transport::kRing;
   if (name == "ring-spin") options->transport = Transport::kRing;
   if (name == kUcx) options->transport = Transport::kUcx;
-  if (name == "ring-spin" || name == kUcx) options->spin_us = spin_us;
+  if (name == kUcxPuts) options->transport = Transport::kUcxPuts;
+  if (name == "ring-spin" || name == kUcx || name == kUcxPuts) options->spin_us = spin_us;
 }
 
 }  // namespace mla::mlactl

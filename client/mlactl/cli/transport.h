@@ -13,11 +13,12 @@ namespace mla::mlactl {
 
 inline constexpr uint32_t kDefaultSpinMicros = 100;
 
-// A ring over UCX, to a server that offers it.
+// A ring over UCX, to a server that offers it; the second with puts.
 inline constexpr char kUcx[] = "ucx";
+inline constexpr char kUcxPuts[] = "ucx-puts";
 
 // inline, shm, ring-futex, ring-spin: without auto, which leaves the choice to the client library,
-// and kUcx, which few servers offer.
+// and those over UCX, which few servers offer.
 const std::vector<std::string>& TransportNames();
 
 // Defines --transport with one name, auto included.

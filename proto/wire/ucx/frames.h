@@ -5,6 +5,11 @@
 // (ring_layout.h): of the same size, with the same offsets. The payload of a frame lies at
 // `place` in the sender's copy and goes to the same offset of the receiver's copy.
 //
+// With puts, which both ends must want, the sender may have put a payload into the receiver's arena
+// before it sends the frame, which then has none: the client by the key of OpenUcxReply, the
+// server's side by the key of the client's UcxKeyFrame. That frame is the client's first, and has
+// no number; replies are sent as payloads until it has come.
+//
 // A client numbers its requests from 0 on, the server's side its completions. Frames may arrive in
 // any order; receivers use them in the order of their numbers. At most `entries` requests may be in
 // flight: request n may be sent once completion n - entries was taken.
@@ -29,6 +34,7 @@ inline constexpr uint32_t kUcxVersion = 1;
 inline constexpr unsigned kUcxFrameId = 1;
 inline constexpr size_t kUcxTokenBytes = 16;
 inline constexpr size_t kUcxMostAddressBytes = 16384;
+inline constexpr size_t kUcxMostKeyBytes = 4096;
 
 using UcxToken = std::array<uint8_t, kUcxTokenBytes>;
 
@@ -50,6 +56,14 @@ struct UcxCompletionFrame {
   CompletionEntry entry;
 };
 
+// Client to server, once: memory for outputs. Payload: its key, as UCX packs it.
+struct UcxKeyFrame {
+  UcxToken token;
+  uint64_t address;  // of the arena of the client's mirror, in the client's process
+  uint64_t bytes;    // of that arena
+};
+
+static_assert(sizeof(UcxKeyFrame) == 32 && std::is_trivially_copyable_v<UcxKeyFrame>);
 static_assert(sizeof(UcxRequestFrame) == 104 && std::is_trivially_copyable_v<UcxRequestFrame>);
 static_assert(sizeof(UcxCompletionFrame) == 96 && std::is_trivially_copyable_v<UcxCompletionFrame>);
 

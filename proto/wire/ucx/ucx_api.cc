@@ -43,6 +43,12 @@ absl::StatusOr<UcxApi> OpenUcxApi(const std::string& library) {
   symbols.Need("ucp_request_free", &api.request_free);
   symbols.Need("ucp_mem_map", &api.mem_map);
   symbols.Need("ucp_mem_unmap", &api.mem_unmap);
+  symbols.Need("ucp_rkey_pack", &api.rkey_pack);
+  symbols.Need("ucp_rkey_buffer_release", &api.rkey_buffer_release);
+  symbols.Need("ucp_ep_rkey_unpack", &api.ep_rkey_unpack);
+  symbols.Need("ucp_rkey_destroy", &api.rkey_destroy);
+  symbols.Need("ucp_put_nbx", &api.put_nbx);
+  symbols.Need("ucp_ep_flush_nbx", &api.ep_flush_nbx);
   symbols.Need("ucs_status_string", &api.status_string);
   MLA_RETURN_IF_ERROR(symbols.Check("UCX"));
   unsigned major = 0, minor = 0, release = 0;

@@ -36,6 +36,12 @@ struct UcxApi {
   decltype(&ucp_request_free) request_free;
   decltype(&ucp_mem_map) mem_map;
   decltype(&ucp_mem_unmap) mem_unmap;
+  decltype(&ucp_rkey_pack) rkey_pack;
+  decltype(&ucp_rkey_buffer_release) rkey_buffer_release;
+  decltype(&ucp_ep_rkey_unpack) ep_rkey_unpack;
+  decltype(&ucp_rkey_destroy) rkey_destroy;
+  decltype(&ucp_put_nbx) put_nbx;
+  decltype(&ucp_ep_flush_nbx) ep_flush_nbx;
   decltype(&ucs_status_string) status_string;
 };
 

@@ -6,7 +6,9 @@
 #include <cstring>
 #include <filesystem>
 #include <initializer_list>
+#include <limits>
 #include <system_error>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -20,6 +22,10 @@ namespace {
 constexpr unsigned kApiMajor = 1, kApiMinor = 12;
 // Closing an endpoint by force waits for no peer; UCX may still need some rounds.
 constexpr std::chrono::milliseconds kCloseWait{500};
+// UCX reads a key as far as the lengths in it say: at most 64 parts of 255 bytes.
+constexpr size_t kKeyRoom = 32768;
+// A put's frame leaves after the put and a flush.
+constexpr int kPutSteps = 2;
 
 struct Setting {
   const char* name;
@@ -63,14 +69,29 @@ bool UsesRdma(const std::string& transports) {
                          "ud_mlx5", "ud_verbs", "dc", "dc_x", "dc_mlx5"});
 }
 
+ucp_request_param_t ParamOf(ucp_send_nbx_callback_t done, void* user_data) {
+  ucp_request_param_t param{};
+  param.op_attr_mask =
+      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.cb.send = done;
+  param.user_data = user_data;
+  param.memory_type = UCS_MEMORY_TYPE_HOST;  // not looked up for each frame
+  return param;
+}
+
 }  // namespace
 
 // A frame under way. UCX reads the header of one that is sent until that is complete.
 struct UcxLink::Frame {
   UcxLink* link = nullptr;
-  std::array<std::byte, kMostHeaderBytes> header;
+  std::array<std::byte, kMostHeaderBytes + FrameSeal::kOverhead> header;
   size_t header_bytes = 0;
   uint64_t tag = 0;
+  int steps = 0;                  // until the frame of a put may leave
+  std::vector<std::byte> sealed;  // the payload as it travels
+  // Of one that is received: its place, and how to open it.
+  std::span<std::byte> payload;
+  FrameSeal::Opening opening;
 
   std::span<const std::byte> head() const { return {header.data(), header_bytes}; }
 };
@@ -115,8 +136,8 @@ absl::Status UcxLink::Init(const UcxLinkOptions& options) {
   }
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
-  // Without remote memory access, which this does not use: UCX then has no handlers for it either.
-  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+  // Remote memory access only where it is wanted: UCX then has handlers for it.
+  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP | (options.puts ? UCP_FEATURE_RMA : 0);
   params.name = "mla";
   if (status.ok()) {
     status = Check(api_.init_version(kApiMajor, kApiMinor, &params, config, &context_), "init");
@@ -167,20 +188,28 @@ UcxLink::~UcxLink() {
       api_.request_free(closing);
     }
   }
+  if (remote_key_ != nullptr) api_.rkey_destroy(remote_key_);
   for (ucp_mem_h memory : registered_) (void)api_.mem_unmap(context_, memory);
   if (worker_ != nullptr) api_.worker_destroy(worker_);
   if (context_ != nullptr) api_.cleanup(context_);
 }
 
-absl::Status UcxLink::Register(std::span<std::byte> memory) {
+// `access` 0: all that UCX gives by itself.
+absl::Status UcxLink::Map(std::span<std::byte> memory, unsigned access, ucp_mem_h* handle) {
   ucp_mem_map_params_t params{};
   params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
   params.address = memory.data();
   params.length = memory.size();
-  ucp_mem_h handle = nullptr;
-  absl::Status status = Check(api_.mem_map(context_, &params, &handle), "memory");
-  if (status.ok()) registered_.push_back(handle);
+  if (access != 0) params.field_mask |= UCP_MEM_MAP_PARAM_FIELD_PROT;
+  params.prot = access;
+  absl::Status status = Check(api_.mem_map(context_, &params, handle), "memory");
+  if (status.ok()) registered_.push_back(*handle);
   return status;
+}
+
+absl::Status UcxLink::Register(std::span<std::byte> memory) {
+  ucp_mem_h handle = nullptr;
+  return Map(memory, 0, &handle);
 }
 
 absl::Status UcxLink::Connect(std::string_view address) {
@@ -216,20 +245,33 @@ UcxLink::Frame* UcxLink::TakeFrame(std::span<const std::byte> header, uint64_t t
   return frame;
 }
 
-void UcxLink::ReturnFrame(Frame* frame) { free_.push_back(frame); }
+void UcxLink::ReturnFrame(Frame* frame) {
+  std::vector<std::byte>().swap(frame->sealed);
+  free_.push_back(frame);
+}
+
+void UcxLink::Encrypt(const UcxSecret& secret, FrameSeal::Sender own) {
+  using Sender = FrameSeal::Sender;
+  seals_.emplace(secret, own);
+  opens_.emplace(secret, own == Sender::kClient ? Sender::kServer : Sender::kClient);
+}
 
 absl::Status UcxLink::Send(std::span<const std::byte> header, std::span<const std::byte> payload,
                            uint64_t tag) {
   if (!status_.ok()) return status_;
   Frame* const frame = TakeFrame(header, tag);
   if (frame == nullptr) return absl::ResourceExhaustedError("UCX: too many frames are under way");
-  ucp_request_param_t param{};
-  param.op_attr_mask =
-      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-  param.cb.send = OnFrameSent;
-  param.user_data = frame;
-  param.memory_type = UCS_MEMORY_TYPE_HOST;  // not looked up for each frame
   ++sending_;
+  if (!seals_.has_value()) return Post(frame, payload);
+  frame->sealed.resize(payload.size());
+  frame->header_bytes += FrameSeal::kOverhead;
+  seals_->Seal(header, payload, frame->header.data(), frame->sealed.data());
+  return Post(frame, frame->sealed);
+}
+
+absl::Status UcxLink::Post(Frame* frame, std::span<const std::byte> payload) {
+  const ucp_request_param_t param = ParamOf(OnFrameSent, frame);
+  const uint64_t tag = frame->tag;
   ucs_status_ptr_t const sent =
       api_.am_send_nbx(endpoint_, kUcxFrameId, frame->header.data(), frame->header_bytes,
                        payload.data(), payload.size(), &param);
@@ -255,6 +297,110 @@ void UcxLink::OnFrameSent(void* request, ucs_status_t code, void* user_data) {
   link->receiver_->OnSent(tag);
 }
 
+// ------------------------------------------------------------------------------------------ Puts
+
+absl::StatusOr<UcxTarget> UcxLink::Offer(std::span<std::byte> memory) {
+  ucp_mem_h handle = nullptr;
+  MLA_RETURN_IF_ERROR(Map(
+      memory,
+      UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_LOCAL_WRITE | UCP_MEM_MAP_PROT_REMOTE_WRITE,
+      &handle));
+  void* key = nullptr;
+  size_t bytes = 0;
+  MLA_RETURN_IF_ERROR(Check(api_.rkey_pack(context_, handle, &key, &bytes), "key"));
+  UcxTarget target{reinterpret_cast<uint64_t>(memory.data()), memory.size(),
+                   std::string(static_cast<const char*>(key), bytes)};
+  api_.rkey_buffer_release(key);
+  if (bytes <= kUcxMostKeyBytes) return target;
+  return absl::UnavailableError(absl::StrCat("UCX: its key has ", bytes, " bytes, at most ",
+                                             kUcxMostKeyBytes, " are possible"));
+}
+
+absl::Status UcxLink::Reach(const UcxTarget& target) {
+  if (target.key.empty() || target.key.size() > kUcxMostKeyBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("UCX: key: got ", target.key.size(), " bytes, must be 1..", kUcxMostKeyBytes));
+  }
+  if (target.bytes > std::numeric_limits<uint64_t>::max() - target.address) {
+    return absl::InvalidArgumentError(absl::StrCat("UCX: memory: got ", target.address, " + ",
+                                                   target.bytes, ", must end within 2^64"));
+  }
+  std::vector<char> key(kKeyRoom);
+  std::memcpy(key.data(), target.key.data(), target.key.size());
+  ucp_rkey_h unpacked = nullptr;
+  MLA_RETURN_IF_ERROR(Check(api_.ep_rkey_unpack(endpoint_, key.data(), &unpacked), "key"));
+  remote_key_ = unpacked;
+  remote_address_ = target.address;
+  remote_bytes_ = target.bytes;
+  return absl::OkStatus();
+}
+
+absl::Status UcxLink::Put(std::span<const std::byte> header, std::span<const std::byte> payload,
+                          uint64_t offset, uint64_t tag) {
+  if (!status_.ok()) return status_;
+  if (offset > remote_bytes_ || payload.size() > remote_bytes_ - offset) {
+    return absl::InvalidArgumentError(absl::StrCat("UCX: put: got ", offset, " + ", payload.size(),
+                                                   ", must be within 0..", remote_bytes_));
+  }
+  Frame* const frame = TakeFrame(header, tag);
+  if (frame == nullptr) return absl::ResourceExhaustedError("UCX: too many frames are under way");
+  frame->steps = kPutSteps;
+  ++sending_;
+  const ucp_request_param_t param = ParamOf(OnPut, frame);
+  ucs_status_ptr_t const put = api_.put_nbx(endpoint_, payload.data(), payload.size(),
+                                            remote_address_ + offset, remote_key_, &param);
+  if (UCS_PTR_IS_ERR(put)) {
+    --sending_;
+    ReturnFrame(frame);
+    Fail(Check(UCS_PTR_STATUS(put), "put"));
+    return status_;
+  }
+  unflushed_.push_back(frame);
+  if (!UCS_PTR_IS_PTR(put)) OnPutStep(frame);
+  return Flush();
+}
+
+// The end of a put says that its payload may be changed, not that it has arrived. A flush does, and
+// UCX promises no order of puts and messages without it.
+absl::Status UcxLink::Flush() {
+  while (flushing_.empty() && !unflushed_.empty() && status_.ok()) {
+    flushing_.swap(unflushed_);
+    const ucp_request_param_t param = ParamOf(OnFlushed, this);
+    ucs_status_ptr_t const flush = api_.ep_flush_nbx(endpoint_, &param);
+    if (UCS_PTR_IS_PTR(flush)) return absl::OkStatus();  // OnFlushed will be called
+    if (UCS_PTR_IS_ERR(flush)) {
+      Fail(Check(UCS_PTR_STATUS(flush), "flush"));
+      return status_;
+    }
+    for (Frame* const frame : std::exchange(flushing_, {})) OnPutStep(frame);
+  }
+  return status_;
+}
+
+void UcxLink::OnPutStep(Frame* frame) {
+  // A failure is the link's end, which its user sees there.
+  if (--frame->steps == 0) Post(frame, {}).IgnoreError();
+}
+
+void UcxLink::OnPut(void* request, ucs_status_t code, void* user_data) {
+  auto* const frame = static_cast<Frame*>(user_data);
+  UcxLink* const link = frame->link;
+  link->api_.request_free(request);
+  if (code != UCS_OK) return link->Fail(link->Check(code, "put"));
+  if (link->status_.ok()) link->OnPutStep(frame);
+}
+
+void UcxLink::OnFlushed(void* request, ucs_status_t code, void* user_data) {
+  auto* const link = static_cast<UcxLink*>(user_data);
+  link->api_.request_free(request);
+  if (code != UCS_OK) return link->Fail(link->Check(code, "flush"));
+  if (!link->status_.ok()) return;
+  for (Frame* const frame : std::exchange(link->flushing_, {})) link->OnPutStep(frame);
+  link->Flush().IgnoreError();  // a failure is the link's end
+}
+
+// ---------------------------------------------------------------------------------------- Arrivals
+
 ucs_status_t UcxLink::OnFrame(void* user_data, const void* header, size_t header_bytes, void* data,
                               size_t bytes, const ucp_am_recv_param_t* param) {
   const bool arrives = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
@@ -266,18 +412,23 @@ ucs_status_t UcxLink::OnFrame(void* user_data, const void* header, size_t header
 ucs_status_t UcxLink::Receive(std::span<const std::byte> header, void* data, size_t bytes,
                               bool arrives) {
   if (!status_.ok()) return UCS_OK;  // dropped
-  if (header.size() > kMostHeaderBytes) {
+  const size_t longest = kMostHeaderBytes + (opens_.has_value() ? FrameSeal::kOverhead : 0);
+  if (header.size() > longest) {
     Fail(absl::InvalidArgumentError(absl::StrCat("UCX: a header of ", header.size(), " bytes")));
     return UCS_OK;
+  }
+  std::array<std::byte, kMostHeaderBytes> clear;
+  FrameSeal::Opening opening;
+  if (opens_.has_value()) {
+    if (!opens_->OpenHeader(header, clear.data(), &opening)) {
+      Fail(absl::PermissionDeniedError("UCX: a frame that the peer has not encrypted"));
+      return UCS_OK;
+    }
+    header = std::span(clear).first(header.size() - FrameSeal::kOverhead);
   }
   const absl::StatusOr<std::byte*> place = receiver_->Place(header, bytes);
   if (!place.ok()) {
     Fail(place.status());
-    return UCS_OK;
-  }
-  if (!arrives) {
-    if (bytes > 0) std::memcpy(*place, data, bytes);
-    receiver_->OnArrived(header);
     return UCS_OK;
   }
   Frame* const frame = TakeFrame(header, 0);
@@ -285,21 +436,34 @@ ucs_status_t UcxLink::Receive(std::span<const std::byte> header, void* data, siz
     Fail(absl::ResourceExhaustedError("UCX: too many frames are under way"));
     return UCS_OK;
   }
-  ucp_request_param_t param{};
-  param.op_attr_mask =
-      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  frame->payload = {*place, bytes};
+  frame->opening = opening;
+  if (!arrives) {
+    if (bytes > 0) std::memcpy(*place, data, bytes);
+    Arrived(frame);
+    return UCS_OK;
+  }
+  ucp_request_param_t param = ParamOf(nullptr, frame);
   param.cb.recv_am = OnFrameReceived;
-  param.user_data = frame;
-  param.memory_type = UCS_MEMORY_TYPE_HOST;
   ucs_status_ptr_t const receiving = api_.am_recv_data_nbx(worker_, data, *place, bytes, &param);
   if (UCS_PTR_IS_PTR(receiving)) return UCS_OK;  // OnFrameReceived will be called
-  ReturnFrame(frame);
   if (UCS_PTR_IS_ERR(receiving)) {
+    ReturnFrame(frame);
     Fail(Check(UCS_PTR_STATUS(receiving), "receive"));
   } else {
-    receiver_->OnArrived(header);
+    Arrived(frame);
   }
   return UCS_OK;
+}
+
+// The payload is in its place, as it has travelled.
+void UcxLink::Arrived(Frame* frame) {
+  if (opens_.has_value() && !opens_->OpenPayload(frame->opening, frame->payload)) {
+    Fail(absl::PermissionDeniedError("UCX: a payload that the peer has not encrypted"));
+  } else {
+    receiver_->OnArrived(frame->head());
+  }
+  ReturnFrame(frame);
 }
 
 void UcxLink::OnFrameReceived(void* request, ucs_status_t code, size_t, void* user_data) {
@@ -309,7 +473,7 @@ void UcxLink::OnFrameReceived(void* request, ucs_status_t code, size_t, void* us
   if (code != UCS_OK) {
     link->Fail(link->Check(code, "receive"));
   } else if (link->status_.ok()) {
-    link->receiver_->OnArrived(frame->head());
+    return link->Arrived(frame);
   }
   link->ReturnFrame(frame);
 }

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -23,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "proto/wire/ucx/frame_seal.h"
 #include "proto/wire/ucx/ucx_api.h"
 
 namespace mla::wire {
@@ -43,12 +45,24 @@ class UcxReceiver {
 struct UcxLinkOptions {
   // Values of UCX_TLS and UCX_NET_DEVICES; empty: the environment's, or UCX's choice.
   std::string transports, devices;
+  // Payloads can be put into memory of the peer, and the peer's into memory of this side. UCX then
+  // has handlers for remote access: over transports without keys of hardware (TCP), a peer can read
+  // and write all memory of this process.
+  bool puts = false;
+};
+
+// Memory of one side that the other may put payloads into.
+struct UcxTarget {
+  uint64_t address = 0, bytes = 0;
+  std::string key;  // as UCX packs it
 };
 
 class UcxLink final {
  public:
-  static constexpr size_t kMostHeaderBytes = 128;
-  static constexpr size_t kMostFrames = 8192;  // under way in each direction
+  static constexpr size_t kMostHeaderBytes = 128;  // before it is sealed
+  static constexpr size_t kMostFrames = 8192;      // under way in each direction
+  // A put costs a round trip before its frame, so smaller payloads go with the frame.
+  static constexpr size_t kLeastPutBytes = 8192;
 
   // UNAVAILABLE: UCX cannot start, with its reason.
   static absl::StatusOr<std::unique_ptr<UcxLink>> Open(const UcxApi& api,
@@ -63,6 +77,9 @@ class UcxLink final {
   // Tells UCX of memory that will hold payloads, so that it is registered once. It must be mapped
   // until the link is destroyed. If this fails, payloads take slower ways.
   absl::Status Register(std::span<std::byte> memory);
+  // Before Connect, once: frames are encrypted from now on (frame_seal.h), and others are refused.
+  // `own` is this end.
+  void Encrypt(const UcxSecret& secret, FrameSeal::Sender own);
   // Once. The connection is made by the first frame.
   absl::Status Connect(std::string_view address);
 
@@ -70,6 +87,19 @@ class UcxLink final {
   // header has at most kMostHeaderBytes. Returns status() if the link has ended.
   absl::Status Send(std::span<const std::byte> header, std::span<const std::byte> payload,
                     uint64_t tag);
+  // Lets the peer put payloads into `memory`, which must be mapped until the link is destroyed;
+  // returns what the peer's Reach needs. The key allows to write and not to read, where transports
+  // have keys. REQUIRES: options.puts.
+  absl::StatusOr<UcxTarget> Offer(std::span<std::byte> memory);
+  // Payloads may be put into this memory of the peer from now on. INVALID_ARGUMENT: its key is too
+  // long, or it has no addresses. REQUIRES: options.puts, no Encrypt, after Connect, once.
+  absl::Status Reach(const UcxTarget& target);
+  bool reaches() const { return remote_key_ != nullptr; }
+  // As Send, but puts the payload at `offset` of the peer's memory, and sends the header alone once
+  // it is there. Puts that come while earlier ones are on their way are waited for together.
+  // INVALID_ARGUMENT: the peer's memory does not hold the payload. REQUIRES: reaches().
+  absl::Status Put(std::span<const std::byte> header, std::span<const std::byte> payload,
+                   uint64_t offset, uint64_t tag);
   // Returns true if something has moved.
   bool Progress();
   // Becomes readable when there is something for Progress, if Arm was called and returned true.
@@ -91,7 +121,12 @@ class UcxLink final {
   absl::Status Init(const UcxLinkOptions& options);
   absl::Status Check(ucs_status_t code, const char* call) const;
   void Fail(const absl::Status& status);
+  absl::Status Map(std::span<std::byte> memory, unsigned access, ucp_mem_h* handle);
+  absl::Status Post(Frame* frame, std::span<const std::byte> payload);
+  absl::Status Flush();
+  void OnPutStep(Frame* frame);
   Frame* TakeFrame(std::span<const std::byte> header, uint64_t tag);
+  void Arrived(Frame* frame);
   void ReturnFrame(Frame* frame);
   ucs_status_t Receive(std::span<const std::byte> header, void* data, size_t bytes, bool arrives);
 
@@ -99,6 +134,8 @@ class UcxLink final {
                               size_t bytes, const ucp_am_recv_param_t* param);
   static void OnFrameSent(void* request, ucs_status_t code, void* frame);
   static void OnFrameReceived(void* request, ucs_status_t code, size_t bytes, void* frame);
+  static void OnPut(void* request, ucs_status_t code, void* frame);
+  static void OnFlushed(void* request, ucs_status_t code, void* link);
   static void OnPeerLost(void* link, ucp_ep_h endpoint, ucs_status_t code);
 
   const UcxApi api_;
@@ -114,6 +151,12 @@ class UcxLink final {
   std::vector<std::unique_ptr<Frame>> frames_;  // all
   std::vector<Frame*> free_;
   size_t sending_ = 0;
+  std::optional<FrameSeal> seals_, opens_;  // of Encrypt
+  // The peer's memory.
+  ucp_rkey_h remote_key_ = nullptr;
+  uint64_t remote_address_ = 0, remote_bytes_ = 0;
+  std::vector<Frame*> unflushed_;  // their puts wait for the next flush
+  std::vector<Frame*> flushing_;   // and for the one that is under way
 };
 
 }  // namespace mla::wire

@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
+#include <deque>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -53,8 +55,12 @@ class UcxLinkTest : public testing::TestWithParam<const char*> {
     auto api = OpenUcxApi("");
     ASSERT_TRUE(api.ok()) << api.status();
     api_ = *api;
+    Connect({.transports = GetParam(), .devices = ""});
+  }
+  void Connect(const UcxLinkOptions& options) {
     for (int side = 0; side < 2; ++side) {
-      auto link = UcxLink::Open(api_, {.transports = GetParam(), .devices = ""}, &ends_[side]);
+      links_[side].reset();
+      auto link = UcxLink::Open(api_, options, &ends_[side]);
       ASSERT_TRUE(link.ok()) << link.status();
       links_[side] = *std::move(link);
       ASSERT_TRUE(links_[side]->Register(ends_[side].memory).ok());
@@ -76,6 +82,7 @@ class UcxLinkTest : public testing::TestWithParam<const char*> {
 
   UcxApi api_{};
   Recorder ends_[2];
+  std::deque<std::string> payloads_;  // UCX reads them until the links are gone
   std::unique_ptr<UcxLink> links_[2];
 };
 
@@ -107,6 +114,91 @@ TEST_P(UcxLinkTest, CarriesFramesOfAllSizesBothWays) {
       EXPECT_EQ(std::memcmp(placed.bytes.data(), payloads[i].data(), payloads[i].size()), 0) << i;
     }
   }
+}
+
+// UCX emulates puts over the transports of one machine; RDMA has them.
+TEST_P(UcxLinkTest, PutsAreThereBeforeTheirFrames) {
+  ASSERT_NO_FATAL_FAILURE(Connect({.transports = GetParam(), .devices = "", .puts = true}));
+  std::vector<std::byte> targets[2];
+  const std::vector<size_t> sizes = {UcxLink::kLeastPutBytes, 65536, 3'000'017};
+  constexpr size_t kStride = 4 << 20;
+  std::vector<std::string> payloads;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    std::string payload(sizes[i], '\0');
+    for (size_t at = 0; at < payload.size(); ++at) payload[at] = static_cast<char>(at * 5 + i);
+    payloads.push_back(std::move(payload));
+  }
+  for (int side = 0; side < 2; ++side) {
+    targets[side].resize(kStride * sizes.size());
+    const auto target = links_[side]->Offer(targets[side]);
+    ASSERT_TRUE(target.ok()) << target.status();
+    EXPECT_EQ(target->bytes, targets[side].size());
+    EXPECT_FALSE(links_[1 - side]->reaches());
+    ASSERT_EQ(links_[1 - side]->Reach(*target), absl::OkStatus());
+    EXPECT_TRUE(links_[1 - side]->reaches());
+  }
+  for (int round = 0; round < 3; ++round) {
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      for (const auto& link : links_) {
+        ASSERT_EQ(link->Put(Bytes("put"), Bytes(payloads[i]), i * kStride, i), absl::OkStatus());
+      }
+    }
+    const size_t expected = (round + 1) * sizes.size();
+    ASSERT_TRUE(Run([&] {
+      return ends_[0].arrived.size() == expected && ends_[1].arrived.size() == expected;
+    })) << links_[0]->status()
+        << links_[1]->status();
+    for (std::vector<std::byte>& target : targets) {
+      for (size_t i = 0; i < sizes.size(); ++i) {
+        ASSERT_EQ(std::memcmp(target.data() + i * kStride, payloads[i].data(), sizes[i]), 0) << i;
+      }
+      std::fill(target.begin(), target.end(), std::byte{0});
+    }
+  }
+  const auto beyond = links_[0]->Put(Bytes("put"), Bytes(payloads[0]), 3 * kStride - 1, 0);
+  EXPECT_EQ(beyond.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(links_[0]->status(), absl::OkStatus());
+  for (auto& link : links_) link.reset();  // before the memory that it uses
+}
+
+TEST_P(UcxLinkTest, EncryptedFramesComeOutInClearAndOthersNotAtAll) {
+  UcxSecret secret{};
+  secret.fill(3);
+  links_[0]->Encrypt(secret, FrameSeal::Sender::kClient);
+  links_[1]->Encrypt(secret, FrameSeal::Sender::kServer);
+  const std::vector<size_t> sizes = {0, 64, 65536, 3'000'017};
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const std::string header = "frame " + std::to_string(i);
+    for (auto& link : links_) {
+      payloads_.push_back(std::string(sizes[i], static_cast<char>('a' + i)));
+      ASSERT_TRUE(link->Send(Bytes(header), Bytes(payloads_.back()), i).ok());
+    }
+  }
+  ASSERT_TRUE(Run([&] {
+    return ends_[0].arrived.size() == sizes.size() && ends_[1].arrived.size() == sizes.size();
+  })) << links_[0]->status()
+      << links_[1]->status();
+  for (const Recorder& end : ends_) {
+    for (const Recorder::Placed& placed : end.places) {
+      const size_t i = static_cast<size_t>(placed.header.back() - '0');
+      ASSERT_EQ(placed.bytes.size(), sizes[i]);
+      const auto expected = static_cast<std::byte>('a' + i);
+      EXPECT_TRUE(std::all_of(placed.bytes.begin(), placed.bytes.end(),
+                              [&](std::byte byte) { return byte == expected; }));
+    }
+  }
+  // One that knows the address and not the secret.
+  Recorder stranger;
+  auto link = UcxLink::Open(api_, {.transports = GetParam(), .devices = ""}, &stranger);
+  ASSERT_TRUE(link.ok()) << link.status();
+  ASSERT_TRUE((*link)->Connect(links_[1]->address()).ok());
+  ASSERT_TRUE((*link)->Send(Bytes("frame 9"), Bytes(payloads_[0]), 0).ok());
+  ASSERT_TRUE(Run([&] {
+    (*link)->Progress();
+    return !links_[1]->status().ok();
+  }));
+  EXPECT_EQ(links_[1]->status().code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_EQ(ends_[1].arrived.size(), sizes.size());
 }
 
 TEST_P(UcxLinkTest, ARefusedFrameEndsTheLink) {

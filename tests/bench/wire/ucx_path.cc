@@ -4,23 +4,16 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <utility>
 
 #include "client/cpp/ucx/ucx_memory.h"
 #include "server/ucx/relay_process.h"
+#include "tests/bench/wire/wire_paths.h"
 
 namespace mla::bench {
 namespace {
 
-constexpr std::chrono::milliseconds kTimeout{10000};
-
-void Check(const absl::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "wire_benchmark: %s\n", status.ToString().c_str());
-  std::exit(1);
-}
+constexpr std::chrono::milliseconds kRelayTimeout{10000};
 
 int Dial(const std::string& path) {
   const int connected = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
@@ -36,23 +29,26 @@ int Dial(const std::string& path) {
 }  // namespace
 
 std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uint64_t bytes,
-                                                const std::string& transports,
-                                                std::chrono::microseconds spin) {
+                                                const UcxPathOptions& path) {
   client::UcxMemoryOptions options;
-  options.link.transports = transports;
-  options.spin = spin;
+  options.link.transports = path.transports;
+  options.link.puts = path.puts;
+  options.spin = path.spin;
   auto memory = client::UcxMemory::Open(options);
   Check(memory.status());
   relay::RelaySetup setup{};
   setup.arena_bytes = bytes;
-  setup.spin_us = static_cast<uint32_t>(spin.count());
-  setup.ring_ms = kTimeout.count();
+  setup.spin_us = static_cast<uint32_t>(path.spin.count());
+  setup.puts = path.puts;
+  setup.ring_ms = kRelayTimeout.count();
   setup.handles_losses = (*memory)->handles_losses();
-  setup.transports.Set(transports);
+  setup.transports.Set(path.transports);
   setup.token.fill(1);
   setup.client.Set((*memory)->address());
   const int ring = Dial(listener);
-  auto started = server::RelayProcess::Start("/proc/self/exe", setup, ring, kTimeout);
+  if (path.relay_core >= 0) StayOn(path.relay_core);  // a process begins where its starter is
+  auto started = server::RelayProcess::Start("/proc/self/exe", setup, ring, kRelayTimeout);
+  if (path.relay_core >= 0) StayOn(path.own_core);
   close(ring);
   Check(started.status());
   const std::shared_ptr<server::RelayProcess> relay = *std::move(started);
@@ -65,6 +61,8 @@ std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uin
   described.arena_offset = reply.arena_offset;
   described.entries = reply.ring_entries;
   described.arena_bytes = bytes;
+  described.arena_key = reply.arena.Get();
+  described.arena_address = reply.arena.address;
   Check((*memory)->Connect(described));
   return *std::move(memory);
 }

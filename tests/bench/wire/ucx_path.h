@@ -12,12 +12,18 @@
 
 namespace mla::bench {
 
-// `listener` is the path of the server's listener for shared memory, `bytes` the size of the arena,
-// `transports` as of UCX_TLS. This process's program must be a relay if its first argument is
+struct UcxPathOptions {
+  std::string transports;  // as of UCX_TLS
+  bool puts = false;
+  std::chrono::microseconds spin{0};   // of both sides
+  int relay_core = -1, own_core = -1;  // of the relay, and of the calling thread; -1: any
+};
+
+// `listener` is the path of the server's listener for shared memory, `bytes` the size of the arena.
+// This process's program must be a relay if its first argument is
 // server::kRelayCommand. Failures end the program.
 std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uint64_t bytes,
-                                                const std::string& transports,
-                                                std::chrono::microseconds spin);
+                                                const UcxPathOptions& path);
 
 }  // namespace mla::bench
 

@@ -2,7 +2,7 @@
 //
 //   wire_benchmark [--json FILE] [--seconds S] [--spin-us U] [--paths A,B] [--shapes A,B]
 //                  [--turns T] [--piece-bytes B] [--poll-threads N] [--copy-threads K]
-//                  [--touch-threads M]
+//                  [--touch-threads M] [--one-core-each]
 //
 // S: seconds for one row, default 0.8, in T turns (default 16) that alternate with the shape's
 // other rows; a turn is at least one step. U: microseconds that both sides of a gRPC path poll
@@ -10,7 +10,8 @@
 // rows as a session does; a bare message is always whole. N: threads that serve the server's
 // streams. K: threads that share the copy of a large message if queries are gathered, default 4. M:
 // threads on either side that touch tensors in gbps_wide, default a quarter of the CPUs, at most
-// four. The other paths are compared with the first.
+// four. --one-core-each: all threads of the client stay on core 0, those of the server and of its
+// relays on core 1. The other paths are compared with the first.
 //
 // Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is.
 // inline is an Attend stream over gRPC whose queries the backend reads in place, as a CPU backend
@@ -18,8 +19,9 @@
 // shared memory. NAME_sleep is the same path without spinning. grpc_stream_stock uses gRPC's
 // synchronous interface (wire_stock.h). ring_futex and ring_spin are the command ring with both
 // sides sleeping or spinning. inline_tcp is inline over TCP. ucx_tcp and ucx_shm are the command
-// ring over UCX, by a relay; relay and client spin like gRPC paths. The kernel computes nothing.
-// One request is in flight at a time: a decode step is 61 dependent calls.
+// ring over UCX, by a relay; relay and client spin like gRPC paths. ucx_tcp_puts: with puts.
+// tcp_bare: the bytes of an attend over a TCP socket, and nothing else. The kernel computes
+// nothing. One request is in flight at a time: a decode step is 61 dependent calls.
 //
 // p50_us and p99_us: one attend, from submitting the request to holding its reply. gbps: tensor
 // bytes of both directions, divided by that time plus the time in which one thread writes each byte
@@ -53,6 +55,7 @@
 #include "proto/wire/grpc_tuning.h"
 #include "relay/relay_channel.h"
 #include "relay/relay_main.h"
+#include "tests/bench/wire/bare_tcp.h"
 #include "tests/bench/wire/parallel_touch.h"
 #include "tests/bench/wire/ucx_path.h"
 #include "tests/bench/wire/wire_paths.h"
@@ -68,13 +71,16 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kPaths[] = {
     "grpc_stream",       "grpc_unary",   "inline",    "inline_staged", "shm",
     "grpc_stream_sleep", "inline_sleep", "shm_sleep", "ring_futex",    "grpc_stream_stock"};
-constexpr const char* kAlone[] = {"ring_spin",     "inline_tcp", "inline_tcp_sleep", "ucx_tcp",
-                                  "ucx_tcp_sleep", "ucx_shm",    "ucx_shm_sleep"};
+constexpr const char* kAlone[] = {"ring_spin", "inline_tcp",    "inline_tcp_sleep",
+                                  "ucx_tcp",   "ucx_tcp_sleep", "ucx_tcp_puts",
+                                  "ucx_shm",   "ucx_shm_sleep", "tcp_bare"};
 constexpr Shape kShapes[] = {
     {"EXPANDED-1", v1::PROFILE_EXPANDED, 1},     {"EXPANDED-32", v1::PROFILE_EXPANDED, 32},
     {"EXPANDED-128", v1::PROFILE_EXPANDED, 128}, {"ABSORBED-1", v1::PROFILE_ABSORBED, 1},
     {"ABSORBED-32", v1::PROFILE_ABSORBED, 32},   {"ABSORBED-128", v1::PROFILE_ABSORBED, 128},
 };
+
+constexpr int kClientCore = 0, kServerCore = 1;  // with --one-core-each
 
 struct Options {
   double seconds = 0.8;
@@ -88,6 +94,7 @@ struct Options {
       std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()) / 4, 1, 4);
   uint64_t piece_bytes = (4 << 20) - 1024;  // bytes of a piece that a session sends
   std::string paths, shapes;                // empty: all
+  bool one_core_each = false;
 };
 
 // --------------------------------------------------------------------------------- Measurement
@@ -214,10 +221,17 @@ class Benchmark {
       return std::make_unique<ServiceStream>(channel_, shape, spin, nullptr, options_.piece_bytes);
     }
     const uint64_t bytes = shape.in() + shape.o() + (1 << 20);
+    if (name == "tcp_bare") return std::make_unique<BareTcp>(*shared_, shape);
     if (name.starts_with("ucx")) {
-      const std::string transports = name.starts_with("ucx_tcp") ? "tcp" : "posix,cma";
-      return std::make_unique<Ring>(shape,
-                                    OpenUcxRing(folder_ + "/s.shm", bytes, transports, spin));
+      UcxPathOptions ucx;
+      ucx.transports = name.starts_with("ucx_tcp") ? "tcp" : "posix,cma";
+      ucx.puts = name.ends_with("_puts");
+      ucx.spin = spin;
+      if (options_.one_core_each) {
+        ucx.own_core = kClientCore;
+        ucx.relay_core = kServerCore;
+      }
+      return std::make_unique<Ring>(shape, OpenUcxRing(folder_ + "/s.shm", bytes, ucx));
     }
     client::SharedMemoryOptions options;
     options.ring = name.starts_with("ring");
@@ -353,7 +367,9 @@ void Print(const std::vector<Row>& rows) {
 }
 
 void RunClient(const std::string& folder, Shared* shared, const Options& options) {
-  while (shared->ready.load() == 0 || shared->stock_ready.load() == 0) {
+  if (options.one_core_each) StayOn(kClientCore);
+  while (shared->ready.load() == 0 || shared->stock_ready.load() == 0 ||
+         shared->bare_port.load() == 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   std::printf("%u cores, %d touching threads\n", std::thread::hardware_concurrency(),
@@ -397,11 +413,15 @@ int Main(const Options& options) {
   char name[] = "/tmp/mla-wire-XXXXXX";
   const std::string folder = mkdtemp(name);
   // Forks before any side has a thread. The stock server runs without our setting of the heap.
+  if (options.one_core_each) StayOn(kServerCore);
   const pid_t stock = Fork([&] { ServeStock(folder, shared); });
+  const pid_t bare = Fork([&] { ServeBareTcp(shared); });
   wire::KeepMessageMemory();
   const pid_t service = Fork([&] { Serve(folder, shared); });
   RunClient(folder, shared, options);
   shared->stop = 1;
+  kill(bare, SIGKILL);
+  waitpid(bare, nullptr, 0);
   bool well = true;
   for (const pid_t child : {stock, service}) {
     int status = 0;
@@ -444,6 +464,8 @@ int main(int argc, char** argv) {
       options.touch_threads = std::max(std::atoi(argv[++i]), 1);
     } else if (argument == "--piece-bytes" && more) {
       options.piece_bytes = std::strtoull(argv[++i], nullptr, 10);
+    } else if (argument == "--one-core-each") {
+      options.one_core_each = true;
     } else if (argument == "--paths" && more) {
       options.paths = argv[++i];
     } else if (argument == "--shapes" && more) {
@@ -452,7 +474,8 @@ int main(int argc, char** argv) {
       std::fprintf(stderr,
                    "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
                    "[--paths A,B] [--shapes A,B] [--turns T] [--piece-bytes B] [--poll-threads N] "
-                   "[--touch-threads M] [--copy-threads K] [--trace-every N]\n");
+                   "[--touch-threads M] [--copy-threads K] [--trace-every N] "
+                   "[--one-core-each]\n");
       return 2;
     }
   }

@@ -8,6 +8,7 @@
 #include <grpcpp/channel.h>
 #include <grpcpp/completion_queue.h>
 #include <grpcpp/generic/generic_stub.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <chrono>
@@ -54,6 +55,17 @@ struct Shape {
 
 inline void Check(const absl::Status& status) {
   if (!status.ok()) Die(status.ToString());
+}
+
+// Keeps the calling thread, and the threads and processes that it starts from now on, on one core;
+// -1: on all.
+inline void StayOn(int core) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  for (int i = 0; i < CPU_SETSIZE; ++i) {
+    if (core < 0 || i == core) CPU_SET(i, &cores);
+  }
+  if (sched_setaffinity(0, sizeof(cores), &cores) != 0) Die("there is no core of that number");
 }
 
 inline v1::AttendStreamRequest AttendOf(const Shape& shape, uint64_t step, uint32_t layer) {

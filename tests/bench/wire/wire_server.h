@@ -22,7 +22,7 @@ inline constexpr char kBareUnary[] = "/bench.Bare/Unary";
 // and `in_place`.
 struct Shared {
   std::atomic<int32_t> ready{0}, stock_ready{0};
-  std::atomic<int32_t> tcp_port{0};
+  std::atomic<int32_t> tcp_port{0}, bare_port{0};
   std::atomic<int32_t> stop{0};
   std::atomic<int32_t> spin_us{0};  // of the thread that polls the streams
   int32_t poll_threads = 4;         // before Serve

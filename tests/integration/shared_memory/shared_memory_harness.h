@@ -39,6 +39,8 @@ inline std::string TransportName(
       return "ring";
     case client::ClientOptions::Transport::kUcx:
       return "ucx";
+    case client::ClientOptions::Transport::kUcxPuts:
+      return "ucx_puts";
   }
   return "other";
 }

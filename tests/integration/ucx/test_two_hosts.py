@@ -84,6 +84,7 @@ class TwoHostsTest(unittest.TestCase):
             server_binary.path(),
             ["--kv-cache-bytes=256MiB", "--limits-max-models=64", "--insecure=true",
              "--ucx-enabled=true", "--ucx-devices=cable", "--ucx-transports=tcp",
+             "--ucx-puts=true",
              "--shm-total-bytes=1GiB", "--wire-keepalive-ms=1000", "--log-level=warning"],
             listen=f"{SERVER_ADDRESS}:{PORT}")
         server.command = ["ip", "netns", "exec", HERE, *server.command]
@@ -135,8 +136,9 @@ class TwoHostsTest(unittest.TestCase):
         return self.server.pid
 
     def test_steps(self):
-        self.check_attend()
-        self.becomes("the ring ends with its client", lambda stats: stats.rings == 0)
+        for transport in ("ucx", "ucx-puts"):
+            self.check_attend(transport)
+            self.becomes("the ring ends with its client", lambda stats: stats.rings == 0)
 
     def test_clients_are_killed(self):
         for point in range(KILLS):

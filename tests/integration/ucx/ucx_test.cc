@@ -68,14 +68,18 @@ class UcxTest : public testing::TestWithParam<const char*> {
     options.ucx_transports = transports;
     return options;
   }
-  static std::function<void(server::Config&)> With(const char* transports) {
-    return [transports](server::Config& config) { config.ucx.transports = transports; };
+  static std::function<void(server::Config&)> With(const char* transports, bool puts = false) {
+    return [transports, puts](server::Config& config) {
+      config.ucx.transports = transports;
+      config.ucx.puts = puts;
+    };
   }
+  // Steps of all profiles, with right rows, none of them copied by the server.
+  static void CheckWholeSteps(const TestServer& server, const ClientOptions& options);
 };
 
-TEST_P(UcxTest, ServesWholeSteps) {
-  const TestServer server(With(GetParam()));
-  auto client = client::Client::Connect(server.tcp_target(), Options(GetParam()));
+void UcxTest::CheckWholeSteps(const TestServer& server, const ClientOptions& options) {
+  auto client = client::Client::Connect(server.tcp_target(), options);
   ASSERT_TRUE(client.ok()) << client.status();
   Worker worker(client->get(), {}, "m", 1);
   EXPECT_EQ(worker.session().transport(), "ucx");
@@ -92,6 +96,26 @@ TEST_P(UcxTest, ServesWholeSteps) {
   EXPECT_EQ(stats->rings(), 1u);
   EXPECT_EQ(stats->copied_bytes(), 0u);
   EXPECT_GT(stats->shared_bytes(), 0u);
+}
+
+TEST_P(UcxTest, ServesWholeSteps) {
+  CheckWholeSteps(TestServer(With(GetParam())), Options(GetParam()));
+}
+
+TEST_P(UcxTest, ServesWholeStepsWithPutsWhereBothWantThem) {
+  ClientOptions options = Options(GetParam());
+  options.transport = ClientOptions::Transport::kUcxPuts;
+  for (const bool server_puts : {true, false}) {
+    CheckWholeSteps(TestServer(With(GetParam(), server_puts)), options);
+  }
+}
+
+TEST_P(UcxTest, ServesWholeStepsEncrypted) {
+  const TestServer server([](server::Config& config) {
+    config.ucx.transports = GetParam();
+    config.ucx.encrypted = true;
+  });
+  CheckWholeSteps(server, Options(GetParam()));
 }
 
 TEST_P(UcxTest, SeveralSessionsOfAClientDoNotMixTheirSteps) {
@@ -302,6 +326,21 @@ TEST_F(UcxTest, BadRequestsNameTheirField) {
   EXPECT_EQ(client::DetailOf(ask(request))->field(), "bytes");
   request.set_bytes(uint64_t{1} << 50);
   EXPECT_EQ(ask(request).code(), StatusCode::kInvalidArgument);
+  const TestServer strict([](server::Config& config) {
+    config.ucx.transports = "tcp";
+    config.ucx.encrypted = true;
+  });
+  {
+    const auto strict_stub = v1::Transports::NewStub(
+        grpc::CreateChannel(strict.tcp_target(), grpc::InsecureChannelCredentials()));
+    grpc::ClientContext context;
+    const auto reader = strict_stub->OpenUcx(&context, good);
+    v1::OpenUcxReply reply;
+    EXPECT_FALSE(reader->Read(&reply));
+    const absl::Status refused = client::FromGrpc(reader->Finish(), context);
+    EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition);
+    EXPECT_EQ(client::DetailOf(refused)->field(), "encrypts");
+  }
   // An address of noise may crash UCX: in the relay, and nowhere else.
   EXPECT_FALSE(ask(good).ok());
   const auto client = server.Connect(Options("tcp"));

@@ -75,7 +75,8 @@ class UcxOptions(ctypes.Structure):
     """mla_ucx_options."""
 
     _fields_ = [("struct_size", _SIZE), ("library", _TEXT), ("transports", _TEXT),
-                ("devices", _TEXT), ("spin_us", _I32), ("reserved", _I32)]
+                ("devices", _TEXT), ("spin_us", _I32), ("puts", _I32),
+                ("pins", _I32), ("gpu", _I32), ("gpu_library", _TEXT)]
 
 
 class UcxReply(ctypes.Structure):
@@ -85,7 +86,8 @@ class UcxReply(ctypes.Structure):
                 ("worker_address_bytes", _SIZE), ("token", _TEXT), ("token_bytes", _SIZE),
                 ("region_bytes", _U64), ("arena_offset", _U64), ("ring_entries", _U32),
                 ("reserved", _U32), ("bytes", _U64), ("request_ms", _I64), ("give_up", GiveUp),
-                ("argument", _P)]
+                ("argument", _P), ("arena_key", _TEXT), ("arena_key_bytes", _SIZE),
+                ("arena_address", _U64), ("secret", _TEXT), ("secret_bytes", _SIZE)]
 
 
 class Times(ctypes.Structure):

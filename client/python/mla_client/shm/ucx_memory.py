@@ -91,11 +91,15 @@ class UcxMemory(NativeMemory):
 
     @classmethod
     def open_call(cls, lib: native.Library, channels: Any, metadata: Tuple[Tuple[str, str], ...],
-                  *, size: int, spin_us: int, timeout_s: float) -> "UcxMemory":
-        """Opens a ring with `size` bytes for tensors, at the server of these channels."""
+                  *, size: int, spin_us: int, timeout_s: float,
+                  puts: bool = False, wish: DeviceWish = DeviceWish()) -> "UcxMemory":
+        """Opens a ring with `size` bytes for tensors, at the server of these channels. `puts`:
+        tensors are put, if the server allows it. `wish` may have `pins`."""
         functions: Any = lib
         ucx, error = ctypes.c_void_p(), ctypes.c_void_p()
-        options = native.sized(native.UcxOptions, spin_us=spin_us)
+        options = native.sized(
+            native.UcxOptions, spin_us=spin_us, puts=int(puts), pins=int(wish.pins),
+            gpu=wish.device, gpu_library=wish.library.encode() or None)
         lib.check(functions.mla_ucx_start(ctypes.byref(options), ctypes.byref(ucx),
                                           ctypes.byref(error)), error)
         call = _Call(lib, channels)
@@ -104,7 +108,7 @@ class UcxMemory(NativeMemory):
             address = functions.mla_ucx_address(ucx, ctypes.byref(length))
             request = transport_pb2.OpenUcxRequest(
                 version=FRAMES_VERSION, worker_address=ctypes.string_at(address, length.value),
-                bytes=size, spin_us=spin_us,
+                bytes=size, spin_us=spin_us, puts=puts, encrypts=True,
                 handles_losses=bool(functions.mla_ucx_handles_losses(ucx)))
             reply = call.start(request, metadata, timeout_s)
             described = native.sized(
@@ -113,6 +117,12 @@ class UcxMemory(NativeMemory):
                 token_bytes=len(reply.token), region_bytes=reply.region_bytes,
                 arena_offset=reply.arena_offset, ring_entries=reply.ring_entries, bytes=size,
                 request_ms=max(1, int(min(timeout_s, 1e6) * _SECOND)), give_up=call.give_up)
+            if reply.secret:
+                described.secret, described.secret_bytes = reply.secret, len(reply.secret)
+            if reply.arena_key:
+                described.arena_key = reply.arena_key
+                described.arena_key_bytes = len(reply.arena_key)
+                described.arena_address = reply.arena_address
             ring = ctypes.c_void_p()
             lib.check(functions.mla_ucx_open(ucx, ctypes.byref(described), ctypes.byref(ring),
                                              ctypes.byref(error)), error)
@@ -123,7 +133,7 @@ class UcxMemory(NativeMemory):
             raise
         finally:
             functions.mla_ucx_free(ucx)
-        return cls(lib, ring.value, DeviceWish(),
+        return cls(lib, ring.value, wish,
                    _Owner(lib, ctypes.c_void_p(ring.value), process.Home(), call))
 
 

@@ -17,13 +17,15 @@ from mla_client.streams.over_native import NativeStream
 from mla_client.streams.over_ring import RingStream
 from mla_client.streams.stream import StepStream
 
-TRANSPORTS = ("auto", "inline", "shm", "ring", "ucx")
+TRANSPORTS = ("auto", "inline", "shm", "ring", "ucx", "ucx_puts")
+_UCX = ("ucx", "ucx_puts")
 # The memory that a stream asks for if the caller gives no size, and the smallest useful size.
 DEFAULT_SHARED_BYTES = 64 << 20
 LEAST_SHARED_BYTES = 4 << 20
 # The arena must hold the inputs and outputs of several messages.
 MESSAGES_IN_ARENA = 4
-_CAPABILITY = {"shm": "shared_memory", "ring": "command_ring", "ucx": "ucx"}
+_CAPABILITY = {"shm": "shared_memory", "ring": "command_ring", "ucx": "ucx",
+               "ucx_puts": "ucx"}
 _log = logging.getLogger("mla_client")
 
 
@@ -44,7 +46,7 @@ class StreamMaker:
             raise errors.InvalidArgument(f"shared_bytes: got {shared_bytes}, must be 0 or more")
         if shared_bytes == 0 and transport in _CAPABILITY:
             raise errors.InvalidArgument(f"shared_bytes: got 0, transport {transport} needs some")
-        if wish.mib > 0 and (transport in ("inline", "shm", "ucx") or shared_bytes == 0):
+        if wish.mib > 0 and (transport in ("inline", "shm", *_UCX) or shared_bytes == 0):
             raise errors.InvalidArgument(f"device_bytes: got {wish.mib} MiB, needs the ring")
         if message_bytes < 0:
             raise errors.InvalidArgument(f"message_bytes: got {message_bytes}, must be 0 or more")
@@ -89,11 +91,11 @@ class StreamMaker:
                             self._on_boot_id, memory)
 
     def _over_memory(self, kind: str) -> StepStream:
-        if not self._shm_path and kind != "ucx":
+        if not self._shm_path and kind not in _UCX:
             raise errors.InvalidArgument(f"transport: {kind} needs a unix: target without TLS")
         if _CAPABILITY[kind] not in self._info.capabilities:
             raise errors.Unimplemented(f"transport: the server offers no {_CAPABILITY[kind]}")
-        if kind == "ucx":
+        if kind in _UCX:
             self._check_ucx()
         if kind == "ring" and ring.WHY_NOT and native.library() is None:
             raise errors.Unimplemented(f"transport: ring: {ring.WHY_NOT}")
@@ -138,10 +140,11 @@ class StreamMaker:
             return memory
 
     def _connect(self, kind: str, size: int) -> SharedMemory:
-        lib = native.library() if kind in ("ring", "ucx") else None
-        if lib is not None and kind == "ucx":
+        lib = native.library() if kind in ("ring", *_UCX) else None
+        if lib is not None and kind in _UCX:
             return UcxMemory.open_call(lib, self._channels, self._metadata, size=size,
-                                       spin_us=self._spin_us, timeout_s=self._timeout_s)
+                                       spin_us=self._spin_us, timeout_s=self._timeout_s,
+                                       puts=kind == "ucx_puts", wish=self._wish)
         if lib is not None:
             return NativeMemory.open(lib, self._shm_path, tenant=self._tenant, size=size,
                                      spin_us=self._spin_us, timeout_s=self._timeout_s,

@@ -4,11 +4,13 @@ Needs the C library and UCX; without them the tests say so and are skipped.
 """
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import time
 import unittest
+import urllib.request
 
 import mla_client
 import numpy as np
@@ -56,8 +58,13 @@ class UcxTest(unittest.TestCase):
             raise unittest.SkipTest(reason)
         os.environ["UCX_TLS"] = "tcp"
         cls.addClassCleanup(os.environ.pop, "UCX_TLS")
-        cls.server = server_binary.start("--ucx-enabled=true")
+        cls.server = server_binary.start("--ucx-enabled=true", "--ucx-puts=true",
+                                         "--log-level=info", "--log-format=json",
+                                         "--ops-listen=127.0.0.1:0")
         cls.addClassCleanup(cls.server.stop)
+        started = next(event for event in map(json.loads, cls.server.log().splitlines())
+                       if event["event"] == "listening")
+        cls.ops_port = int(started["ops_port"])
 
     def connect(self, transport="ucx", **options):
         """A client of the server, closed with the test."""
@@ -72,10 +79,37 @@ class UcxTest(unittest.TestCase):
         return [int(pid) for pid in found]
 
     def test_outputs_are_those_of_grpc(self):
-        client = self.connect()
-        self.assertEqual(client.transport, "ucx")
-        for ours, theirs in zip(steps(client), steps(self.connect("inline"))):
-            np.testing.assert_array_equal(ours, theirs)
+        for transport in ("ucx", "ucx_puts"):
+            client = self.connect(transport)
+            self.assertEqual(client.transport, "ucx")
+            for ours, theirs in zip(steps(client, 60), steps(self.connect("inline"), 60)):
+                np.testing.assert_array_equal(ours, theirs)
+
+    def metrics(self):
+        """Values of the metrics of rings over UCX, by name and label."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ops_port}/metrics",
+                                    timeout=20) as page:
+            lines = page.read().decode().splitlines()
+        return {name: float(value) for name, value in
+                (line.rsplit(" ", 1) for line in lines if line.startswith("mla_ucx_"))}
+
+    def test_traffic_and_ends_are_counted(self):
+        before = self.metrics()
+        for transport, way in (("ucx", "frame_out"), ("ucx_puts", "put_out")):
+            client = mla_client.Client.connect(self.server.target, transport=transport)
+            steps(client, 60)
+            client.close()
+            end = time.monotonic() + 30
+            name = f'mla_ucx_payload_bytes_total{{way="{way}"}}'
+            while self.metrics()[name] <= before[name] or self.metrics()["mla_ucx_rings_open"] > 0:
+                self.assertLess(time.monotonic(), end, self.metrics())
+                time.sleep(0.05)
+        after = self.metrics()
+        grown = {name: after[name] - before[name] for name in after}
+        self.assertGreaterEqual(grown["mla_ucx_rings_opened_total"], 2)
+        self.assertGreaterEqual(grown['mla_ucx_rings_ended_total{by="call"}'], 2)
+        for direction in ("in", "out"):
+            self.assertGreater(grown[f'mla_ucx_frames_total{{direction="{direction}"}}'], 4)
 
     def test_buffers_are_sent_from_their_places(self):
         client = self.connect()
