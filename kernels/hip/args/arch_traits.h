@@ -26,9 +26,9 @@ struct AttendVariant {
   KvFormat format;
   DType products;
   AttentionKind attention;
+  PartOrder order;
   int32_t threads;
   int32_t shared_bytes;
-  bool exchanged_partials;
 
   constexpr bool Serves(KvFormat of_rows, DType of_products, AttentionKind kind) const {
     return format == of_rows && products == of_products && attention == kind;
@@ -44,9 +44,7 @@ struct SplitVariant {
 };
 struct StreamVariant {
   const char* kernel;
-  int32_t rows;
-  int32_t threads;
-  int32_t shared_bytes;
+  int32_t rows, threads, shared_bytes;
 };
 struct ExpandVariant {
   const char* kernel;
@@ -65,10 +63,9 @@ struct ExpandedVariant {
   int32_t blocks;
 };
 
-#define MLA_ATTEND_ROW(kernel, rows, tile, format, products, attention, threads, shared,   \
-                       exchanged)                                                          \
-  {#kernel, rows,   tile,     KvFormat::format, DType::products, AttentionKind::attention, \
-   threads, shared, exchanged},
+#define MLA_ATTEND_ROW(kernel, rows, tile, format, products, attention, threads, shared, order)   \
+  {#kernel,          rows,    tile,  KvFormat::format, DType::products, AttentionKind::attention, \
+   PartOrder::order, threads, shared},
 #define MLA_SPLIT_ROW(kernel, rows, format, products, threads, shared) \
   {#kernel, rows, KvFormat::format, DType::products, threads, shared},
 #define MLA_STREAM_ROW(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
@@ -148,6 +145,7 @@ struct ArchTraits {
   int32_t spread_lone_code_rows = 0;
   // Units of a die with its own L2 (XCD); 0: all units share one L2.
   int32_t units_per_xcd = 0;
+  int32_t few_tiles_rows = 0;  // most KV rows an item, on average, of AttendsFewTiles
   // expand_keeps_rows: the up-projection keeps a tile's rows over all heads. expand_hides_stores:
   // it rounds and stores during the products.
   bool expand_keeps_rows = false;
@@ -190,6 +188,7 @@ inline constexpr ArchTraits kSm90Traits{
     .spread_kv_rows = 320,
     .spread_code_rows = 1280,
     .spread_lone_code_rows = 640,
+    .few_tiles_rows = 4096,
     .expand_keeps_rows = true,
     .expand_hides_stores = true,
     .kv_granularity = 64,
@@ -242,6 +241,12 @@ constexpr bool WidensLists(const ArchTraits& arch, KvFormat format, int32_t rows
   constexpr int32_t kFewRows = 16;  // kernels for so few rows multiply codes
   return arch.widens_lists && format == KvFormat::kFp8Row && rows > kFewRows &&
          places >= 2 * kv_rows;
+}
+
+// Returns true if the items are so short that each one's first tile should come early, whatever
+// later ones cost. `places`: KV rows of all items.
+constexpr bool AttendsFewTiles(const ArchTraits& arch, int64_t places, int64_t items) {
+  return places <= items * arch.few_tiles_rows;
 }
 
 // Returns the keys of a block of mla_index_logits if query rows see `keys` in all: few enough that

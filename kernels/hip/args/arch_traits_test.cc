@@ -194,6 +194,26 @@ TEST(FindSplit, HasTheRowsFormatAndProductsOfTheKernelItReplaces) {
   }
 }
 
+TEST(PartOrder, OfCodesFromRegistersIsPairedAndOnSm90Only) {
+  for (const AttendVariant& v : kSm90Traits.attend) {
+    const bool codes = v.format != KvFormat::kBf16 && v.format != KvFormat::kFp8Page;
+    const bool transposed = codes && (v.rows == 16 || v.products == DType::kFp8E4m3);
+    const PartOrder others = v.rows == 16 ? PartOrder::kColumns : PartOrder::kExchanged;
+    EXPECT_EQ(v.order, transposed ? PartOrder::kPaired : others) << v.kernel;
+  }
+  for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits}) {
+    for (const AttendVariant& v : arch->attend) EXPECT_EQ(v.order, PartOrder::kColumns) << v.kernel;
+  }
+}
+
+TEST(AttendsFewTiles, GoesByTheMeanOfTheItems) {
+  const int64_t most = kSm90Traits.few_tiles_rows;
+  ASSERT_GT(most, 0);
+  EXPECT_TRUE(AttendsFewTiles(kSm90Traits, 0, 1));
+  EXPECT_TRUE(AttendsFewTiles(kSm90Traits, 66 * most, 66));
+  EXPECT_FALSE(AttendsFewTiles(kSm90Traits, 66 * most + 1, 66));
+}
+
 // ChooseAttend, MostRows and the report rely on this order and these names.
 TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
   for (const ArchTraits* arch : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {

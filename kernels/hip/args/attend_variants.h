@@ -3,7 +3,7 @@
 // backend runs and how it launches them (arch_traits.h), and the report's kernels
 // (tools/report.py).
 //
-//   X(kernel, rows, tile, format, products, attention, threads, shared, exchanged)
+//   X(kernel, rows, tile, format, products, attention, threads, shared, order)
 //     rows       packed rows of a block
 //     tile       KV rows that it takes at a time
 //     format     KvFormat of the rows in the pool
@@ -13,8 +13,7 @@
 //                and entries of the same format
 //     threads    threads of a block
 //     shared     dynamic shared memory in bytes; 0 if it is static
-//     exchanged  partial rows have the order of accumulators in lanes: in each 16 columns, words
-//                4 q and on are columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q
+//     order      PartOrder of partial rows
 //
 // Lines with the same format, products and attention are in the order of rows.
 //
@@ -34,21 +33,22 @@
 #ifndef MLA_KERNELS_HIP_ARGS_ATTEND_VARIANTS_H_
 #define MLA_KERNELS_HIP_ARGS_ATTEND_VARIANTS_H_
 
-#define MLA_ATTEND_GFX950(X)                                                                  \
-  X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, false)                               \
-  X(mla_attend_128, 128, 32, kBf16, kBf16, kDense, 256, 0, false)                             \
-  X(mla_attend_64_fp8_tensor, 64, 64, kFp8Tensor, kBf16, kDense, 256, 0, false)               \
-  X(mla_attend_128_fp8_tensor, 128, 32, kFp8Tensor, kBf16, kDense, 256, 0, false)             \
-  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, kDense, 256, 0, false)                     \
-  X(mla_attend_64_lists, 64, 32, kBf16, kBf16, kSparse, 256, 0, false)                        \
-  X(mla_attend_128_lists, 128, 32, kBf16, kBf16, kSparse, 256, 0, false)                      \
-  X(mla_attend_64_fp8_tensor_lists, 64, 64, kFp8Tensor, kBf16, kSparse, 256, 0, false)        \
-  X(mla_attend_128_fp8_tensor_lists, 128, 32, kFp8Tensor, kBf16, kSparse, 256, 0, false)      \
-  X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)              \
-  X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, false)                       \
-  X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 256, 0, false)           \
-  X(mla_attend_128_fp8_tensor_products, 128, 64, kFp8Tensor, kFp8E4m3, kDense, 256, 0, false) \
-  X(mla_attend_128_fp8_tensor_products_lists, 128, 64, kFp8Tensor, kFp8E4m3, kSparse, 256, 0, false)
+#define MLA_ATTEND_GFX950(X)                                                                     \
+  X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, kColumns)                               \
+  X(mla_attend_128, 128, 32, kBf16, kBf16, kDense, 256, 0, kColumns)                             \
+  X(mla_attend_64_fp8_tensor, 64, 64, kFp8Tensor, kBf16, kDense, 256, 0, kColumns)               \
+  X(mla_attend_128_fp8_tensor, 128, 32, kFp8Tensor, kBf16, kDense, 256, 0, kColumns)             \
+  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, kDense, 256, 0, kColumns)                     \
+  X(mla_attend_64_lists, 64, 32, kBf16, kBf16, kSparse, 256, 0, kColumns)                        \
+  X(mla_attend_128_lists, 128, 32, kBf16, kBf16, kSparse, 256, 0, kColumns)                      \
+  X(mla_attend_64_fp8_tensor_lists, 64, 64, kFp8Tensor, kBf16, kSparse, 256, 0, kColumns)        \
+  X(mla_attend_128_fp8_tensor_lists, 128, 32, kFp8Tensor, kBf16, kSparse, 256, 0, kColumns)      \
+  X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, kColumns)              \
+  X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, kColumns)                       \
+  X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 256, 0, kColumns)           \
+  X(mla_attend_128_fp8_tensor_products, 128, 64, kFp8Tensor, kFp8E4m3, kDense, 256, 0, kColumns) \
+  X(mla_attend_128_fp8_tensor_products_lists, 128, 64, kFp8Tensor, kFp8E4m3, kSparse, 256, 0,    \
+    kColumns)
 #define MLA_EXPAND_GFX950(X)                                                \
   X(mla_expand, 128, 128, kBf16, kBf16, 256, 0)                             \
   X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 256, 0)             \
@@ -63,19 +63,21 @@
   X(mla_attend_expanded_products, 128, 128, kFp8E4m3, 256, 0, 2) \
   X(mla_attend_expanded_256, 192, 256, kBf16, 256, 0, 1)
 
-#define MLA_ATTEND_GFX942(X)                                                                       \
-  X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, false)                                    \
-  X(mla_attend_64_fp8_tensor, 64, 32, kFp8Tensor, kBf16, kDense, 256, 0, false)                    \
-  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, kDense, 256, 0, false)                          \
-  X(mla_attend_64_lists, 64, 32, kBf16, kBf16, kSparse, 256, 0, false)                             \
-  X(mla_attend_64_fp8_tensor_lists, 64, 32, kFp8Tensor, kBf16, kSparse, 256, 0, false)             \
-  X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)                   \
-  X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, false)                            \
-  X(mla_attend_64_fp8_page_window, 64, 32, kFp8Page, kBf16, kWindow, 256, 0, false)                \
-  X(mla_attend_64_fp8_tensor_products, 64, 32, kFp8Tensor, kFp8E4m3, kDense, 256, 0, false)        \
-  X(mla_attend_128_fp8_tensor_products, 128, 32, kFp8Tensor, kFp8E4m3, kDense, 256, 0, false)      \
-  X(mla_attend_64_fp8_tensor_products_lists, 64, 32, kFp8Tensor, kFp8E4m3, kSparse, 256, 0, false) \
-  X(mla_attend_128_fp8_tensor_products_lists, 128, 32, kFp8Tensor, kFp8E4m3, kSparse, 256, 0, false)
+#define MLA_ATTEND_GFX942(X)                                                                     \
+  X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, kColumns)                               \
+  X(mla_attend_64_fp8_tensor, 64, 32, kFp8Tensor, kBf16, kDense, 256, 0, kColumns)               \
+  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, kDense, 256, 0, kColumns)                     \
+  X(mla_attend_64_lists, 64, 32, kBf16, kBf16, kSparse, 256, 0, kColumns)                        \
+  X(mla_attend_64_fp8_tensor_lists, 64, 32, kFp8Tensor, kBf16, kSparse, 256, 0, kColumns)        \
+  X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, kColumns)              \
+  X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, kColumns)                       \
+  X(mla_attend_64_fp8_page_window, 64, 32, kFp8Page, kBf16, kWindow, 256, 0, kColumns)           \
+  X(mla_attend_64_fp8_tensor_products, 64, 32, kFp8Tensor, kFp8E4m3, kDense, 256, 0, kColumns)   \
+  X(mla_attend_128_fp8_tensor_products, 128, 32, kFp8Tensor, kFp8E4m3, kDense, 256, 0, kColumns) \
+  X(mla_attend_64_fp8_tensor_products_lists, 64, 32, kFp8Tensor, kFp8E4m3, kSparse, 256, 0,      \
+    kColumns)                                                                                    \
+  X(mla_attend_128_fp8_tensor_products_lists, 128, 32, kFp8Tensor, kFp8E4m3, kSparse, 256, 0,    \
+    kColumns)
 #define MLA_EXPAND_GFX942(X)                                        \
   X(mla_expand, 128, 128, kBf16, kBf16, 256, 0)                     \
   X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 256, 0)     \
@@ -87,25 +89,26 @@
   X(mla_attend_expanded, 128, 128, kBf16, 256, 0, 2) \
   X(mla_attend_expanded_256, 192, 256, kBf16, 256, 0, 1)
 
-#define MLA_ATTEND_SM90(X)                                                                        \
-  X(mla_attend_16, 16, 64, kBf16, kBf16, kDense, 256, 223744, false)                              \
-  X(mla_attend_64, 64, 64, kBf16, kBf16, kDense, 384, 224000, true)                               \
-  X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, kDense, 640, 208272, false)              \
-  X(mla_attend_64_fp8_tensor, 64, 64, kFp8Tensor, kBf16, kDense, 384, 232192, true)               \
-  X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, kDense, 640, 192912, false)                    \
-  X(mla_attend_64_fp8_row, 64, 64, kFp8Row, kBf16, kDense, 384, 232192, true)                     \
-  X(mla_attend_64_lists, 64, 64, kBf16, kBf16, kSparse, 384, 224064, true)                        \
-  X(mla_attend_16_fp8_tensor_lists, 16, 64, kFp8Tensor, kBf16, kSparse, 640, 208272, false)       \
-  X(mla_attend_64_fp8_tensor_lists, 64, 64, kFp8Tensor, kBf16, kSparse, 384, 232256, true)        \
-  X(mla_attend_16_fp8_row_lists, 16, 64, kFp8Row, kBf16, kSparse, 640, 192912, false)             \
-  X(mla_attend_64_fp8_row_lists, 64, 64, kFp8Row, kBf16, kSparse, 384, 232256, true)              \
-  X(mla_attend_64_fp8_tensor_products, 64, 64, kFp8Tensor, kFp8E4m3, kDense, 512, 204608, false)  \
-  X(mla_attend_64_fp8_row_products, 64, 64, kFp8Row, kFp8E4m3, kDense, 384, 231424, false)        \
-  X(mla_attend_64_fp8_tensor_products_lists, 64, 64, kFp8Tensor, kFp8E4m3, kSparse, 512, 204640,  \
-    false)                                                                                        \
-  X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 384, 231456, false) \
-  X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 224064, true)                       \
-  X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 232256, true)
+#define MLA_ATTEND_SM90(X)                                                                         \
+  X(mla_attend_16, 16, 64, kBf16, kBf16, kDense, 256, 223744, kColumns)                            \
+  X(mla_attend_64, 64, 64, kBf16, kBf16, kDense, 384, 224000, kExchanged)                          \
+  X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, kDense, 640, 208272, kPaired)             \
+  X(mla_attend_64_fp8_tensor, 64, 64, kFp8Tensor, kBf16, kDense, 384, 232192, kExchanged)          \
+  X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, kDense, 640, 192912, kPaired)                   \
+  X(mla_attend_64_fp8_row, 64, 64, kFp8Row, kBf16, kDense, 384, 232192, kExchanged)                \
+  X(mla_attend_64_lists, 64, 64, kBf16, kBf16, kSparse, 384, 224064, kExchanged)                   \
+  X(mla_attend_16_fp8_tensor_lists, 16, 64, kFp8Tensor, kBf16, kSparse, 640, 208272, kPaired)      \
+  X(mla_attend_64_fp8_tensor_lists, 64, 64, kFp8Tensor, kBf16, kSparse, 384, 232256, kExchanged)   \
+  X(mla_attend_16_fp8_row_lists, 16, 64, kFp8Row, kBf16, kSparse, 640, 192912, kPaired)            \
+  X(mla_attend_64_fp8_row_lists, 64, 64, kFp8Row, kBf16, kSparse, 384, 232256, kExchanged)         \
+  X(mla_attend_64_fp8_tensor_products, 64, 64, kFp8Tensor, kFp8E4m3, kDense, 512, 204608, kPaired) \
+  X(mla_attend_64_fp8_row_products, 64, 64, kFp8Row, kFp8E4m3, kDense, 384, 231424, kPaired)       \
+  X(mla_attend_64_fp8_tensor_products_lists, 64, 64, kFp8Tensor, kFp8E4m3, kSparse, 512, 204640,   \
+    kPaired)                                                                                       \
+  X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 384, 231456,         \
+    kPaired)                                                                                       \
+  X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 224064, kExchanged)                  \
+  X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 232256, kExchanged)
 #define MLA_SPLIT_SM90(X)                                        \
   X(mla_split_16, 16, kBf16, kBf16, 256, 223744)                 \
   X(mla_split_64, 64, kBf16, kBf16, 384, 224000)                 \

@@ -63,6 +63,14 @@ constexpr BlockPlace PlaceOf(int32_t block, int32_t blocks, int32_t blocks_per_u
 // kv_scale in records is the scale of a row's layer, for the pool's own kind of 8-bit floats. It is
 // 1 in formats without such a scale.
 
+// Order of the columns of partial rows. Other orders than kColumns are those of accumulators in
+// lanes, so that a lane stores 16 bytes at a time.
+enum class PartOrder : int32_t {
+  kColumns,
+  kExchanged,  // in each 16 columns, words 4 q and on are columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q
+  kPaired,     // in each 128, words 4 q and on are columns 2 q, 2 q + 1, 64 + 2 q and 65 + 2 q
+};
+
 // Absorbed attention over a plan. A block serves the unit and share s that PlaceOf gives. The block
 // processes the packed rows [s * R, (s + 1) * R) of each work item, with R the kernel's tile rows.
 struct AttendArgs {
@@ -81,6 +89,8 @@ struct AttendArgs {
   int32_t blocks;  // size of the grid
   int32_t xcds;
   const uint32_t* late;
+  int32_t items;      // of work_info, at least 1
+  int32_t few_tiles;  // not 0: items are short (AttendsFewTiles)
 };
 
 // Absorbed attention to one tile of one segment, cut into pieces of equally many KV rows. The
@@ -186,7 +196,7 @@ struct CombineArgs {
   int32_t o_is_f32;
   int32_t waves_per_row;  // a power of two, at most W
   int32_t column_blocks;  // at least 1
-  int32_t exchanged;      // as AttendVariant::exchanged_partials; o_dim is a multiple of 16 then
+  PartOrder order;        // o_dim is a multiple of 16 with kExchanged, of 128 with kPaired
   const uint32_t* late;
 };
 

@@ -112,18 +112,17 @@ template <ExpandedDims kDims, DType kProducts>
 using ExpandedKernel = typename ExpandedKernelOf<kDims, kProducts>::Type;
 #endif
 
-#define MLA_ATTEND_KERNEL(kernel, rows, tile, format, products, attention, threads, shared, \
-                          exchanged)                                                        \
-  using Of_##kernel =                                                                       \
-      AttendKernel<rows, KvFormat::format, DType::products, AttentionKind::attention>;      \
-  static_assert(Of_##kernel::kThreads == threads);                                          \
-  static_assert(AttendConfig<rows, KvFormat::format, DType::products>::kTileKv == tile);    \
-  static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);                            \
-  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                     \
-      kernel(const MLA_KERNEL_ARGUMENT AttendArgs args) {                                   \
-    if (came_late(args)) return;                                                            \
-    wait_for_previous_kernel();                                                             \
-    Of_##kernel::run(args);                                                                 \
+#define MLA_ATTEND_KERNEL(kernel, rows, tile, format, products, attention, threads, shared, order) \
+  using Of_##kernel =                                                                              \
+      AttendKernel<rows, KvFormat::format, DType::products, AttentionKind::attention>;             \
+  static_assert(Of_##kernel::kThreads == threads);                                                 \
+  static_assert(AttendConfig<rows, KvFormat::format, DType::products>::kTileKv == tile);           \
+  static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);                                   \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                            \
+      kernel(const MLA_KERNEL_ARGUMENT AttendArgs args) {                                          \
+    if (came_late(args)) return;                                                                   \
+    wait_for_previous_kernel();                                                                    \
+    Of_##kernel::run(args);                                                                        \
   }
 MLA_ATTEND_VARIANTS(MLA_ATTEND_KERNEL)
 

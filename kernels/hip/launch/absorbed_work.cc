@@ -19,6 +19,13 @@ int64_t KvRows(const AttentionParams& params) {
   return rows;
 }
 
+// KV rows of all work items, or places of their lists.
+int64_t PlacesOf(const PlanView& plan) {
+  int64_t places = 0;
+  for (const WorkInfo& w : plan.work_info) places += w.kv_end - w.kv_begin;
+  return places;
+}
+
 int32_t MostPackedRows(const PlanView& plan) {
   int32_t largest = 0;
   for (const WorkInfo& w : plan.work_info) {
@@ -156,6 +163,8 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.blocks = units.last * args.blocks_per_unit;
   args.xcds = XcdsOf(*device_.arch, device_units);
+  args.items = static_cast<int32_t>(params.plan.work_info.size());
+  args.few_tiles = AttendsFewTiles(*device_.arch, PlacesOf(params.plan), args.items);
   args.late = recording.late_word();
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks),
                           .threads = static_cast<uint32_t>(variant.threads),
@@ -164,7 +173,7 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
   MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.attend[chosen], shape, args));
   const Attended run{.segments = rows.segments,
                      .windows = args.windows,
-                     .exchanged = variant.exchanged_partials,
+                     .order = variant.order,
                      .idle_units = std::max(0, device_units - units.busy * args.blocks_per_unit)};
   return AddCombine(recording, device_, params, plan, run);
 }
@@ -174,9 +183,7 @@ bool AbsorbedWork::Widens(const AttentionParams& params, const Rows& rows,
   if (params.desc.attention != AttentionKind::kSparse) return false;
   const int64_t kv_rows = KvRows(params);
   if (kv_rows == 0 || kv_rows * kWidenedRowBytes > widened_.bytes()) return false;
-  int64_t places = 0;
-  for (const WorkInfo& w : params.plan.work_info) places += w.kv_end - w.kv_begin;
-  return WidensLists(*device_.arch, rows.format, packed_rows, places, kv_rows);
+  return WidensLists(*device_.arch, rows.format, packed_rows, PlacesOf(params.plan), kv_rows);
 }
 
 absl::Status AbsorbedWork::AddWiden(LaunchRecording& recording, const AttentionParams& params,

@@ -56,7 +56,7 @@ absl::Status AddCombine(LaunchRecording& recording, const DeviceState& device,
                                            args.o_dim, device.runtime->units());
   args.waves_per_row = CombineWavesBeside(*device.arch, int64_t{tiles} * rows, parts,
                                           args.waves_per_row, args.column_blocks, run.idle_units);
-  args.exchanged = run.exchanged;
+  args.order = run.order;
   args.late = recording.late_word();
   const auto row_blocks = BlocksFor(rows, device.arch->waves_per_block / args.waves_per_row);
   const LaunchShape shape{.grid_x = tiles,

@@ -20,7 +20,7 @@ namespace mla::kernels::hip {
 struct Attended {
   const SegmentRecord* segments = nullptr;
   const WindowRecord* windows = nullptr;  // for kWindow
-  bool exchanged = false;                 // as AttendVariant::exchanged_partials
+  PartOrder order = PartOrder::kColumns;  // as AttendVariant::order
   int32_t idle_units = 0;                 // units that attention leaves to the merge
 };
 

@@ -188,6 +188,7 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   attend_args_.blocks_per_unit =
       (rows + arch_->attend[variant_].rows - 1) / arch_->attend[variant_].rows;
   attend_args_.blocks = last * attend_args_.blocks_per_unit;
+  attend_args_.items = static_cast<int32_t>(plan->work_info.size());
   attend_args_.xcds = kernels::hip::XcdsOf(*arch_, runtime_->units());
   attend_shape_ = {};
   attend_shape_.grid_x = static_cast<uint32_t>(attend_args_.blocks);
@@ -219,7 +220,7 @@ void Decoder::ShapeCombine(const kernels::PlanView& plan, int32_t rows, int32_t 
   combine_args_.waves_per_row = kernels::hip::CombineWavesBeside(
       *arch_, tiles * rows, parts, combine_args_.waves_per_row, combine_args_.column_blocks,
       std::max(0, runtime_->units() - busy * attend_args_.blocks_per_unit));
-  combine_args_.exchanged = arch_->attend[variant_].exchanged_partials;
+  combine_args_.order = arch_->attend[variant_].order;
   const int32_t rows_per_block = arch_->waves_per_block / combine_args_.waves_per_row;
   combine_shape_ = {};
   combine_shape_.grid_x = static_cast<uint32_t>(tiles);

@@ -22,6 +22,8 @@ namespace mla::kernels::hip::tile {
 inline constexpr int kWave = 64;
 // Queries are loaded from memory straight into registers.
 inline constexpr bool kDirectQueries = true;
+// No kernel leaves parts in the order PartOrder::kPaired.
+inline constexpr bool kPairsParts = false;
 
 MLA_DEVICE int lane_index() { return thread_index() & 63; }
 // As lane_index, but opaque to the compiler: derived values are computed again at each use, not

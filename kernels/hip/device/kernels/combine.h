@@ -121,9 +121,15 @@ class Combine {
   MLA_DEVICE void store(const Target& target, int c, const float (&x)[4]) const {
     if (c >= args.o_dim) return;
     const bool f32 = args.o_is_f32 != 0;
-    if (args.exchanged == 0) {
+    if (args.order == PartOrder::kColumns) {
       store_run(target.o, c, x, f32, target.aligned);
       return;
+    }
+    if constexpr (tile::kPairsParts) {
+      if (args.order == PartOrder::kPaired) {
+        store_paired(target.o, c, x, f32, target.aligned);
+        return;
+      }
     }
     store_exchanged(target.o, c, x, f32, target.aligned);
   }

@@ -136,15 +136,23 @@ MLA_DEVICE void store_run(void* base, int64_t index, const float (&x)[kCount], b
   for (int i = 0; i < kCount; ++i) p[i] = to_bf16(x[i]);
 }
 
-// Stores words c to c + 3 of a row in the order of AttendVariant::exchanged_partials, at their true
-// columns. `aligned`: to four elements.
-MLA_DEVICE void store_exchanged(void* row, int c, const float (&x)[4], bool is_f32, bool aligned) {
-  const int first = (c & ~15) + (c & 15) / 2;
+// Stores words c to c + 3 of a row whose words have an order other than PartOrder::kColumns, at
+// their true columns. In each kColumns columns, words 4 q and on are columns 2 q, 2 q + 1,
+// kColumns / 2 + 2 q and the next. `aligned`: to four elements.
+template <int kColumns>
+MLA_DEVICE void store_halves(void* row, int c, const float (&x)[4], bool is_f32, bool aligned) {
+  const int first = (c & ~(kColumns - 1)) + (c & (kColumns - 1)) / 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float run[2] = {x[2 * half], x[2 * half + 1]};
-    store_run(row, first + 8 * half, run, is_f32, aligned);
+    store_run(row, first + kColumns / 2 * half, run, is_f32, aligned);
   }
+}
+MLA_DEVICE void store_exchanged(void* row, int c, const float (&x)[4], bool is_f32, bool aligned) {
+  store_halves<16>(row, c, x, is_f32, aligned);
+}
+MLA_DEVICE void store_paired(void* row, int c, const float (&x)[4], bool is_f32, bool aligned) {
+  store_halves<128>(row, c, x, is_f32, aligned);
 }
 
 }  // namespace mla::kernels::hip

@@ -14,6 +14,8 @@ namespace mla::kernels::hip::tile {
 inline constexpr int kWave = 32;
 // Queries take the way of matrix loads into registers.
 inline constexpr bool kDirectQueries = false;
+// Kernels leave parts in the order PartOrder::kPaired.
+inline constexpr bool kPairsParts = true;
 
 MLA_DEVICE int lane_index() {
   return static_cast<int>(static_cast<uint32_t>(thread_index()) & 31u);

@@ -13,9 +13,9 @@ namespace mla::kernels::hip {
 // of that share. Parts are weighted as in Combine.
 //
 // A task is a row and 128 of its columns, four a lane. It belongs to 2, 4 or 8 warps of a block,
-// which divide the parts among them and add up their sums in shared memory. kExchanged: see
-// AttendVariant::exchanged_partials.
-template <int kRows, bool kExchanged>
+// which divide the parts among them and add up their sums in shared memory. kOrder is that of the
+// parts' columns.
+template <int kRows, PartOrder kOrder>
 class MergeParts {
  public:
   static constexpr int kWarps = 8;
@@ -150,11 +150,13 @@ class MergeParts {
     const int bytes = f32 ? 4 : 2;
     void* const o = static_cast<uint8_t*>(r.o) + (q * r.o_row_stride + h * r.o_head_stride) * bytes;
     const bool aligned = aligned_to(o, 0, 0, bytes, 4 * bytes);
-    if constexpr (!kExchanged) {
+    if constexpr (kOrder == PartOrder::kColumns) {
       store_run(o, column, x, f32, aligned);
-      return;
+    } else if constexpr (kOrder == PartOrder::kExchanged) {
+      store_exchanged(o, column, x, f32, aligned);
+    } else {
+      store_paired(o, column, x, f32, aligned);
     }
-    store_exchanged(o, column, x, f32, aligned);
   }
 
   const SplitArgs& args;
@@ -164,10 +166,10 @@ class MergeParts {
   const tile::lds_t weights;  // weights of this warp
 };
 
-template <int kRows, bool kExchanged, class Sync>
+template <int kRows, PartOrder kOrder, class Sync>
 MLA_DEVICE void merge_parts(const SplitArgs& args, const PartOfBlock& part, tile::lds_t scratch,
                             const Sync& sync) {
-  MergeParts<kRows, kExchanged>(args, part.share, scratch).run(part.unit, sync);
+  MergeParts<kRows, kOrder>(args, part.share, scratch).run(part.unit, sync);
 }
 
 }  // namespace mla::kernels::hip

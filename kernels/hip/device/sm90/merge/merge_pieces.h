@@ -9,7 +9,7 @@ namespace mla::kernels::hip {
 
 // Merges packed rows [share * kRows, ...) of the item's tile, by kWarps warps of each block of that
 // share, a row a warp. Pieces are weighted as in Combine, and their values are in the order of
-// AttendVariant::exchanged_partials.
+// PartOrder::kExchanged.
 template <int kRows>
 class MergePieces {
  public:

@@ -99,16 +99,37 @@ class Fp8Accumulator {
       const RowTarget target(args, item, p, C::kLora);
       if (group == 0 && warp == 0 && lane < 4 && target.lse != nullptr) *target.lse = scale.lse;
       const float inverse = scale.inverse * item.segment->kv_scale;
-#pragma unroll
-      for (int b = 0; b < Values::kBlocks; ++b) {
-        const int i = 4 * (n >> 1) + (n & 1);
-        const float run[2] = {scale.empty ? 0.0f : o[b][i] * inverse,
-                              scale.empty ? 0.0f : o[b][i + 2] * inverse};
-        store_run(target.base, target.index + Values::column(group, b, warp) + 2 * (lane >> 2), run,
-                  target.f32, aligned);
+      const int i = 4 * (n >> 1) + (n & 1);
+      if (Args::kSplit || item.work.partial_row >= 0) {
+        store_part(target, o, i, scale.empty ? 0.0f : inverse);
+      } else {
+        store_whole(target, o, i, scale.empty ? 0.0f : inverse, aligned);
       }
     }
   }
+  // Stores accumulators i and i + 2 of all blocks, a row's columns 2 (lane / 4) and the next of
+  // each. `by` is zero for a row without keys, whose results are zero whatever values were summed.
+  MLA_DEVICE void store_whole(const RowTarget& target, const float (&o)[Values::kBlocks][kProduct],
+                              int i, float by, bool aligned) const {
+#pragma unroll
+    for (int b = 0; b < Values::kBlocks; ++b) {
+      const float run[2] = {scaled(o[b][i], by), scaled(o[b][i + 2], by)};
+      store_run(target.base, target.index + Values::column(group, b, warp) + 2 * (lane >> 2), run,
+                target.f32, aligned);
+    }
+  }
+  // The same in the order PartOrder::kPaired.
+  MLA_DEVICE void store_part(const RowTarget& target, const float (&o)[Values::kBlocks][kProduct],
+                             int i, float by) const {
+    const int64_t to = target.index + group * (C::kLora / 2) + (warp * 8 + (lane >> 2)) * 4;
+#pragma unroll
+    for (int b = 0; b < Values::kBlocks; b += 2) {
+      const float run[4] = {scaled(o[b][i], by), scaled(o[b][i + 2], by), scaled(o[b + 1][i], by),
+                            scaled(o[b + 1][i + 2], by)};
+      store_run(target.base, to + b * 64, run, target.f32, true);
+    }
+  }
+  MLA_DEVICE static float scaled(float x, float by) { return by == 0.0f ? 0.0f : x * by; }
 
   const Args& args;
   const L shared;

@@ -71,10 +71,11 @@ class AttendFp8 {
   // Run by the scorers after the block's only item. They wait until the groups that sum values have
   // written the part, and then merge with the other blocks of these rows.
   MLA_DEVICE static void merge(const Args& args, const L& shared, int index, int share) {
-    static_assert(L::kScoreWarps == MergeParts<C::kRows, false>::kWarps);
+    static_assert(L::kScoreWarps == MergeParts<C::kRows, PartOrder::kPaired>::kWarps);
     tile::named_sync<kWritten, 4 * L::kGroupThreads>();
-    merge_parts<C::kRows, false>(args, {index, share}, shared.slot(0),
-                                 [] { tile::named_sync<kMerging, 2 * L::kGroupThreads>(); });
+    merge_parts<C::kRows, PartOrder::kPaired>(args, {index, share}, shared.slot(0), [] {
+      tile::named_sync<kMerging, 2 * L::kGroupThreads>();
+    });
   }
 };
 

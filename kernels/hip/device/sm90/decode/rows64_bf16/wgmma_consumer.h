@@ -36,8 +36,9 @@ class WgmmaConsumer {
     if constexpr (Args::kSplit) {
       write_partial(results, state);
       // After the first barrier of the merge, both groups have finished with the slots.
-      merge_parts<L::kRows, true>(args, {index, share}, shared.slot(0),
-                                  [] { tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>(); });
+      merge_parts<L::kRows, PartOrder::kExchanged>(args, {index, share}, shared.slot(0), [] {
+        tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();
+      });
     } else if (results.work.partial_row >= 0) {
       write_partial(results, state);
       if constexpr (Args::kStreams) {
@@ -337,7 +338,7 @@ class WgmmaConsumer {
     }
   }
 
-  // Stores partial rows in the order of exchanged_partials. It is short code on purpose: in a small
+  // Stores partial rows in the order PartOrder::kExchanged. It is short code on purpose: in a small
   // launch code comes from memory, not from a cache.
   MLA_DEVICE void write_partial(const Item& item, State& state) const {
 #pragma unroll

@@ -58,8 +58,9 @@ class E4m3RowsGroup {
     scorer.finish(results, tiles, at - 1, state);
     values.finish(results, o);
     if constexpr (Args::kSplit) {
-      merge_parts<L::kRows, false>(args, part_of_block(args), shared.slot(0),
-                                   [] { tile::named_sync<kMerging, 2 * L::kGroupThreads>(); });
+      merge_parts<L::kRows, PartOrder::kPaired>(args, part_of_block(args), shared.slot(0), [] {
+        tile::named_sync<kMerging, 2 * L::kGroupThreads>();
+      });
     }
   }
 

@@ -61,6 +61,10 @@ class E4m3Columns {
   template <class Scales>
   MLA_DEVICE void store_results(const Item& item, const float (&o)[kBlocks][kProduct],
                                 const Scales& scales) const {
+    if (Args::kSplit || item.work.partial_row >= 0) {
+      store_part(item, o, scales);
+      return;
+    }
     const bool aligned = aligned_results(args, item, 2);
 #pragma unroll
     for (int j = 0; j < L::kRows / 8; ++j) {
@@ -77,6 +81,33 @@ class E4m3Columns {
                                 by[e] == 0.0f ? 0.0f : o[b][4 * j + 2 + e] * by[e]};
           store_run(target.base, target.index + column(b) + 2 * (lane >> 2), run, target.f32,
                     aligned);
+        }
+      }
+    }
+  }
+
+  // Stores a part in the order PartOrder::kPaired: eight lanes store 32 values of a row at a time.
+  // It is short code, because small launches fetch their code from memory.
+  template <class Scales>
+  MLA_DEVICE void store_part(const Item& item, const float (&o)[kBlocks][kProduct],
+                             const Scales& scales) const {
+    const int64_t first = static_cast<int64_t>(item.work.partial_row) + item.first;
+    const int64_t part = first * C::kLora + group * (C::kLora / 2) + (warp * 8 + (lane >> 2)) * 4;
+#pragma unroll
+    for (int j = 0; j < L::kRows / 8; ++j) {
+      float by[2];
+      scales(j, by);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int p = row(j, e), i = 4 * j + e;
+        if (p >= item.rows) continue;
+        const bool empty = by[e] == 0.0f;
+#pragma unroll
+        for (int b = 0; b < kBlocks; b += 2) {
+          const float run[4] = {empty ? 0.0f : o[b][i] * by[e], empty ? 0.0f : o[b][i + 2] * by[e],
+                                empty ? 0.0f : o[b + 1][i] * by[e],
+                                empty ? 0.0f : o[b + 1][i + 2] * by[e]};
+          store_run(args.partial_o, part + p * C::kLora + b * 64, run, true, true);
         }
       }
     }

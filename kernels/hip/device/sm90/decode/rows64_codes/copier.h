@@ -13,9 +13,9 @@ namespace mla::kernels::hip {
 // page-table word two tiles ahead, so that no load stalls it.
 //
 // It also converts scales of fp8_row to the forms that scorers and summing groups use; rows are not
-// changed. Copies of up to kBehind tiles run ahead of the conversion, if slots are free. In a
-// kernel that merges parts itself, which has few tiles, the scorers convert them instead
-// (kConverts): the first tile is then not held up by the issue of later copies.
+// changed. Copies of up to kBehind tiles run ahead of the conversion, if slots are free. Where
+// items have few tiles, the scorers convert them instead (converts): the first tile is then not
+// held up by the issue of later copies.
 //
 // L: the layout of shared memory.
 template <class C, class L, class Args = AttendArgs>
@@ -36,23 +36,29 @@ class E4m3Copier {
       wait_emptied();
       if constexpr (L::kLists) write_seen(ring.at, finder.seen);
       copy_tile(ring.at, finder.row);
-      if constexpr (kConverts) {
-        tile::close_copies();
-        if (++open > kBehind) finish<kBehind>();
-      } else {
-        tile::barrier_arrive_after_copies(shared.filled(ring.at));
-      }
+      hand_over();
       ring.next();
       finder.next(source);
     }
     finish_all();
   }
 
+  // True if this group converts scales.
+  MLA_DEVICE static bool converts(const Args& args) {
+    if constexpr (!kMayConvert) {
+      return false;
+    } else if constexpr (L::kLists) {
+      return true;
+    } else {
+      return args.few_tiles == 0;
+    }
+  }
+
  private:
   static constexpr int kRows = 16;     // rows of a tile, a warp
   static constexpr int kLaneRows = 4;  // rows of a tile that a lane copies chunks of
   static constexpr int kBehind = 2;    // tiles
-  static constexpr bool kConverts = L::kScaledRows && !Args::kSplit;
+  static constexpr bool kMayConvert = L::kScaledRows && !Args::kSplit;
   static_assert(4 * kRows == L::kKeys);
 
   // Finds this lane's row of a tile.
@@ -125,14 +131,26 @@ class E4m3Copier {
     }
   }
 
+  // Lets the scorers wait for the tile that is being copied, or finishes an earlier one for them.
+  MLA_DEVICE void hand_over() {
+    if constexpr (kMayConvert) {
+      if (converts(args)) {
+        tile::close_copies();
+        if (++open > kBehind) finish<kBehind>();
+        return;
+      }
+    }
+    tile::barrier_arrive_after_copies(shared.filled(ring.at));
+  }
+
   // Waits until the next slot is free. It may become free only after copied tiles are finished.
   MLA_DEVICE void wait_emptied() {
     const lds_t barrier = shared.emptied(ring.at);
-    if (kConverts && !tile::any(tile::barrier_ended(barrier, ring.parity ^ 1))) finish_all();
+    if (converts(args) && !tile::any(tile::barrier_ended(barrier, ring.parity ^ 1))) finish_all();
     tile::barrier_wait(barrier, ring.parity ^ 1);
   }
   MLA_DEVICE void finish_all() {
-    if constexpr (kConverts) {
+    if constexpr (kMayConvert) {
       static_assert(kBehind == 2);
       if (open > 1) finish<1>();
       if (open > 0) finish<0>();
@@ -154,7 +172,7 @@ class E4m3Copier {
   const L shared;
   const int warp, lane;
   Ring<L::kSlots> ring, finished;
-  int open = 0;  // if kConverts: tiles copied or in flight, and not finished
+  int open = 0;  // if this group converts: tiles copied or in flight, and not finished
 };
 
 }  // namespace mla::kernels::hip

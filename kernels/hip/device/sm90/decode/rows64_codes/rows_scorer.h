@@ -2,6 +2,7 @@
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ROWS_SCORER_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ROWS_SCORER_H_
 
+#include "kernels/hip/device/sm90/decode/rows64_codes/copier.h"
 #include "kernels/hip/device/sm90/decode/rows64_codes/rows_layout.h"
 #include "kernels/hip/device/sm90/decode/rows64_codes/scores.h"
 
@@ -48,7 +49,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
     const int slot = static_cast<int>(number % L::kSlots);
     Scores s;
     tile::barrier_wait(shared.filled(slot), number / L::kSlots & 1);
-    if constexpr (Args::kSplit) convert_scales(slot);
+    if (!E4m3Copier<C, L, Args>::converts(this->args)) convert_scales(slot);
     if (shared.has_one_scale(slot)) {
       score_at_once(slot, s.c);
     } else {
@@ -117,7 +118,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
     origin[0] = tile::load_float(at + row(0) * 4);
     origin[1] = tile::load_float(at + row(1) * 4);
   }
-  // Converts the scales of a tile's keys, which the copying group has left as they are.
+  // Converts the scales of a tile's keys, where the copying group leaves them as they are.
   MLA_DEVICE void convert_scales(int slot) const {
     shared.convert_scales(slot, warp, lane);
     if (group == 0) {

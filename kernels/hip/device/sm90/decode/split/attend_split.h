@@ -21,8 +21,8 @@ class AttendSplit {
     let_next_kernel_start();
     for_each_indexed_item<Loop::kRows>(args, [&](const Item& item, int unit, int share) {
       loop.attend(item);
-      merge_parts<Loop::kRows, false>(args, {unit, share}, tile::shared_base<kSharedBytes>(),
-                                      [] { block_barrier(); });
+      merge_parts<Loop::kRows, PartOrder::kColumns>(
+          args, {unit, share}, tile::shared_base<kSharedBytes>(), [] { block_barrier(); });
     });
   }
 };
