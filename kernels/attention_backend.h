@@ -280,6 +280,22 @@ class AttentionBackend {
     static_cast<void>(part), static_cast<void>(head), static_cast<void>(weights);
     return absl::UnimplementedError("the backend does not project queries");
   }
+  // Copy the weights of one head back, bit for bit as LoadWeights and LoadProjected got them, in
+  // the same shapes. FAILED_PRECONDITION if the slot does not hold the head's weights for this
+  // geometry and shape. Blocking; not for the steady state.
+  virtual absl::Status ReadWeights(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk,
+                                   Bf16* w_uv) {
+    static_cast<void>(slot), static_cast<void>(geometry), static_cast<void>(head);
+    static_cast<void>(w_uk), static_cast<void>(w_uv);
+    return absl::UnimplementedError("the backend does not give weights back");
+  }
+  virtual absl::Status ReadProjected(int32_t slot, const Geometry& geometry,
+                                     const ProjectedShape& shape, ProjectedPart part, int32_t head,
+                                     Bf16* weights) {
+    static_cast<void>(slot), static_cast<void>(geometry), static_cast<void>(shape);
+    static_cast<void>(part), static_cast<void>(head), static_cast<void>(weights);
+    return absl::UnimplementedError("the backend does not project queries");
+  }
   // Frees all weights of the slot.
   virtual absl::Status FreeWeights(int32_t slot) = 0;
 

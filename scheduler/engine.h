@@ -138,8 +138,22 @@ class Engine {
   // Starts using the chunks of a complete, verified upload. Returns the layers still incomplete.
   absl::StatusOr<std::vector<int32_t>> CommitWeights(const std::string& tenant,
                                                      const std::string& id, UploadId upload);
-  // Forgets the chunks of an upload that broke off or whose digest did not match.
+  // Forgets the chunks of an upload that broke off or whose digest did not match. A model that has
+  // no weights then takes no memory for them.
   void DiscardWeights(const std::string& tenant, const std::string& id, UploadId upload);
+  // Undoes a RegisterModel of the caller that has made the model, unless another call has
+  // registered it since or a sequence of it is open.
+  void WithdrawModel(const std::string& tenant, const std::string& id);
+  // For operators: the models of all tenants whose weights are complete. Of models that share their
+  // weights, one.
+  std::vector<HeldWeights> AllWeights();
+  // Copy weights of one head out, bit for bit as LoadWeights (W_UK, then W_UV) and LoadProjected
+  // got them; `weights` has exactly ModelSpec::head_elements. NOT_FOUND if `model` is not
+  // registered any more, even if another one has its name.
+  absl::Status ReadWeights(const HeldWeights& model, int32_t layer, int32_t head,
+                           std::span<kernels::Bf16> weights);
+  absl::Status ReadProjected(const HeldWeights& model, kernels::ProjectedPart part, int32_t layer,
+                             int32_t head, std::span<kernels::Bf16> weights);
 
   // --- Sequences.
   absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args);

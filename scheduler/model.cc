@@ -34,10 +34,8 @@ int32_t ModelSpec::o_dim(Profile profile) const {
 }
 
 int64_t ModelSpec::head_weights() const {
-  const kernels::Geometry& g = geometry;
-  return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim) +
-         int64_t{projected.q_lora_rank} * g.expanded_q_dim() +
-         int64_t{projected.hidden_size} * g.v_dim;
+  return head_elements() + head_elements(kernels::ProjectedPart::kQueries) +
+         head_elements(kernels::ProjectedPart::kOutputs);
 }
 
 int64_t ModelSpec::layer_weight_bytes() const {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,15 @@ struct ModelSpec {
   int64_t o_row_dim(Profile profile, int32_t heads) const {
     return profile == Profile::kProjected ? projected.hidden_size : int64_t{heads} * o_dim(profile);
   }
+  // Return the number of weights of one head in one layer: W_UK and W_UV, or a part of PROJECTED.
+  int64_t head_elements() const {
+    return int64_t{geometry.kv_lora_rank} * (int64_t{geometry.nope_dim} + geometry.v_dim);
+  }
+  int64_t head_elements(kernels::ProjectedPart part) const {
+    return part == kernels::ProjectedPart::kQueries
+               ? int64_t{projected.q_lora_rank} * geometry.expanded_q_dim()
+               : int64_t{projected.hidden_size} * geometry.v_dim;
+  }
   // Returns the number of weights of one head in one layer, for all profiles that the model has.
   int64_t head_weights() const;
   // Returns the number of bytes of a layer's weights as bf16. The rows of PROJECTED's matrices
@@ -109,6 +119,13 @@ struct SinkSlice {
 
 // Identifies one upload of weights; never 0, and not reused while the model lives.
 using UploadId = uint64_t;
+
+// A model whose weights are all there. They stay the same as long as the model is registered.
+struct HeldWeights {
+  std::string tenant;
+  std::shared_ptr<const ModelSpec> spec;  // identifies the registration, too
+  std::vector<float> kv_scales;           // one for each layer; empty if the format has none
+};
 
 struct ModelInfo {
   ModelSpec spec;

@@ -236,6 +236,11 @@ void CpuBackend::PackWeights(const Geometry& geometry, int32_t heads, const Bf16
   cpu::PackWeights(kernels_, geometry, heads, w_uk, w_uv, packed);
 }
 
+void CpuBackend::UnpackWeights(const Geometry& geometry, const std::byte* packed, Bf16* w_uk,
+                               Bf16* w_uv) const {
+  cpu::UnpackWeights(kernels_, geometry, packed, w_uk, w_uv);
+}
+
 int64_t CpuBackend::PackedProjectedBytes(const Geometry& geometry,
                                          const ProjectedShape& shape) const {
   return cpu::MakeProjectedLayout(kernels_, geometry, shape).bytes;
@@ -245,6 +250,12 @@ void CpuBackend::PackProjected(const Geometry& geometry, const ProjectedShape& s
                                ProjectedPart part, int32_t head, const Bf16* weights,
                                std::byte* packed) const {
   cpu::PackProjected(kernels_, geometry, shape, part, head, weights, packed);
+}
+
+void CpuBackend::UnpackProjected(const Geometry& geometry, const ProjectedShape& shape,
+                                 ProjectedPart part, int32_t head, const std::byte* packed,
+                                 Bf16* weights) const {
+  cpu::UnpackProjected(kernels_, geometry, shape, part, head, packed, weights);
 }
 
 cpu::PackedWeights CpuBackend::WeightsOf(int32_t slot) const {

@@ -338,6 +338,21 @@ absl::Status HipBackend::LoadProjected(int32_t slot, const Geometry& geometry,
   return device_.weights.torn() ? Fault(std::move(s)) : s;
 }
 
+absl::Status HipBackend::ReadWeights(int32_t slot, const Geometry& geometry, int32_t head,
+                                     Bf16* w_uk, Bf16* w_uv) {
+  if (!health_.ok()) return health_;
+  const CallWatch::Scope scope(calls_, "a copy of weights to the host");
+  return device_.weights.Read(slot, geometry, head, w_uk, w_uv);
+}
+
+absl::Status HipBackend::ReadProjected(int32_t slot, const Geometry& geometry,
+                                       const ProjectedShape& shape, ProjectedPart part,
+                                       int32_t head, Bf16* weights) {
+  if (!health_.ok()) return health_;
+  const CallWatch::Scope scope(calls_, "a copy of weights to the host");
+  return device_.weights.ReadProjected(slot, geometry, shape, part, head, weights);
+}
+
 absl::Status HipBackend::FreeWeights(int32_t slot) { return device_.weights.Free(slot); }
 
 absl::Status HipBackend::RegisterHost(std::span<std::byte> memory) {

@@ -103,6 +103,10 @@ class HipBackend final : public AttentionBackend {
   absl::Status WriteShared(void* to, const void* from, int64_t bytes) override;
   absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                            int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) override;
+  absl::Status ReadWeights(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk,
+                           Bf16* w_uv) override;
+  absl::Status ReadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
+                             ProjectedPart part, int32_t head, Bf16* weights) override;
   absl::Status LoadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
                              ProjectedPart part, int32_t head, const Bf16* weights) override;
   absl::Status FreeWeights(int32_t slot) override;

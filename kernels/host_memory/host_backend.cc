@@ -29,6 +29,11 @@ absl::Status Refuse(const AttentionDesc& desc, const char* missing) {
       "1..65535, any dims up to 8192, page >= 1; missing: ", missing, "; device: host CPU"));
 }
 
+absl::Status NotHeld(int32_t slot, int32_t head) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("weights slot ", slot, " does not hold such weights of head ", head));
+}
+
 }  // namespace
 
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
@@ -218,6 +223,31 @@ absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
   target.projected_heads[index][static_cast<size_t>(head)] = true;
   target.charged_bytes += charged;
   weight_bytes_used_ += charged;
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::ReadWeights(int32_t slot, const Geometry& geometry, int32_t head,
+                                      Bf16* w_uk, Bf16* w_uv) {
+  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
+  if (!HoldsHeads(slot, head, 1) || !(weights_[slot].geometry == geometry)) {
+    return NotHeld(slot, head);
+  }
+  UnpackWeights(geometry, weights_[slot].memory.data() + PackedWeightBytes(geometry, head), w_uk,
+                w_uv);
+  return absl::OkStatus();
+}
+
+absl::Status HostBackend::ReadProjected(int32_t slot, const Geometry& geometry,
+                                        const ProjectedShape& shape, ProjectedPart part,
+                                        int32_t head, Bf16* weights) {
+  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
+  const WeightSlot& held = weights_[slot];
+  const std::vector<bool>& loaded = held.projected_heads[static_cast<size_t>(part)];
+  const bool fits = held.shape == shape && loaded.size() == static_cast<size_t>(geometry.num_heads);
+  if (!fits || head < 0 || head >= geometry.num_heads || !loaded[static_cast<size_t>(head)]) {
+    return NotHeld(slot, head);
+  }
+  UnpackProjected(geometry, shape, part, head, held.projected.data(), weights);
   return absl::OkStatus();
 }
 

@@ -78,6 +78,10 @@ class HostBackend : public AttentionBackend {
                            int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) override;
   absl::Status LoadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
                              ProjectedPart part, int32_t head, const Bf16* weights) override;
+  absl::Status ReadWeights(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk,
+                           Bf16* w_uv) override;
+  absl::Status ReadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
+                             ProjectedPart part, int32_t head, Bf16* weights) override;
   absl::Status FreeWeights(int32_t slot) override;
 
   SlotMemory Memory(int32_t slot) override;
@@ -109,11 +113,16 @@ class HostBackend : public AttentionBackend {
   virtual int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const = 0;
   virtual void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                            const Bf16* w_uv, std::byte* packed) const = 0;
+  // The inverse for one head, whose packed weights begin at `packed`.
+  virtual void UnpackWeights(const Geometry& geometry, const std::byte* packed, Bf16* w_uk,
+                             Bf16* w_uv) const = 0;
   // As above, for the weights of PROJECTED of all heads, into which PackProjected packs one head.
   // Called only if Info().projects.
   virtual int64_t PackedProjectedBytes(const Geometry&, const ProjectedShape&) const { return 0; }
   virtual void PackProjected(const Geometry&, const ProjectedShape&, ProjectedPart, int32_t,
                              const Bf16*, std::byte*) const {}
+  virtual void UnpackProjected(const Geometry&, const ProjectedShape&, ProjectedPart, int32_t,
+                               const std::byte*, Bf16*) const {}
   // Refuses attention that exceeds the configured limits or lacks weights.
   virtual absl::Status CheckAttention(const AttentionParams& params) const;
   // Called in submission order. The launch stays unchanged until Finish has returned.

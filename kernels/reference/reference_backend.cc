@@ -15,6 +15,14 @@ int64_t ElementsOf(const Geometry& geometry, const ProjectedShape& shape, Projec
                                          : int64_t{shape.hidden_size} * geometry.v_dim;
 }
 
+// Place of a head's weights, in bytes from W_UQ of all heads, which W_O of all heads follows.
+int64_t OffsetOf(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
+                 int32_t head) {
+  const int64_t queries = geometry.num_heads * ElementsOf(geometry, shape, ProjectedPart::kQueries);
+  const int64_t first = part == ProjectedPart::kQueries ? 0 : queries;
+  return (first + head * ElementsOf(geometry, shape, part)) * static_cast<int64_t>(sizeof(Bf16));
+}
+
 }  // namespace
 
 ReferenceBackend::ReferenceBackend() {
@@ -65,6 +73,14 @@ void ReferenceBackend::PackWeights(const Geometry& geometry, int32_t heads, cons
   }
 }
 
+void ReferenceBackend::UnpackWeights(const Geometry& geometry, const std::byte* packed, Bf16* w_uk,
+                                     Bf16* w_uv) const {
+  const size_t uk = sizeof(Bf16) * geometry.kv_lora_rank * geometry.nope_dim;
+  const size_t uv = sizeof(Bf16) * geometry.kv_lora_rank * geometry.v_dim;
+  std::memcpy(w_uk, packed, uk);
+  std::memcpy(w_uv, packed + uk, uv);
+}
+
 // Packed as the heads come: W_UQ of all heads, then W_O of all heads.
 int64_t ReferenceBackend::PackedProjectedBytes(const Geometry& geometry,
                                                const ProjectedShape& shape) const {
@@ -76,11 +92,15 @@ int64_t ReferenceBackend::PackedProjectedBytes(const Geometry& geometry,
 void ReferenceBackend::PackProjected(const Geometry& geometry, const ProjectedShape& shape,
                                      ProjectedPart part, int32_t head, const Bf16* weights,
                                      std::byte* packed) const {
-  const int64_t queries = ElementsOf(geometry, shape, ProjectedPart::kQueries);
-  const int64_t own = ElementsOf(geometry, shape, part);
-  const int64_t first = part == ProjectedPart::kQueries ? 0 : geometry.num_heads * queries;
-  std::memcpy(packed + (first + head * own) * static_cast<int64_t>(sizeof(Bf16)), weights,
-              static_cast<size_t>(own) * sizeof(Bf16));
+  std::memcpy(packed + OffsetOf(geometry, shape, part, head), weights,
+              static_cast<size_t>(ElementsOf(geometry, shape, part)) * sizeof(Bf16));
+}
+
+void ReferenceBackend::UnpackProjected(const Geometry& geometry, const ProjectedShape& shape,
+                                       ProjectedPart part, int32_t head, const std::byte* packed,
+                                       Bf16* weights) const {
+  std::memcpy(weights, packed + OffsetOf(geometry, shape, part, head),
+              static_cast<size_t>(ElementsOf(geometry, shape, part)) * sizeof(Bf16));
 }
 
 ReferenceWeights ReferenceBackend::WeightsOf(int32_t slot) const {

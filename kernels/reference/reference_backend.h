@@ -28,10 +28,14 @@ class ReferenceBackend final : public HostBackend {
   int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const override;
   void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk, const Bf16* w_uv,
                    std::byte* packed) const override;
+  void UnpackWeights(const Geometry& geometry, const std::byte* packed, Bf16* w_uk,
+                     Bf16* w_uv) const override;
   int64_t PackedProjectedBytes(const Geometry& geometry,
                                const ProjectedShape& shape) const override;
   void PackProjected(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
                      int32_t head, const Bf16* weights, std::byte* packed) const override;
+  void UnpackProjected(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
+                       int32_t head, const std::byte* packed, Bf16* weights) const override;
   void Start(int32_t slot, const Launch& launch) override;
   bool Finished(int32_t) override { return true; }
   absl::StatusOr<int64_t> Finish(int32_t slot) override;

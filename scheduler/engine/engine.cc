@@ -43,6 +43,20 @@ class MoveAnswer {
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
+// The model if it is still registered. Being read counts as use, so that its lease does not end.
+absl::StatusOr<Model*> FindHeld(EngineCore& core, const HeldWeights& held) {
+  MLA_ASSIGN_OR_RETURN(Model* const model,
+                       core.models().Use(core.FindTenant(held.tenant), held.spec->id, "model_id"));
+  if (model->spec == held.spec) return model;
+  return MakeError(
+      absl::StatusCode::kNotFound,
+      absl::StrCat("model ", held.spec->id, " was registered again, with other contents"),
+      {.field = "model_id",
+       .got = held.spec->id,
+       .limit = "the model as it was registered before",
+       .reason = "model_not_found"});
+}
+
 }  // namespace
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -239,6 +253,34 @@ void Engine::DiscardWeights(const std::string& tenant, const std::string& id, Up
         core.models().Use(core.FindTenant(tenant), id, "header.model_id");
     if (model.ok()) core.models().weights().Discard(**model, upload);
   });
+}
+
+void Engine::WithdrawModel(const std::string& tenant, const std::string& id) {
+  impl_->WithRole([&](EngineCore& core) { core.models().Withdraw(core.FindTenant(tenant), id); });
+}
+
+std::vector<HeldWeights> Engine::AllWeights() {
+  return impl_->WithRole([](EngineCore& core) { return core.models().AllWeights(); });
+}
+
+absl::Status Engine::ReadWeights(const HeldWeights& held, int32_t layer, int32_t head,
+                                 std::span<kernels::Bf16> weights) {
+  const absl::Status status = impl_->WithRole([&](EngineCore& core) -> absl::Status {
+    MLA_ASSIGN_OR_RETURN(const Model* const model, FindHeld(core, held));
+    return core.models().weights().Read(*model, layer, head, weights);
+  });
+  impl_->LetOthersIn();
+  return status;
+}
+
+absl::Status Engine::ReadProjected(const HeldWeights& held, kernels::ProjectedPart part,
+                                   int32_t layer, int32_t head, std::span<kernels::Bf16> weights) {
+  const absl::Status status = impl_->WithRole([&](EngineCore& core) -> absl::Status {
+    MLA_ASSIGN_OR_RETURN(const Model* const model, FindHeld(core, held));
+    return core.models().weights().ReadProjected(*model, part, layer, head, weights);
+  });
+  impl_->LetOthersIn();
+  return status;
 }
 
 absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args) {

@@ -1,6 +1,7 @@
 // Uploads of weights at the same time as other calls.
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -48,6 +49,42 @@ TEST(EngineUploadTest, OtherCallsGoBetweenTheHeadsOfAChunk) {
   stop = true;
   control.join();
   EXPECT_GT(between, 0);
+}
+
+// A list of weights names registrations: a later model of the same name is not read for it.
+TEST(EngineUploadTest, WeightsAreReadOfTheModelThatWasListed) {
+  RealClock clock;
+  EngineOptions options;
+  options.limits = testing::TinyLimits();
+  auto engine = Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), &clock);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const ModelSpec model = testing::TinyModel();
+  const kernels::Geometry& g = model.geometry;
+  const auto heads = static_cast<size_t>(g.num_heads);
+  std::vector<std::byte> chunk(heads * static_cast<size_t>(model.head_elements()) * 2);
+  for (size_t i = 0; i < chunk.size(); ++i) chunk[i] = std::byte(i % 61);
+  const auto upload = [&] {
+    ASSERT_TRUE((*engine)->RegisterModel("t", model).ok());
+    const UploadId id = (*engine)->NewUpload();
+    for (int32_t layer = 0; layer < model.layers; ++layer) {
+      ASSERT_TRUE((*engine)->LoadWeights("t", model.id, id, layer, 0, g.num_heads, chunk).ok());
+    }
+    ASSERT_TRUE((*engine)->CommitWeights("t", model.id, id).ok());
+  };
+  EXPECT_TRUE((*engine)->AllWeights().empty());
+  upload();
+  const std::vector<HeldWeights> held = (*engine)->AllWeights();
+  ASSERT_EQ(held.size(), 1u);
+  std::vector<kernels::Bf16> head(static_cast<size_t>(model.head_elements()));
+  ASSERT_TRUE((*engine)->ReadWeights(held[0], 0, 0, head).ok());
+  EXPECT_EQ(std::memcmp(head.data(), chunk.data(),
+                        static_cast<size_t>(g.nope_dim) * static_cast<size_t>(g.kv_lora_rank) * 2),
+            0);
+  ASSERT_TRUE((*engine)->UnregisterModel("t", model.id).ok());
+  EXPECT_EQ((*engine)->ReadWeights(held[0], 0, 0, head).code(), absl::StatusCode::kNotFound);
+  upload();
+  EXPECT_EQ((*engine)->ReadWeights(held[0], 0, 0, head).code(), absl::StatusCode::kNotFound);
+  EXPECT_TRUE((*engine)->ReadWeights((*engine)->AllWeights().at(0), 0, 0, head).ok());
 }
 
 }  // namespace

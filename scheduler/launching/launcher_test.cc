@@ -123,6 +123,8 @@ class ManyUnitsForProducts final : public kernels::HostBackend {
   int64_t PackedWeightBytes(const kernels::Geometry&, int32_t) const override { return 0; }
   void PackWeights(const kernels::Geometry&, int32_t, const kernels::Bf16*, const kernels::Bf16*,
                    std::byte*) const override {}
+  void UnpackWeights(const kernels::Geometry&, const std::byte*, kernels::Bf16*,
+                     kernels::Bf16*) const override {}
   void Start(int32_t, const kernels::Launch&) override {}
   bool Finished(int32_t) override { return true; }
   absl::StatusOr<int64_t> Finish(int32_t) override { return 0; }

@@ -136,6 +136,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
     if (model == nullptr || model->tenant != tenant || model->spec->id != spec.id) continue;
     if (*model->spec == spec) {
       if (lease_ms > 0) SetLease(model, lease_ns);
+      ++model->registrations;
       Touch(model);
       return model;
     }
@@ -149,6 +150,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
 
   auto model = std::make_unique<Model>();
   model->tenant = tenant;
+  model->registrations = 1;
   model->account = account.get();
   model->contents = ContentsOfEqual(tenant, spec);
   if (model->contents == nullptr) {
@@ -188,9 +190,13 @@ absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
   return Remove(model);
 }
 
-// The layout goes last: a model that stays because its weights cannot be freed must keep it.
-// Otherwise its sequences would write into groups of whatever layout gets the id next.
-absl::Status ModelTable::RemoveContents(const Model& model) {
+void ModelTable::Withdraw(TenantKey tenant, const std::string& id) {
+  const absl::StatusOr<Model*> model = Find(tenant, id, "model_id");
+  if (!model.ok() || (*model)->registrations > 1) return;
+  Unregister(tenant, id).IgnoreError();  // it stays while sequences are open
+}
+
+absl::Status ModelTable::FreeWeights(const Model& model) {
   ModelContents& contents = *model.contents;
   const int32_t heads = contents.layer_heads;
   for (int32_t layer = 0; contents.weights_bytes > 0 && layer < model.spec->layers; ++layer) {
@@ -200,6 +206,14 @@ absl::Status ModelTable::RemoveContents(const Model& model) {
     std::fill(first, first + heads, ModelContents::Head());
     contents.weights_complete = false;
   }
+  return absl::OkStatus();
+}
+
+// The layout goes last: a model that stays because its weights cannot be freed must keep it.
+// Otherwise its sequences would write into groups of whatever layout gets the id next.
+absl::Status ModelTable::RemoveContents(const Model& model) {
+  MLA_RETURN_IF_ERROR(FreeWeights(model));
+  const ModelContents& contents = *model.contents;
   MLA_RETURN_IF_ERROR(cache_->RemoveLayout(contents.layout_id));
   return contents.window_layout_id < 0 ? absl::OkStatus()
                                        : cache_->RemoveLayout(contents.window_layout_id);
@@ -350,6 +364,26 @@ absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
   model.contents->kv_scales.assign(scales.begin(), scales.end());
   cache_->DropCached(model.contents->layout_id);  // rows stored under other scales
   return absl::OkStatus();
+}
+
+void ModelTable::GiveWeightsBack(Model& model) {
+  ModelContents& contents = *model.contents;
+  // Weights that cannot be freed stay charged; they go with the model.
+  if (contents.weights_bytes == 0 || !FreeWeights(model).ok()) return;
+  tenants_->Return(*model.account, Resource::kWeightBytes, contents.weights_bytes);
+  contents.weights_bytes = 0;
+}
+
+std::vector<HeldWeights> ModelTable::AllWeights() const {
+  std::vector<HeldWeights> all;
+  std::vector<const ModelContents*> seen;
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || !model->contents->weights_complete) continue;
+    if (std::find(seen.begin(), seen.end(), model->contents.get()) != seen.end()) continue;
+    seen.push_back(model->contents.get());
+    all.push_back({model->account->name(), model->spec, model->contents->kv_scales});
+  }
+  return all;
 }
 
 // ------------------------------------------------------------------------------------------ Leases

@@ -48,6 +48,9 @@ class ModelTable {
   // If it fails, the model stays registered, perhaps without some of its weights; a repeated call
   // goes on.
   absl::Status Unregister(TenantKey tenant, const std::string& id);
+  // Undoes a Register that has made the model: unregisters it, unless another Register has named it
+  // since or a sequence of it is open.
+  void Withdraw(TenantKey tenant, const std::string& id);
   // `on_gone`, which may be empty, is called with each model before it is removed.
   void set_on_gone(std::function<void(const Model&)> on_gone) { on_gone_ = std::move(on_gone); }
   // Starts the model's lease again, because a call has named it or a sequence of it has closed.
@@ -75,6 +78,9 @@ class ModelTable {
   }
   ModelInfo Info(const Model& model) const;
   std::vector<Model*> OfTenant(TenantKey tenant) const;
+  // Returns the models whose weights are complete. Of models that share contents, which have the
+  // same weights, only the first.
+  std::vector<HeldWeights> AllWeights() const;
   int32_t size() const;
 
   // Sets sinks of a window, [at.layer_count, at.head_count]: all of them, or none on an error.
@@ -92,6 +98,9 @@ class ModelTable {
   // room, except `taker`.
   absl::Status TakeOrYield(Tenant& account, Resource resource, int64_t amount, const char* field,
                            const Model* taker);
+  // Frees weights of a model that has no complete ones, and gives back what the tenant is charged
+  // for them.
+  void GiveWeightsBack(Model& model);
   // Takes the weights that workers upload for the models.
   ModelWeights& weights() { return weights_; }
   int32_t weights_slot(const Model& model, int32_t layer) const {
@@ -109,6 +118,7 @@ class ModelTable {
   // Returns the number of open sequences of all models that share the contents.
   int32_t SequencesOf(const ModelContents& contents) const;
   void NoteForms(const ModelSpec& spec, Model* model) const;
+  absl::Status FreeWeights(const Model& model);
   absl::Status Remove(Model& model);
   void SetLease(Model* model, int64_t lease_ns);
   // Unregisters the model that has not been used for the longest, if that is long enough: one of

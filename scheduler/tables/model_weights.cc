@@ -2,6 +2,8 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
@@ -18,10 +20,6 @@ uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
   return XXH3_64bits_withSeed(values, static_cast<size_t>(count) * sizeof(Bf16), seed);
 }
 
-int64_t HeadWeightElements(const kernels::Geometry& g) {
-  return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim);
-}
-
 absl::Status CheckHeads(const ModelSpec& spec, int32_t layer, int32_t head_begin,
                         int32_t head_count) {
   const int32_t heads = spec.geometry.num_heads;
@@ -30,17 +28,26 @@ absl::Status CheckHeads(const ModelSpec& spec, int32_t layer, int32_t head_begin
   return CheckRange("chunk.head_count", head_count, 1, heads - head_begin);
 }
 
+absl::Status CheckRead(const Model& model, int32_t layer, int32_t head, int64_t elements,
+                       size_t room) {
+  if (!model.contents->weights_complete) {
+    return RefuseField("model_id", model.spec->id, "a model whose weights are complete",
+                       "weights_missing", absl::StatusCode::kFailedPrecondition);
+  }
+  MLA_RETURN_IF_ERROR(CheckHeads(*model.spec, layer, head, 1));
+  return CheckRange("weights", static_cast<int64_t>(room), elements, elements);
+}
+
 }  // namespace
 
 absl::Status ModelWeights::CheckChunk(const Model& model, int32_t layer, int32_t head_begin,
                                       int32_t head_count, std::span<const std::byte> bytes) const {
-  const kernels::Geometry& g = model.spec->geometry;
   if (!model.spec->has_expanded()) {
     return RefuseField("header.model_id", model.spec->id, "a model with nope_dim and v_dim",
                        "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
   }
   absl::Status status = CheckHeads(*model.spec, layer, head_begin, head_count);
-  const int64_t want = int64_t{head_count} * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
+  const int64_t want = int64_t{head_count} * model.spec->head_elements() * int64_t{sizeof(Bf16)};
   if (status.ok() && static_cast<int64_t>(bytes.size()) != want) {
     status = RefuseField("chunk.payload", absl::StrCat(bytes.size(), " bytes"),
                          absl::StrCat(want, " bytes"), "payload_size");
@@ -134,6 +141,28 @@ void ModelWeights::Discard(Model& model, UploadId upload) {
   for (ModelContents::Head& head : model.contents->heads) {
     if (head.upload == upload) head = ModelContents::Head();
   }
+  const std::vector<ModelContents::Head>& heads = model.contents->heads;
+  const bool any = std::any_of(heads.begin(), heads.end(),
+                               [](const ModelContents::Head& head) { return head.upload != 0; });
+  if (!any) table_->GiveWeightsBack(model);
+}
+
+absl::Status ModelWeights::Read(const Model& model, int32_t layer, int32_t head,
+                                std::span<Bf16> weights) const {
+  const kernels::Geometry& g = model.spec->geometry;
+  MLA_RETURN_IF_ERROR(CheckRead(model, layer, head, model.spec->head_elements(), weights.size()));
+  Bf16* const w_uv = weights.data() + int64_t{g.nope_dim} * g.kv_lora_rank;
+  return backend_->ReadWeights(table_->weights_slot(model, layer), g, head, weights.data(), w_uv);
+}
+
+absl::Status ModelWeights::ReadProjected(const Model& model, kernels::ProjectedPart part,
+                                         int32_t layer, int32_t head,
+                                         std::span<Bf16> weights) const {
+  MLA_RETURN_IF_ERROR(CheckProjectedHeads(model, layer, head, 1));
+  MLA_RETURN_IF_ERROR(
+      CheckRead(model, layer, head, model.spec->head_elements(part), weights.size()));
+  return backend_->ReadProjected(table_->weights_slot(model, layer), model.spec->geometry,
+                                 model.spec->projected, part, head, weights.data());
 }
 
 std::vector<int32_t> ModelWeights::MissingLayers(const Model& model) const {

@@ -39,7 +39,15 @@ class ModelWeights final {
                              int32_t layer, int32_t head, std::span<const kernels::Bf16> weights);
   // Returns the layers in which heads are still not committed.
   std::vector<int32_t> Commit(Model& model, UploadId upload);
+  // If no weights are left then, their memory and the tenant's charge for it are given back.
   void Discard(Model& model, UploadId upload);
+  // Copy committed weights of one head back, bit for bit as Load and LoadProjected got them: W_UK
+  // and then W_UV, or one part of PROJECTED. INVALID_ARGUMENT unless `weights` has exactly their
+  // size; FAILED_PRECONDITION unless the model's weights are complete.
+  absl::Status Read(const Model& model, int32_t layer, int32_t head,
+                    std::span<kernels::Bf16> weights) const;
+  absl::Status ReadProjected(const Model& model, kernels::ProjectedPart part, int32_t layer,
+                             int32_t head, std::span<kernels::Bf16> weights) const;
   std::vector<int32_t> MissingLayers(const Model& model) const;
 
  private:

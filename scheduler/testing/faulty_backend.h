@@ -24,6 +24,7 @@ enum class FaultPoint {
   kSubmitAppends,    // of a launch that appends or compares KV rows
   kSubmitAttention,  // of a launch that computes
   kWait,
+  kReadWeights,
   kFreeWeights
 };
 
@@ -141,6 +142,17 @@ class FaultyBackend final : public kernels::AttentionBackend {
                              const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
                              int32_t head, const kernels::Bf16* weights) override {
     return inner_->LoadProjected(slot, g, shape, part, head, weights);
+  }
+  absl::Status ReadWeights(int32_t slot, const kernels::Geometry& g, int32_t head,
+                           kernels::Bf16* uk, kernels::Bf16* uv) override {
+    MLA_RETURN_IF_ERROR(At(FaultPoint::kReadWeights));
+    return inner_->ReadWeights(slot, g, head, uk, uv);
+  }
+  absl::Status ReadProjected(int32_t slot, const kernels::Geometry& g,
+                             const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
+                             int32_t head, kernels::Bf16* weights) override {
+    MLA_RETURN_IF_ERROR(At(FaultPoint::kReadWeights));
+    return inner_->ReadProjected(slot, g, shape, part, head, weights);
   }
   absl::Status FreeWeights(int32_t slot) override {
     MLA_RETURN_IF_ERROR(At(FaultPoint::kFreeWeights));

@@ -168,21 +168,11 @@ absl::Status CacheService::SetOwner(const Identity& who, const v1::ImportTarget&
   if (target.tenant().empty() && target.new_sequence_id() == 0 && target.attempt() == 0) {
     return absl::OkStatus();
   }
-  const auto most = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
-  if (!IsTenantName(target.tenant(), most)) {
-    return RefuseField("target.tenant", absl::StrCat(target.tenant().size(), " bytes"),
-                       absl::StrCat("1..", most, " printable ASCII characters"), "name_characters");
-  }
   if (target.sequence_id() != 0) {
     return RefuseField("target.sequence_id", absl::StrCat(target.sequence_id()),
                        "0 together with target.tenant", "conflict");
   }
-  MLA_RETURN_IF_ERROR(rpc_.live->CheckOperator(who));
-  // Refuses to send rows of a tenant unencrypted to another machine or from an anonymous caller.
-  if (!who.authenticated || who.local) {
-    return RefuseField("target.tenant", "a caller without TLS", "an operator over TLS",
-                       "not_an_operator", absl::StatusCode::kPermissionDenied);
-  }
+  MLA_RETURN_IF_ERROR(rpc_.CheckActsFor(who, target.tenant(), "target.tenant"));
   args->tenant = target.tenant();
   args->restored_id = target.new_sequence_id();
   return absl::OkStatus();

@@ -9,6 +9,8 @@
 #include "base/status_macros.h"
 #include "server/control/weights_upload.h"
 #include "server/grpc/request_validator.h"
+#include "server/hand_over/take_over.h"
+#include "server/logging/logging.h"
 
 namespace mla::server {
 namespace {
@@ -50,28 +52,28 @@ grpc::Status ModelService::Register(grpc::ServerContext* context,
 grpc::Status ModelService::ServeWeights(grpc::ServerContext* context, UploadBytes* in,
                                         v1::UploadWeightsReply* reply) {
   return rpc_.Serve(context, "Models.UploadWeights", [&](const Identity& who) {
-    absl::Status status = ServeUpload(who.tenant, context, in, reply);
+    absl::Status status = ServeUpload(who, context, in, reply);
     reply->set_boot_id(rpc_.boot_id);
     return status;
   });
 }
 
-absl::Status ModelService::ServeUpload(const std::string& tenant, grpc::ServerContext* context,
+absl::Status ModelService::ServeUpload(const Identity& who, grpc::ServerContext* context,
                                        UploadBytes* in, v1::UploadWeightsReply* reply) {
   scheduler::TenantTable& tenants = *rpc_.engine->tenants();
-  MLA_ASSIGN_OR_RETURN(scheduler::TenantRef row, tenants.Enter(tenant));
+  MLA_ASSIGN_OR_RETURN(scheduler::TenantRef row, tenants.Enter(who.tenant));
   absl::Status status = tenants.Take(*row, scheduler::Resource::kUploads, 1, "call");
   if (!status.ok()) {
     rpc_.metrics->CountRejected(DetailOf(status).reason);
     return status;
   }
   UploadReader reader(context, in, idle_);
-  status = Upload(tenant, &reader, reply);
+  status = Upload(who, &reader, reply);
   tenants.Return(*row, scheduler::Resource::kUploads, 1);
   return idle_->End(context, status);
 }
 
-absl::Status ModelService::Upload(const std::string& tenant, UploadReader* in,
+absl::Status ModelService::Upload(const Identity& who, UploadReader* in,
                                   v1::UploadWeightsReply* reply) {
   v1::UploadWeightsRequest message;
   absl::StatusOr<bool> read = in->Read(&message);
@@ -79,9 +81,47 @@ absl::Status ModelService::Upload(const std::string& tenant, UploadReader* in,
   if (!*read || !message.has_header()) {
     return RefuseField("header", "nothing", "the first message of the call", "missing");
   }
-  const std::string model_id = message.header().model_id();
+  const v1::UploadWeightsRequest::Header header = message.header();
   // Checked before the name is repeated in an error, because trailing metadata must stay small.
-  MLA_RETURN_IF_ERROR(CheckName(model_id, "header.model_id", false, rpc_.engine->limits()));
+  MLA_RETURN_IF_ERROR(
+      CheckName(header.model_id(), "header.model_id", false, rpc_.engine->limits()));
+  if (!header.tenant().empty()) {
+    MLA_RETURN_IF_ERROR(rpc_.CheckActsFor(who, header.tenant(), "header.tenant"));
+    MLA_RETURN_IF_ERROR(TakeOver(header, in, reply));
+    HandOverCounters& counters = rpc_.metrics->hand_overs();
+    ++counters.weights_taken;
+    counters.weights_taken_bytes += reply->bytes();
+    Log(LogLevel::kInfo, "taken_over_weights",
+        {{"operator", who.tenant},
+         {"tenant", header.tenant()},
+         {"model", header.model_id()},
+         {"bytes", reply->bytes()}});
+    return absl::OkStatus();
+  }
+  if (header.has_model() || header.kv_scales_size() > 0) {
+    return RefuseField(header.has_model() ? "header.model" : "header.kv_scales", "a value",
+                       "nothing without header.tenant", "conflict");
+  }
+  return TakeChunks(who.tenant, header.model_id(), in, reply);
+}
+
+absl::Status ModelService::TakeOver(const v1::UploadWeightsRequest::Header& header,
+                                    UploadReader* in, v1::UploadWeightsReply* reply) {
+  MLA_ASSIGN_OR_RETURN(const WeightsTarget target, RegisterForWeights(rpc_.engine, header));
+  if (target.complete) {
+    reply->set_complete(true);
+    return absl::OkStatus();
+  }
+  const absl::Status status = TakeChunks(header.tenant(), header.model_id(), in, reply);
+  if (!status.ok() && target.registered) {
+    rpc_.engine->WithdrawModel(header.tenant(), header.model_id());
+  }
+  return status;
+}
+
+absl::Status ModelService::TakeChunks(const std::string& tenant, const std::string& model_id,
+                                      UploadReader* in, v1::UploadWeightsReply* reply) {
+  v1::UploadWeightsRequest message;
   const auto model = rpc_.engine->FindModel(tenant, model_id);
   if (model == nullptr) {
     return MakeError(absl::StatusCode::kNotFound, "header.model_id: no such model",
@@ -108,9 +148,8 @@ absl::Status ModelService::Upload(const std::string& tenant, UploadReader* in,
     uploading_.erase(key);
   };
   WeightsUpload upload(rpc_.engine, tenant, model, weight_chunk_bytes_);
-  for (read = in->Read(&message); read.ok() && *read; read = in->Read(&message)) {
-    MLA_RETURN_IF_ERROR(upload.Add(message));
-  }
+  absl::StatusOr<bool> read = in->Read(&message);
+  for (; read.ok() && *read; read = in->Read(&message)) MLA_RETURN_IF_ERROR(upload.Add(message));
   return read.ok() ? upload.Finish(reply) : read.status();
 }
 

@@ -2,7 +2,8 @@
 //
 // An upload is header, chunks, trailer. Chunks go to the engine as they come. They count only after
 // the trailer's SHA-256 has been found equal; whatever ends the call earlier discards them. One
-// upload a model at a time.
+// upload a model at a time. A server that drains brings weights of its tenants in the same way, as
+// an operator; then the model is registered too, and unregistered again if the call fails.
 //
 // An upload that sends nothing for wire.upload_idle_ms is cancelled: its client sees CANCELLED.
 //
@@ -45,9 +46,15 @@ class ModelService final : public v1::Models::Service {
                             v1::UploadWeightsReply* reply);
   // Serves one upload, which takes one of the tenant's upload places and is cancelled if it is
   // idle.
-  absl::Status ServeUpload(const std::string& tenant, grpc::ServerContext* context, UploadBytes* in,
+  absl::Status ServeUpload(const Identity& who, grpc::ServerContext* context, UploadBytes* in,
                            v1::UploadWeightsReply* reply);
-  absl::Status Upload(const std::string& tenant, UploadReader* in, v1::UploadWeightsReply* reply);
+  // Reads the header, then takes the chunks for the caller or, from another server, for the tenant
+  // that the header names.
+  absl::Status Upload(const Identity& who, UploadReader* in, v1::UploadWeightsReply* reply);
+  absl::Status TakeOver(const v1::UploadWeightsRequest::Header& header, UploadReader* in,
+                        v1::UploadWeightsReply* reply);
+  absl::Status TakeChunks(const std::string& tenant, const std::string& model_id, UploadReader* in,
+                          v1::UploadWeightsReply* reply);
 
   const RpcContext rpc_;
   const int64_t weight_chunk_bytes_;

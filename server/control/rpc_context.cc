@@ -1,5 +1,6 @@
 #include "server/control/rpc_context.h"
 
+#include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "server/logging/logging.h"
@@ -53,6 +54,19 @@ absl::StatusOr<scheduler::TenantUse> RpcContext::AdmitRequest(const grpc::Server
     Note("unparsed request", identity->tenant, use.status());
   }
   return use;
+}
+
+absl::Status RpcContext::CheckActsFor(const Identity& who, const std::string& tenant,
+                                      const std::string& field) const {
+  const auto most = static_cast<size_t>(engine->limits().max_name_bytes);
+  if (!IsTenantName(tenant, most)) {
+    return RefuseField(field, absl::StrCat(tenant.size(), " bytes"),
+                       absl::StrCat("1..", most, " printable ASCII characters"), "name_characters");
+  }
+  MLA_RETURN_IF_ERROR(live->CheckOperator(who));
+  if (who.authenticated && !who.local) return absl::OkStatus();
+  return RefuseField(field, "a caller without TLS", "an operator over TLS", "not_an_operator",
+                     absl::StatusCode::kPermissionDenied);
 }
 
 absl::Status RpcContext::BeginTurn(const grpc::ServerContextBase& caller) const {

@@ -80,6 +80,11 @@ struct RpcContext {
   // Counts a call until the result is destroyed. RESOURCE_EXHAUSTED if the tenant, or all tenants
   // together, already have as many control calls under way as allowed.
   absl::StatusOr<scheduler::TenantUse> Admit(const Identity& who, CallClass call_class) const;
+  // Checks a field that names the tenant for whom another server acts: a printable name. Only
+  // operators over TLS may name one, so that nothing of a tenant comes unencrypted from another
+  // machine, or from an anonymous caller.
+  absl::Status CheckActsFor(const Identity& who, const std::string& tenant,
+                            const std::string& field) const;
   // Counts the bytes of a request for its caller before it is parsed; for BoundedService.
   // RESOURCE_EXHAUSTED beyond wire.control_bytes or the tenant's control_bytes; otherwise the
   // errors of Identify.

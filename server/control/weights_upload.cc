@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
-#include "server/grpc/grpc_status.h"
 #include "server/grpc/weights_chunk.h"
 
 namespace mla::server {

@@ -34,6 +34,7 @@ constexpr int kKeepaliveMs = 10000;
 constexpr int kMostReplyBytes = 256 << 10;
 constexpr char kUnknownReason[] = "peer_failed";
 constexpr char kImport[] = "/mla.v1.Cache/Import";
+constexpr char kUploadWeights[] = "/mla.v1.Models/UploadWeights";
 
 void SetDeadline(grpc::ClientContext* context, milliseconds time = kCallTime) {
   context->set_deadline(std::chrono::system_clock::now() + time);
@@ -164,35 +165,63 @@ absl::Status GrpcHandOverPeer::CheckOperator() {
                    "it does not take this server for an operator", {.reason = "peer_refuses"});
 }
 
-PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendParts& send) {
-  PeerImport result;
+GrpcHandOverPeer::Sent GrpcHandOverPeer::Stream(
+    const char* method, const std::function<absl::Status(const MessageSink&)>& send,
+    google::protobuf::MessageLite* reply) {
+  Sent result;
   grpc::ClientContext context;
   if (!Begin(&context)) {
-    result.status = Cancelled();
+    result.answer = result.sent = Cancelled();
     return result;
   }
-  wire::StreamCall call(channel_, &context, kImport);
-  v1::ImportRequest message;
-  *message.mutable_target() = target;
-  bool open = call.Write(message);
-  const absl::Status sent = send([&](v1::PagesPart& part) {
-    message.mutable_part()->Swap(&part);
+  wire::StreamCall call(channel_, &context, method);
+  bool open = true;
+  result.sent = send([&](const google::protobuf::MessageLite& message) {
     open = open && call.Write(message);
     if (open) return absl::OkStatus();
     return MakeError(absl::StatusCode::kCancelled, "the peer has ended the call",
                      {.reason = kUnknownReason});
   });
-  // If this server could not send all rows, the rows sent must not look complete.
-  if (!sent.ok() && open) context.TryCancel();
-  const grpc::Status answer = call.FinishWith(&result.reply);
+  result.broken_off = !result.sent.ok() && open;
+  // If this server could not send everything, what it has sent must not look complete.
+  if (result.broken_off) context.TryCancel();
+  const grpc::Status answer = call.FinishWith(reply);
   End();
-  result.status = StatusOf(answer, context, &result.refused);
-  result.sent = sent.ok() || answer.ok();
-  if (!sent.ok() && open) {
+  result.accepted = answer.ok();
+  result.answer = StatusOf(answer, context, &result.refused);
+  if (result.broken_off) {
     result.refused = false;
-    result.status = sent;
+    result.answer = result.sent;
   }
-  if (result.status.ok()) result.status = sent;
+  return result;
+}
+
+PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendParts& send) {
+  PeerImport result;
+  v1::ImportRequest message;
+  *message.mutable_target() = target;
+  const Sent sent = Stream(
+      kImport,
+      [&](const MessageSink& sink) {
+        MLA_RETURN_IF_ERROR(sink(message));
+        return send([&](v1::PagesPart& part) {
+          message.mutable_part()->Swap(&part);
+          return sink(message);
+        });
+      },
+      &result.reply);
+  result.refused = sent.refused;
+  result.sent = sent.sent.ok() || sent.accepted;
+  result.status = sent.answer.ok() ? sent.sent : sent.answer;
+  return result;
+}
+
+PeerWeights GrpcHandOverPeer::UploadWeights(const SendMessages& send) {
+  PeerWeights result;
+  // A peer that has the weights already answers before all of them were sent.
+  const Sent sent = Stream(kUploadWeights, send, &result.reply);
+  result.status = sent.answer;
+  result.refused = sent.refused;
   return result;
 }
 

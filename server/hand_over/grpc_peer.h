@@ -3,9 +3,11 @@
 #ifndef MLA_SERVER_HAND_OVER_GRPC_PEER_H_
 #define MLA_SERVER_HAND_OVER_GRPC_PEER_H_
 
+#include <google/protobuf/message_lite.h>
 #include <grpcpp/channel.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,10 +42,25 @@ class GrpcHandOverPeer final : public HandOverPeer {
   absl::Status GetInfo(v1::GetServerInfoReply* info) override;
   absl::Status CheckOperator() override;
   PeerImport Import(const v1::ImportTarget& target, const SendParts& send) override;
+  PeerWeights UploadWeights(const SendMessages& send) override;
   absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) override;
   void Cancel() override;
 
  private:
+  using MessageSink = std::function<absl::Status(const google::protobuf::MessageLite&)>;
+  // The end of a call that streams messages to the peer.
+  struct Sent {
+    absl::Status answer;   // the peer's
+    bool refused = false;  // the peer has done nothing
+    bool accepted =
+        false;          // the call has ended with OK, also from a peer whose certificate is revoked
+    absl::Status sent;  // OK: all messages were sent
+    // This server has ended the call, because of `sent`. Otherwise, unless all was sent, the peer
+    // has.
+    bool broken_off = false;
+  };
+  Sent Stream(const char* method, const std::function<absl::Status(const MessageSink&)>& send,
+              google::protobuf::MessageLite* reply);
   // Returns the peer's answer; sets *refused if it has a detail, because then the peer has done
   // nothing.
   absl::Status StatusOf(const grpc::Status& status, const grpc::ClientContext& context,

@@ -23,6 +23,8 @@ using std::chrono::milliseconds;
 constexpr auto kLeastPause = milliseconds(10);
 constexpr auto kMostPause = milliseconds(160);
 constexpr char kCapability[] = "hand_over";
+// A server with this capability takes weights for other tenants. Release 0.1.0 lacks it.
+constexpr char kWeightsCapability[] = "hand_over_weights";
 // A server with this capability takes version 3 of the page-group format. Release 0.1.0 lacks it.
 constexpr char kXxh3Capability[] = "pages_xxh3";
 
@@ -114,6 +116,7 @@ absl::Status HandOver::CheckPeer() {
   peer_boot_id_ = info.boot_id();
   // TLS authenticates the bytes, so the digests are only for damage.
   if (Has(info, kXxh3Capability)) digests_ = DigestKind::kXxh3;
+  takes_weights_ = Has(info, kWeightsCapability);
   const absl::Status status = peer.CheckOperator();
   if (status.ok()) return status;
   return RefusePeer(status.code(), address(), std::string(status.message()),
@@ -140,6 +143,7 @@ bool HandOver::Stopping() {
 }
 
 void HandOver::Run() {
+  if (takes_weights_) MoveWeights();
   // The list is complete, because calls that open sequences are refused while the server drains.
   // Listing 10,000 sequences takes the engine's role for 4 ms; checking the few that are in a step
   // takes 0.3 us.
@@ -184,26 +188,89 @@ void HandOver::RefreshLeft() {
   left_ = std::move(now);
 }
 
-bool HandOver::Pass() {
-  RefreshLeft();
-  std::atomic<bool> any{false};
+void HandOver::OnStreams(size_t count, const std::function<void(Stream&, size_t)>& work) {
   std::atomic<size_t> next{0};
-  std::vector<uint8_t> untried(left_.size(), 1);  // each is one stream's until all have ended
-  const auto work = [&](Stream& stream) {
+  const auto run = [&](Stream& stream) {
     while (!stream.ended && !Stopping()) {
       const size_t i = next++;
-      if (i >= untried.size()) return;
-      untried[i] = Try(stream, left_[i], &any) ? 0 : 1;
+      if (i >= count) return;
+      work(stream, i);
     }
   };
   std::vector<Stream*> used;
   for (Stream& stream : streams_) {
-    if (!stream.ended && used.size() < left_.size()) used.push_back(&stream);
+    if (!stream.ended && used.size() < count) used.push_back(&stream);
   }
   std::vector<std::thread> helpers;
-  for (size_t i = 1; i < used.size(); ++i) helpers.emplace_back(work, std::ref(*used[i]));
-  if (!used.empty()) work(*used.front());
+  for (size_t i = 1; i < used.size(); ++i) helpers.emplace_back(run, std::ref(*used[i]));
+  if (!used.empty()) run(*used.front());
   for (std::thread& helper : helpers) helper.join();
+}
+
+void HandOver::MoveWeights() {
+  std::vector<scheduler::HeldWeights> models = engine_->AllWeights();
+  // Each repetition has fewer streams than the one before, and the last stream tries all.
+  while (!models.empty() && !Stopping()) {
+    std::vector<uint8_t> untried(models.size(), 1);
+    OnStreams(models.size(), [&](Stream& stream, size_t i) {
+      untried[i] = TryWeights(stream, models[i]) ? 0 : 1;
+    });
+    std::vector<scheduler::HeldWeights> left;
+    for (size_t i = 0; i < models.size(); ++i) {
+      if (untried[i] != 0) left.push_back(std::move(models[i]));
+    }
+    models = std::move(left);
+  }
+}
+
+bool HandOver::TryWeights(Stream& stream, const scheduler::HeldWeights& model) {
+  // The address may lead to another server by now.
+  v1::GetServerInfoReply info;
+  absl::Status status = Ask(*stream.peer, &info);
+  if (!status.ok() && !Stopping() && EndStream(stream)) return false;
+  bool refused = false;
+  if (status.ok()) status = UploadWeights(*stream.peer, model, &refused);
+  if (refused && TooManyCalls(status) && EndStream(stream)) return false;
+  HandOverCounters& counters = *options_.counters;
+  ++(status.ok() ? counters.weights_moved
+     : refused   ? counters.weights_refused
+                 : counters.weights_failed);
+  Log(status.ok() ? LogLevel::kInfo : LogLevel::kWarning, "handed_over_weights",
+      {{"tenant", model.tenant},
+       {"model", model.spec->id},
+       {"outcome", status.ok() ? "moved"
+                   : refused   ? "refused"
+                               : "failed"},
+       {"message", std::string(status.message())},
+       {"reason", DetailOf(status).reason}});
+  return true;
+}
+
+absl::Status HandOver::UploadWeights(HandOverPeer& peer, const scheduler::HeldWeights& model,
+                                     bool* refused) {
+  uint64_t bytes = 0;
+  const PeerWeights answer = peer.UploadWeights(
+      [&](const WeightsSink& sink) { return SendWeights(engine_, model, sink, &bytes); });
+  *refused = answer.refused;
+  MLA_RETURN_IF_ERROR(answer.status);
+  MLA_RETURN_IF_ERROR(CheckBootId(answer.reply.boot_id()));
+  const uint64_t taken = answer.reply.bytes();  // 0: it had the weights already
+  if (!answer.reply.complete() || (taken != 0 && taken != bytes)) {
+    return RefusePeer(absl::StatusCode::kDataLoss, address(),
+                      absl::StrCat("it has taken ", taken, " bytes of weights, ",
+                                   answer.reply.complete() ? "and says all" : "not all"),
+                      absl::StrCat("all ", bytes, " bytes"), "peer_failed");
+  }
+  options_.counters->weights_sent_bytes += taken;
+  return absl::OkStatus();
+}
+
+bool HandOver::Pass() {
+  RefreshLeft();
+  std::atomic<bool> any{false};
+  std::vector<uint8_t> untried(left_.size(), 1);  // each is one stream's until all have ended
+  OnStreams(left_.size(),
+            [&](Stream& stream, size_t i) { untried[i] = Try(stream, left_[i], &any) ? 0 : 1; });
   std::vector<TenantSequence> left;
   for (size_t i = 0; i < left_.size(); ++i) {
     if (untried[i] != 0) left.push_back(std::move(left_[i]));

@@ -1,11 +1,16 @@
-// Moves the sequences of all tenants to another server while this one drains.
+// Moves the sequences of all tenants to another server while this one drains, after the weights of
+// their models.
 //
-// Each goes with the peer's Import, as its tenant's and under its id; several streams, each with a
-// connection of its own, take sequences in turn. The peer has the sequence once it has answered;
-// this server then forgets it, and names the peer from then on.
-// Until then, and if the call ends earlier for any reason, the sequence stays here unchanged. No
-// row is lost or used by both servers: no step begins while a server drains. A sequence that was
-// truncated or closed during its move has another epoch or length, and is recalled from the peer.
+// Weights go first, if the peer takes any (the capability "hand_over_weights"): those of each model
+// that has all of its own. They stay here, too. A model whose weights the peer does not get is
+// logged and counted, and its sequences move all the same: their workers upload the weights.
+//
+// Each sequence goes with the peer's Import, as its tenant's and under its id; several streams,
+// each with a connection of its own, take sequences in turn. The peer has the sequence once it has
+// answered; this server then forgets it, and names the peer from then on. Until then, and if the
+// call ends earlier for any reason, the sequence stays here unchanged. No row is lost or used by
+// both servers: no step begins while a server drains. A sequence that was truncated or closed
+// during its move has another epoch or length, and is recalled from the peer.
 //
 // If the answer is lost, the peer is told to forget the try (ImportTarget.attempt): it removes rows
 // that the import has left there, and ignores an import that is still on its way. A peer that
@@ -28,6 +33,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -97,6 +103,16 @@ class HandOver final {
   absl::Status CheckBootId(uint64_t boot_id) const;
   absl::Status CheckAnswer(const scheduler::TenantSequence& sequence,
                            const v1::ImportReply& reply) const;
+  // Calls work(stream, i) for each i below `count`, on all streams that have not ended. An i is
+  // left out if all have, or if the drain is ending.
+  void OnStreams(size_t count, const std::function<void(Stream&, size_t)>& work);
+  // Sends the weights of all models.
+  void MoveWeights();
+  // Sends those of one. Returns false if that is left to another stream, because this one has
+  // ended.
+  bool TryWeights(Stream& stream, const scheduler::HeldWeights& model);
+  absl::Status UploadWeights(HandOverPeer& peer, const scheduler::HeldWeights& model,
+                             bool* refused);
   // Tries the untried sequences that may move now; returns true if it tried any.
   bool Pass();
   // Tries one. Returns false if it stays untried, because it is in a step or the stream has ended.
@@ -124,6 +140,7 @@ class HandOver final {
   size_t streams_left_ ABSL_GUARDED_BY(mutex_) = 0;
   std::optional<uint64_t> peer_boot_id_;      // absent: not asked yet
   DigestKind digests_ = DigestKind::kSha256;  // what the peer takes
+  bool takes_weights_ = false;                // the peer does
   std::atomic<bool> done_{false};
   Mutex mutex_;
   CondVar changed_;

@@ -11,6 +11,8 @@
 #include "absl/status/statusor.h"
 #include "mla/v1/admin.pb.h"
 #include "mla/v1/cache.pb.h"
+#include "mla/v1/model.pb.h"
+#include "server/hand_over/weights_sender.h"
 #include "server/pages/page_transfer.h"
 
 namespace mla::server {
@@ -25,10 +27,23 @@ struct PeerImport {
   bool sent = false;
 };
 
+// The result of an upload of weights at the peer.
+struct PeerWeights {
+  // OK: the peer says that it has all of them. It may have them after an error too, if the answer
+  // was lost; this does no harm, since a repeat is accepted.
+  absl::Status status;
+  v1::UploadWeightsReply reply;  // valid if the status is OK
+  bool refused = false;          // the peer refused, and keeps none
+};
+
 class HandOverPeer {
  public:
   // Passes all parts of a sequence to the sink, and returns its own error or the sink's.
   using SendParts = std::function<absl::Status(const PartSink&)>;
+
+  // Passes all messages of an upload of weights to the sink, and returns its own error or the
+  // sink's.
+  using SendMessages = std::function<absl::Status(const WeightsSink&)>;
 
   virtual ~HandOverPeer() = default;
 
@@ -38,6 +53,9 @@ class HandOverPeer {
   virtual absl::Status CheckOperator() = 0;
   // Calls Cache.Import. Sends the parts that `send` produces.
   virtual PeerImport Import(const v1::ImportTarget& target, const SendParts& send) = 0;
+  // Calls Models.UploadWeights. Sends the messages that `send` produces, fewer if the peer has the
+  // weights already.
+  virtual PeerWeights UploadWeights(const SendMessages& send) = 0;
   // Calls Admin.EvictSequences for what an import may have left at the peer. Works even after
   // Cancel. Returns the number of sequences evicted.
   virtual absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) = 0;

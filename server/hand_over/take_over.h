@@ -1,4 +1,5 @@
-// The receiving side of a hand-over: an import that its caller may give up.
+// The receiving side of a hand-over: models for the weights that come, and an import that its
+// caller may give up.
 //
 // Threading: any thread.
 #ifndef MLA_SERVER_HAND_OVER_TAKE_OVER_H_
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "mla/v1/model.pb.h"
 #include "scheduler/engine.h"
 #include "server/hand_over/abandoned_imports.h"
 #include "server/pages/page_transfer.h"
@@ -23,6 +25,18 @@ absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
                                                   uint64_t attempt, int64_t chunk_bytes,
                                                   const PartSource& source, uint64_t* bytes,
                                                   DigestKind digests = DigestKind::kSha256);
+
+// Where weights of a model go that another server brings.
+struct WeightsTarget {
+  bool registered = false;  // the model was made for them: Engine::WithdrawModel undoes it
+  bool complete = false;    // the model has these weights already
+};
+// Finds or registers the model that the header of an UploadWeights call names. REQUIRES: the header
+// has a valid model_id and tenant, and the caller may act for that tenant. INVALID_ARGUMENT if the
+// model is missing or not valid; FAILED_PRECONDITION (weights_differ) if the tenant has another
+// model of this name; otherwise the errors of Engine::RegisterModel.
+absl::StatusOr<WeightsTarget> RegisterForWeights(scheduler::Engine* engine,
+                                                 const v1::UploadWeightsRequest::Header& header);
 
 // Evicts the selected sequences, and gives up the try that may bring one of them (0: no try).
 int32_t EvictAndGiveUp(scheduler::Engine* engine, AbandonedImports* abandoned, uint64_t attempt,

@@ -65,6 +65,11 @@ struct HandOverCounters {
   std::atomic<uint64_t> taken_over{0};  // from others
   // Payload bytes of sequences that moved or were taken over.
   std::atomic<uint64_t> sent_bytes{0}, taken_bytes{0};
+  // Models whose weights the peer has, has refused, or did not get for a reason on this side; and
+  // models whose weights came from others.
+  std::atomic<uint64_t> weights_moved{0}, weights_refused{0}, weights_failed{0}, weights_taken{0};
+  // Bytes of these weights that crossed.
+  std::atomic<uint64_t> weights_sent_bytes{0}, weights_taken_bytes{0};
 };
 
 struct StatSources {

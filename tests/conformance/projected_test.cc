@@ -12,6 +12,7 @@
 #include "kernels/cpu/emulation/emulated_levels.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/projected/projected_workload.h"
+#include "tests/conformance/projected/weights_round_trip.h"
 
 namespace mla::conformance {
 namespace {
@@ -123,6 +124,21 @@ TEST(ProjectedTest, WeightsAreChargedAndNeededWhole) {
   EXPECT_TRUE(backend.FreeWeights(0).ok());
   EXPECT_EQ(load(ProjectedPart::kOutputs, 0), absl::StatusCode::kOk);
   EXPECT_EQ(backend.Submit(0, launch).code(), absl::StatusCode::kFailedPrecondition);
+}
+
+// No dim of the first shapes fits a panel or a group of elements; the second have whole ones.
+TEST(ProjectedTest, WeightsComeBackAsTheyWere) {
+  const std::pair<kernels::Geometry, kernels::ProjectedShape> models[] = {
+      {kGeometry, kShape}, {{2, 64, 16, 32, 48}, {96, 80}}, {{2, 8, 4, 6, 5}, {}}};
+  for (Subject& subject : Subjects(Limits())) {
+    for (const auto& [geometry, shape] : models) {
+      const absl::Status s = CheckWeightsComeBack(*subject.backend, 1, geometry, shape);
+      EXPECT_TRUE(s.ok()) << subject.name << ": " << s;
+      ASSERT_TRUE(subject.backend->FreeWeights(1).ok());
+      std::vector<Bf16> head(size_t{64} * 64);
+      EXPECT_FALSE(subject.backend->ReadWeights(1, geometry, 0, head.data(), head.data()).ok());
+    }
+  }
 }
 
 }  // namespace

@@ -120,6 +120,8 @@ class WrongScale final : public kernels::HostBackend {
   int64_t PackedWeightBytes(const kernels::Geometry&, int32_t) const override { return 0; }
   void PackWeights(const kernels::Geometry&, int32_t, const kernels::Bf16*, const kernels::Bf16*,
                    std::byte*) const override {}
+  void UnpackWeights(const kernels::Geometry&, const std::byte*, kernels::Bf16*,
+                     kernels::Bf16*) const override {}
   void Start(int32_t, const kernels::Launch& launch) override {
     kernels::ReferenceScratch scratch;
     const kernels::PoolView pool = Pool(launch.page_tables);

@@ -9,6 +9,7 @@
 #include "gmock/gmock.h"
 #include "kernels/hip/args/row_args.h"
 #include "tests/conformance/projected/projected_workload.h"
+#include "tests/conformance/projected/weights_round_trip.h"
 #include "tests/fake_hip/backend_fixture.h"
 
 namespace mla::kernels::hip {
@@ -173,6 +174,39 @@ TEST_P(ProjectedKernelsTest, WeightsMoveWithThoseOfOtherModels) {
   ASSERT_TRUE(load(2, 4).ok());  // fits only where both were
   const absl::Status s = workload.Check(*backend);
   EXPECT_TRUE(s.ok()) << s;
+}
+
+// W_UK and W_UV of the first shapes lie in panels where the architecture has any; rows of the
+// second W_UQ and W_O are padded.
+TEST_P(ProjectedKernelsTest, WeightsComeBackAsTheyWere) {
+  const std::pair<Geometry, ProjectedShape> models[] = {{{2, 512, 64, 128, 128}, {128, 96}},
+                                                        {{3, 512, 8, 8, 8}, {72, 40}}};
+  const ProjectedCase c{models[0].first, models[0].second, {{2, 1}}};
+  BackendLimits limits = conformance::ProjectedLimits({&c, 1});
+  limits.weights_bytes = int64_t{4} << 20;
+  const auto backend = Backend(limits);
+  for (const auto& [geometry, shape] : models) {
+    const absl::Status s = conformance::CheckWeightsComeBack(*backend, 1, geometry, shape);
+    EXPECT_TRUE(s.ok()) << s;
+    ASSERT_TRUE(backend->FreeWeights(1).ok());
+  }
+}
+
+// A copy that fails says so, and the weights stay as they are.
+TEST_P(ProjectedKernelsTest, ACopyToTheHostThatFailsChangesNothing) {
+  const Geometry g{2, 512, 8, 8, 8};
+  const ProjectedCase c{g, {64, 32}, {{2, 1}}};
+  const auto backend = Backend(conformance::ProjectedLimits({&c, 1}));
+  ProjectedWorkload workload(c);
+  ASSERT_TRUE(workload.LoadWeights(*backend).ok());
+  std::vector<Bf16> head(size_t{16} * 64);
+  const auto read = [&] {
+    return backend->ReadProjected(1, g, c.shape, ProjectedPart::kQueries, 1, head.data());
+  };
+  control_->FailOnce("hipMemcpy2DAsync", 0);
+  EXPECT_FALSE(read().ok());
+  EXPECT_TRUE(read().ok());
+  EXPECT_TRUE(workload.Check(*backend).ok());
 }
 
 INSTANTIATE_TEST_SUITE_P(Architectures, ProjectedKernelsTest,

@@ -137,9 +137,10 @@ class Client(Steps, Pages, Operations, Following):
         `follow_moves` goes on with sequences where a drain has moved them, from the next call or
         step that names one: over connections like this one, with the same TLS files (the server's
         name is then the address's), or over connections that a function makes for HOST:PORT. A call
-        waits for a sequence that is on its way until `timeout_s`. Weights do not move: `on_peer`
-        gets each Model there first, to upload them. Without it, such calls are NotFound (reason
-        "moved", and `detail.peer`); steps on streams of `open_stream` are so in any case.
+        waits for a sequence that is on its way until `timeout_s`. Weights may not have moved, as
+        where the server there is older: `on_peer` gets each Model there first, to upload them (a
+        repeat changes nothing). Without `follow_moves`, such calls are NotFound (reason "moved",
+        and `detail.peer`); steps on streams of `open_stream` are so in any case.
         """
         connect_others = schemes.connector_of(target)
         if connect_others is not None:

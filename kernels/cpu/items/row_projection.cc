@@ -5,6 +5,7 @@
 
 #include "kernels/cpu/items/row_io.h"
 #include "kernels/cpu/items/run_layout.h"
+#include "kernels/cpu/items/weights.h"
 
 namespace mla::kernels::cpu {
 namespace {
@@ -17,13 +18,27 @@ constexpr float kOnes[] = {1.0f, 1.0f};
 
 int32_t Panels(int32_t columns) { return (columns + kPanel - 1) / kPanel; }
 
-void StoreWeight(const KernelSet& kernels, Bf16 value, std::byte* target) {
-  if (kernels.bf16_operands) {
-    std::memcpy(target, &value, sizeof value);
-  } else {
-    const float wide = ToFloat(value);
-    std::memcpy(target, &wide, sizeof wide);
+// The weights of one head in packed memory. They form a matrix [columns, depth] whose rows are as
+// clients send them.
+struct PackedHead {
+  int32_t columns = 0, depth = 0;
+  int64_t first_k = 0;
+  int64_t at = 0, panel_bytes = 0;
+  // Place of element (column, k) in the packed memory.
+  int64_t Place(const KernelSet& kernels, int32_t column, int32_t k) const {
+    return at + column / kPanel * panel_bytes + PanelOffset(kernels, first_k + k, column % kPanel);
   }
+};
+
+PackedHead HeadOf(const KernelSet& kernels, const Geometry& geometry, const ProjectedShape& shape,
+                  ProjectedPart part, int32_t head) {
+  const ProjectedLayout layout = MakeProjectedLayout(kernels, geometry, shape);
+  if (part == ProjectedPart::kQueries) {
+    return {geometry.expanded_q_dim(), shape.q_lora_rank, 0,
+            head * layout.query_panels * layout.query_panel_bytes, layout.query_panel_bytes};
+  }
+  return {shape.hidden_size, geometry.v_dim, int64_t{head} * geometry.v_dim, layout.outputs_at,
+          layout.output_panel_bytes};
 }
 
 // A joined row: its record, and its number in there.
@@ -122,19 +137,21 @@ ProjectedLayout MakeProjectedLayout(const KernelSet& kernels, const Geometry& ge
 
 void PackProjected(const KernelSet& kernels, const Geometry& geometry, const ProjectedShape& shape,
                    ProjectedPart part, int32_t head, const Bf16* weights, std::byte* packed) {
-  const ProjectedLayout layout = MakeProjectedLayout(kernels, geometry, shape);
-  const bool queries = part == ProjectedPart::kQueries;
-  const int32_t columns = queries ? geometry.expanded_q_dim() : shape.hidden_size;
-  const int32_t depth = queries ? shape.q_lora_rank : geometry.v_dim;
-  const int64_t first_k = queries ? 0 : int64_t{head} * geometry.v_dim;
-  const int64_t panel_bytes = queries ? layout.query_panel_bytes : layout.output_panel_bytes;
-  std::byte* const base =
-      packed + (queries ? head * layout.query_panels * panel_bytes : layout.outputs_at);
-  for (int32_t n = 0; n < columns; ++n) {
-    std::byte* const panel = base + n / kPanel * panel_bytes;
-    const Bf16* const row = weights + int64_t{n} * depth;
-    for (int32_t k = 0; k < depth; ++k) {
-      StoreWeight(kernels, row[k], panel + PanelOffset(kernels, first_k + k, n % kPanel));
+  const PackedHead own = HeadOf(kernels, geometry, shape, part, head);
+  for (int32_t n = 0; n < own.columns; ++n) {
+    for (int32_t k = 0; k < own.depth; ++k) {
+      StoreWeight(kernels, *weights++, packed + own.Place(kernels, n, k));
+    }
+  }
+}
+
+void UnpackProjected(const KernelSet& kernels, const Geometry& geometry,
+                     const ProjectedShape& shape, ProjectedPart part, int32_t head,
+                     const std::byte* packed, Bf16* weights) {
+  const PackedHead own = HeadOf(kernels, geometry, shape, part, head);
+  for (int32_t n = 0; n < own.columns; ++n) {
+    for (int32_t k = 0; k < own.depth; ++k) {
+      *weights++ = ReadWeight(kernels, packed + own.Place(kernels, n, k));
     }
   }
 }

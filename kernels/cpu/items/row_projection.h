@@ -34,6 +34,11 @@ ProjectedLayout MakeProjectedLayout(const KernelSet& kernels, const Geometry& ge
 void PackProjected(const KernelSet& kernels, const Geometry& geometry, const ProjectedShape& shape,
                    ProjectedPart part, int32_t head, const Bf16* weights, std::byte* packed);
 
+// Copies the weights of one head back, bit for bit as PackProjected got them.
+void UnpackProjected(const KernelSet& kernels, const Geometry& geometry,
+                     const ProjectedShape& shape, ProjectedPart part, int32_t head,
+                     const std::byte* packed, Bf16* weights);
+
 struct RowProjectionContext {
   const KernelSet* kernels = nullptr;
   const RowProjection* projection = nullptr;

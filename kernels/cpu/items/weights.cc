@@ -8,8 +8,8 @@ namespace {
 int32_t Panels(int32_t columns) { return (columns + kPanel - 1) / kPanel; }
 
 // Address of element (k, n) of B panels.
-std::byte* Element(const KernelSet& kernels, std::byte* panels, int64_t panel_bytes, int32_t k,
-                   int32_t n) {
+template <typename Byte>
+Byte* Element(const KernelSet& kernels, Byte* panels, int64_t panel_bytes, int32_t k, int32_t n) {
   return panels + n / kPanel * panel_bytes + PanelOffset(kernels, k, n % kPanel);
 }
 
@@ -18,14 +18,18 @@ void PackMatrix(const KernelSet& kernels, const Bf16* matrix, int32_t k, int32_t
                 std::byte* panels, int64_t panel_bytes) {
   for (int32_t i = 0; i < k; ++i) {
     for (int32_t n = 0; n < columns; ++n) {
-      const Bf16 value = matrix[static_cast<int64_t>(i) * columns + n];
-      std::byte* target = Element(kernels, panels, panel_bytes, i, n);
-      if (kernels.bf16_operands) {
-        std::memcpy(target, &value, sizeof value);
-      } else {
-        const float wide = ToFloat(value);
-        std::memcpy(target, &wide, sizeof wide);
-      }
+      StoreWeight(kernels, matrix[static_cast<int64_t>(i) * columns + n],
+                  Element(kernels, panels, panel_bytes, i, n));
+    }
+  }
+}
+
+// The inverse of PackMatrix.
+void UnpackMatrix(const KernelSet& kernels, const std::byte* panels, int64_t panel_bytes, int32_t k,
+                  int32_t columns, Bf16* matrix) {
+  for (int32_t i = 0; i < k; ++i) {
+    for (int32_t n = 0; n < columns; ++n) {
+      *matrix++ = ReadWeight(kernels, Element(kernels, panels, panel_bytes, i, n));
     }
   }
 }
@@ -82,6 +86,15 @@ void PackWeights(const KernelSet& kernels, const Geometry& geometry, int32_t hea
   }
 }
 
+void UnpackWeights(const KernelSet& kernels, const Geometry& geometry, const std::byte* packed,
+                   Bf16* w_uk, Bf16* w_uv) {
+  const WeightLayout layout = MakeWeightLayout(kernels, geometry);
+  UnpackMatrix(kernels, packed, layout.absorb_panel_bytes, geometry.nope_dim, geometry.kv_lora_rank,
+               w_uk);
+  UnpackMatrix(kernels, packed + layout.project_at, layout.project_panel_bytes,
+               geometry.kv_lora_rank, geometry.v_dim, w_uv);
+}
+
 void TransposeUk(const KernelSet& kernels, const Geometry& geometry, const std::byte* head,
                  int64_t panel_bytes, std::byte* out) {
   const WeightLayout layout = MakeWeightLayout(kernels, geometry);
@@ -95,12 +108,11 @@ void TransposeUk(const KernelSet& kernels, const Geometry& geometry, const std::
                                                                      panel_bytes, out);
     return;
   }
-  auto* source = const_cast<std::byte*>(head);
   const size_t size = kernels.bf16_operands ? 2 : 4;
   for (int32_t n = 0; n < geometry.nope_dim; ++n) {
     for (int32_t k = 0; k < geometry.kv_lora_rank; ++k) {
       std::memcpy(Element(kernels, out, panel_bytes, k, n),
-                  Element(kernels, source, layout.absorb_panel_bytes, n, k), size);
+                  Element(kernels, head, layout.absorb_panel_bytes, n, k), size);
     }
   }
 }

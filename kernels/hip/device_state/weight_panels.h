@@ -27,6 +27,20 @@ inline void PackPanels(const Bf16* from, Bf16* to, int32_t rows, int32_t columns
   }
 }
 
+// The inverse of PackPanels.
+inline void UnpackPanels(const Bf16* from, Bf16* to, int32_t rows, int32_t columns) {
+  constexpr int32_t kChunk = 8, kChunks = kWeightPanelColumns / kChunk;
+  for (int32_t panel = 0; panel < columns / kWeightPanelColumns; ++panel) {
+    for (int32_t row = 0; row < rows; ++row) {
+      Bf16* const target = to + int64_t{row} * columns + panel * kWeightPanelColumns;
+      for (int32_t c = 0; c < kChunks; ++c) {
+        std::memcpy(target + c * kChunk, from + (c ^ (row & 7)) * kChunk, kChunk * sizeof(*to));
+      }
+      from += kWeightPanelColumns;
+    }
+  }
+}
+
 }  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_PANELS_H_

@@ -19,6 +19,9 @@ TEST(PackPanels, PutsEachChunkWhereItsRowHasIt) {
       EXPECT_EQ(to[static_cast<size_t>(at)], row * kColumns + column) << row << " " << column;
     }
   }
+  std::vector<Bf16> back(from.size(), 0xffff);
+  UnpackPanels(to.data(), back.data(), kRows, kColumns);
+  EXPECT_EQ(back, from);
 }
 
 }  // namespace

@@ -46,6 +46,11 @@ constexpr int64_t kMatrixBytes =
     int64_t{kExpandedLora} * std::max(kDims256.nope, kDims256.value) * int64_t{sizeof(Bf16)};
 static_assert(kMatrixBytes <= kPackedBytes);
 
+absl::Status NotHeld(int32_t slot, int32_t head) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("weights slot ", slot, " does not hold such weights of head ", head));
+}
+
 }  // namespace
 
 absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const BackendLimits& limits,
@@ -234,36 +239,114 @@ absl::Status WeightStore::LoadProjected(int32_t slot, const Geometry& geometry,
         absl::StrCat("weights slot ", slot, " holds weights of another shape"));
   }
   if (!target.used()) MLA_RETURN_IF_ERROR(PlaceProjected(slot, geometry, shape, scratch));
-  const ProjectedMatrix m = Shape(geometry, shape, part);
-  const bool queries = part == ProjectedPart::kQueries;
-  const int64_t rows = queries ? geometry.expanded_q_dim() : shape.hidden_size;
-  const int64_t row_bytes = (queries ? shape.q_lora_rank : geometry.v_dim) * int64_t{sizeof(Bf16)};
-  const int64_t pitch = m.padded_depth * int64_t{sizeof(Bf16)};
-  int64_t offset = arena_.at(ExtentOfProjected(slot)) + head * (queries ? rows * pitch : row_bytes);
-  if (!queries) offset += BytesOf(Shape(geometry, shape, ProjectedPart::kQueries));
-  MLA_RETURN_IF_ERROR(
-      CopyRows(memory_.at() + static_cast<uint64_t>(offset), pitch, weights, row_bytes, rows));
+  MLA_RETURN_IF_ERROR(CopyRows(RowsOf(slot, part, head), weights));
   target.loaded[static_cast<size_t>(part)][static_cast<size_t>(head)] = true;
   return absl::OkStatus();
 }
 
-absl::Status WeightStore::CopyRows(DevicePtr to, int64_t pitch, const Bf16* from, int64_t row_bytes,
-                                   int64_t rows) {
+WeightStore::HeadRows WeightStore::RowsOf(int32_t slot, ProjectedPart part, int32_t head) const {
+  const ProjectedSlot& held = projected_[slot];
+  const Geometry& g = held.geometry;
+  const bool queries = part == ProjectedPart::kQueries;
+  HeadRows result;
+  result.rows = queries ? g.expanded_q_dim() : held.shape.hidden_size;
+  result.row_bytes = (queries ? held.shape.q_lora_rank : g.v_dim) * int64_t{sizeof(Bf16)};
+  result.pitch = Shape(g, held.shape, part).padded_depth * int64_t{sizeof(Bf16)};
+  int64_t offset = arena_.at(ExtentOfProjected(slot));
+  offset += head * (queries ? result.rows * result.pitch : result.row_bytes);
+  if (!queries) offset += BytesOf(Shape(g, held.shape, ProjectedPart::kQueries));
+  result.at = memory_.at() + static_cast<uint64_t>(offset);
+  return result;
+}
+
+absl::Status WeightStore::CheckRow(int64_t row_bytes) {
+  if (row_bytes > 0 && row_bytes <= kPackedBytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("weights: got rows of ", row_bytes, " bytes, limit ", kPackedBytes));
+}
+
+absl::Status WeightStore::CopyRows(const HeadRows& to, const Bf16* from) {
+  MLA_RETURN_IF_ERROR(CheckRow(to.row_bytes));
   const auto* const source = reinterpret_cast<const std::byte*>(from);
-  const int64_t at_once = kPackedBytes / row_bytes;
-  if (at_once < 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weights: got rows of ", row_bytes, " bytes, limit ", kPackedBytes));
-  }
-  for (int64_t row = 0; row < rows; row += at_once) {
-    const int64_t count = std::min(at_once, rows - row);
-    std::memcpy(packed_.data(), source + row * row_bytes, static_cast<size_t>(count * row_bytes));
-    absl::Status s = runtime_->CopyRowsIn(to + static_cast<uint64_t>(row * pitch), pitch,
-                                          packed_.data(), row_bytes, row_bytes, count, stream_);
+  const int64_t at_once = kPackedBytes / to.row_bytes;
+  for (int64_t row = 0; row < to.rows; row += at_once) {
+    const int64_t count = std::min(at_once, to.rows - row);
+    std::memcpy(packed_.data(), source + row * to.row_bytes,
+                static_cast<size_t>(count * to.row_bytes));
+    absl::Status s =
+        runtime_->CopyRowsIn(to.at + static_cast<uint64_t>(row * to.pitch), to.pitch,
+                             packed_.data(), to.row_bytes, to.row_bytes, count, stream_);
     s.Update(runtime_->Synchronize(stream_));  // before the same memory is filled again
     if (!s.ok()) return s;
   }
   return absl::OkStatus();
+}
+
+absl::Status WeightStore::CopyRowsOut(const HeadRows& from, Bf16* to) {
+  MLA_RETURN_IF_ERROR(CheckRow(from.row_bytes));
+  auto* const target = reinterpret_cast<std::byte*>(to);
+  const int64_t at_once = kPackedBytes / from.row_bytes;
+  for (int64_t row = 0; row < from.rows; row += at_once) {
+    const int64_t count = std::min(at_once, from.rows - row);
+    absl::Status s = runtime_->CopyRowsOut(packed_.data(), from.row_bytes,
+                                           from.at + static_cast<uint64_t>(row * from.pitch),
+                                           from.pitch, from.row_bytes, count, stream_);
+    s.Update(runtime_->Synchronize(stream_));  // after it the memory holds the rows
+    if (!s.ok()) return s;
+    std::memcpy(target + row * from.row_bytes, packed_.data(),
+                static_cast<size_t>(count * from.row_bytes));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightStore::CopyMatrixOut(DevicePtr from, Bf16* to, int32_t rows, int32_t columns,
+                                        bool in_panels) {
+  const int64_t bytes = int64_t{rows} * columns * int64_t{sizeof(Bf16)};
+  // A matrix in panels fits into the pinned memory as a whole.
+  for (int64_t done = 0; done < bytes; done += kPackedBytes) {
+    const int64_t piece = std::min(kPackedBytes, bytes - done);
+    absl::Status s =
+        runtime_->CopyOut(packed_.data(), from + static_cast<uint64_t>(done), piece, stream_);
+    s.Update(runtime_->Synchronize(stream_));  // after it the memory holds the piece
+    if (!s.ok()) return s;
+    if (in_panels) {
+      UnpackPanels(reinterpret_cast<const Bf16*>(packed_.data()), to, rows, columns);
+    } else {
+      std::memcpy(reinterpret_cast<std::byte*>(to) + done, packed_.data(),
+                  static_cast<size_t>(piece));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightStore::Read(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk,
+                               Bf16* w_uv) {
+  MLA_RETURN_IF_ERROR(CheckSlot(slot));
+  if (!Holds(slot, head, 1) || !(slots_[slot].geometry == geometry)) return NotHeld(slot, head);
+  const int32_t lora = geometry.kv_lora_rank;
+  const auto places = static_cast<int32_t>(slots_[slot].loaded.size());
+  const DevicePtr uk = memory_.at() + static_cast<uint64_t>(arena_.at(slot));
+  const DevicePtr uv = uk + static_cast<uint64_t>(ValuesOffset(geometry, places));
+  for (const auto& [at, target, rows, columns] : {std::tuple(uk, w_uk, geometry.nope_dim, lora),
+                                                  std::tuple(uv, w_uv, lora, geometry.v_dim)}) {
+    const int64_t size = int64_t{rows} * columns * int64_t{sizeof(Bf16)};
+    MLA_RETURN_IF_ERROR(CopyMatrixOut(at + static_cast<uint64_t>(head * size), target, rows,
+                                      columns, InPanels(geometry)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightStore::ReadProjected(int32_t slot, const Geometry& geometry,
+                                        const ProjectedShape& shape, ProjectedPart part,
+                                        int32_t head, Bf16* weights) {
+  MLA_RETURN_IF_ERROR(CheckSlot(slot));
+  const ProjectedSlot& held = projected_[slot];
+  const std::vector<bool>& loaded = held.loaded[static_cast<size_t>(part)];
+  if (!held.used() || held.shape != shape || !(held.geometry == geometry) || head < 0 ||
+      head >= static_cast<int32_t>(loaded.size()) || !loaded[static_cast<size_t>(head)]) {
+    return NotHeld(slot, head);
+  }
+  return CopyRowsOut(RowsOf(slot, part, head), weights);
 }
 
 WeightStore::ProjectedMatrix WeightStore::Projected(int32_t slot, ProjectedPart part) const {

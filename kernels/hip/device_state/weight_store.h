@@ -35,6 +35,10 @@ class WeightStore final {
   absl::Status LoadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
                              ProjectedPart part, int32_t head, const Bf16* weights,
                              const DeviceBuffer& scratch);
+  // As AttentionBackend::ReadWeights and ReadProjected.
+  absl::Status Read(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk, Bf16* w_uv);
+  absl::Status ReadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
+                             ProjectedPart part, int32_t head, Bf16* weights);
   absl::Status Free(int32_t slot);
   // True after a move of slots has failed halfway: no weights may be read any more.
   bool torn() const { return torn_; }
@@ -83,13 +87,23 @@ class WeightStore final {
   void Drop(int32_t extent);
   absl::Status PlaceProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
                               const DeviceBuffer& scratch);
-  // Copies `rows` rows of `row_bytes` bytes each, through pinned memory, to rows `pitch` bytes
-  // apart.
-  absl::Status CopyRows(DevicePtr to, int64_t pitch, const Bf16* from, int64_t row_bytes,
-                        int64_t rows);
+  // Rows of one head in a slot's weights of PROJECTED, `pitch` bytes apart. REQUIRES: the slot has
+  // such weights.
+  struct HeadRows {
+    DevicePtr at = 0;
+    int64_t pitch = 0, row_bytes = 0, rows = 0;
+  };
+  HeadRows RowsOf(int32_t slot, ProjectedPart part, int32_t head) const;
+  // Copy these rows through pinned memory, from or to rows without gaps.
+  absl::Status CopyRows(const HeadRows& to, const Bf16* from);
+  absl::Status CopyRowsOut(const HeadRows& from, Bf16* to);
+  static absl::Status CheckRow(int64_t row_bytes);
   // Copies one matrix [rows, columns] a head, contiguously from `to` on.
   absl::Status CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,
                             int32_t columns, bool in_panels);
+  // The inverse of CopyMatrices for one matrix.
+  absl::Status CopyMatrixOut(DevicePtr from, Bf16* to, int32_t rows, int32_t columns,
+                             bool in_panels);
   absl::Status Compact(const DeviceBuffer& scratch);
   absl::Status Publish();
 

@@ -10,6 +10,7 @@
 #include "client/cpp/streams/errors.h"
 #include "mla/v1/admin.pb.h"
 #include "mla/v1/cache.pb.h"
+#include "mla/v1/model.pb.h"
 #include "tests/integration/hand_over/hand_over_fixture.h"
 #include "tests/integration/hostile/hostile_server.h"
 
@@ -22,6 +23,7 @@ constexpr char kInfo[] = "/mla.v1.Admin/GetServerInfo";
 constexpr char kQuota[] = "/mla.v1.Admin/GetQuota";
 constexpr char kEvict[] = "/mla.v1.Admin/EvictSequences";
 constexpr char kImport[] = "/mla.v1.Cache/Import";
+constexpr char kUpload[] = "/mla.v1.Models/UploadWeights";
 
 HostileAnswer Of(std::vector<std::string> messages) {
   HostileAnswer answer;
@@ -121,6 +123,45 @@ TEST_F(HostilePeerTest, AnswersOfAnImportThatAreNoneKeepTheSequence) {
   failing.status = {static_cast<grpc::StatusCode>(9999), "no such code"};
   ExpectKept(failing, "a code that there is not");
   EXPECT_GT(peer_.calls(kEvict), 0);
+}
+
+// Weights are lost to the peer alone: the drain goes on with the sequences.
+TEST_F(HostilePeerTest, AnswersOfAnUploadThatAreNoneCostNothing) {
+  Fill(1);
+  ASSERT_EQ(worker_->Upload(), absl::OkStatus());
+  const HostileAnswer garbage = Of({"\xff\xff\xff\xff"});
+  ExpectKept(garbage, "a peer that takes no weights");
+  EXPECT_EQ(peer_.calls(kUpload), 0);
+  v1::GetServerInfoReply info;
+  info.set_boot_id(kBootId);
+  info.add_capabilities("hand_over");
+  info.add_capabilities("hand_over_weights");
+  peer_.Answer(kInfo, Of({info.SerializeAsString()}));
+  v1::UploadWeightsReply other, incomplete, many;
+  other.set_boot_id(kBootId + 1);
+  other.set_complete(true);
+  incomplete.set_boot_id(kBootId);
+  many.set_boot_id(kBootId);
+  many.set_complete(true);
+  many.set_bytes(uint64_t{1} << 60);
+  HostileAnswer hasty = garbage, failing;
+  hasty.reads = false;
+  failing.status = {static_cast<grpc::StatusCode>(9999), "no such code"};
+  int failed = 0;
+  for (const HostileAnswer& answer :
+       {garbage, Of({}), Of({EmptyMessages(1, 60 * kMiB)}), Of({other.SerializeAsString()}),
+        Of({incomplete.SerializeAsString()}), Of({many.SerializeAsString()}),
+        Of({many.SerializeAsString(), many.SerializeAsString()}), hasty, failing}) {
+    peer_.Answer(kUpload, answer);
+    ExpectKept(garbage, absl::StrCat("answer ", ++failed));
+    EXPECT_EQ(peer_.calls(kUpload), failed);
+    const std::string metrics = HttpGet(a_->server().ops_port(), "/metrics");
+    EXPECT_NE(
+        metrics.find(absl::StrCat("mla_hand_over_weights_total{outcome=\"failed\"} ", failed)),
+        std::string::npos)
+        << metrics;
+    EXPECT_EQ(worker_->Step({&tracks_[0]}, {1}, v1::PROFILE_EXPANDED), absl::OkStatus());
+  }
 }
 
 TEST_F(HostilePeerTest, AnswersAreBoundedBeforeTheyAreParsed) {

@@ -60,6 +60,15 @@ class WatchingBackend final : public kernels::AttentionBackend {
                              int32_t head, const kernels::Bf16* weights) override {
     return inner_->LoadProjected(slot, g, shape, part, head, weights);
   }
+  absl::Status ReadWeights(int32_t slot, const kernels::Geometry& g, int32_t head,
+                           kernels::Bf16* uk, kernels::Bf16* uv) override {
+    return inner_->ReadWeights(slot, g, head, uk, uv);
+  }
+  absl::Status ReadProjected(int32_t slot, const kernels::Geometry& g,
+                             const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
+                             int32_t head, kernels::Bf16* weights) override {
+    return inner_->ReadProjected(slot, g, shape, part, head, weights);
+  }
   absl::Status FreeWeights(int32_t slot) override { return inner_->FreeWeights(slot); }
   kernels::SlotMemory Memory(int32_t slot) override { return inner_->Memory(slot); }
   absl::Status Submit(int32_t slot, const kernels::Launch& launch) override;

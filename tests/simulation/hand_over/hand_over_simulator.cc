@@ -45,10 +45,12 @@ class HandOverSimulator::Peer final : public server::HandOverPeer {
     if (sim_.Chance(faults_.unreachable)) return Unreachable();
     info->set_boot_id(there().boot_id());
     info->add_capabilities("hand_over");
+    info->add_capabilities("hand_over_weights");
     return absl::OkStatus();
   }
   absl::Status CheckOperator() override { return absl::OkStatus(); }
   server::PeerImport Import(const v1::ImportTarget& target, const SendParts& send) override;
+  server::PeerWeights UploadWeights(const SendMessages& send) override;
   absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) override;
   void Cancel() override { cancelled_ = true; }
 
@@ -151,6 +153,54 @@ server::PeerImport HandOverSimulator::Peer::Import(const v1::ImportTarget& targe
   return result;
 }
 
+server::PeerWeights HandOverSimulator::Peer::UploadWeights(const SendMessages& send) {
+  server::PeerWeights result;
+  if (cancelled_) {
+    result.status = Stopped();
+    return result;
+  }
+  const uint64_t boot_id = there().boot_id();
+  std::vector<v1::UploadWeightsRequest> messages;
+  bool cut = false;
+  const absl::Status sent = send([&](v1::UploadWeightsRequest& message) -> absl::Status {
+    Between();
+    cut = cut || cancelled_ || sim_.Chance(faults_.cut) || there().boot_id() != boot_id;
+    if (cut) return absl::CancelledError("the connection is cut");
+    messages.push_back(std::move(message));
+    return absl::OkStatus();
+  });
+  Between();
+  cut = cut || there().boot_id() != boot_id;
+  if (there().boot_id() != boot_id) messages.clear();  // what arrived went with the old server
+  const bool whole = sent.ok() && !cut;
+  sim_.counts_.weights_cut += whole ? 0 : 1;
+  const std::pair<int, std::string> own = {to_,
+                                           messages.empty() ? "" : messages[0].header().tenant()};
+  const auto had = sim_.weights_.find(own);
+  const auto sends = sim_.weights_.find({1 - to_, own.second});
+  sim_.in_import_ = true;
+  const auto reply = there().ServeWeights(messages, whole, [this] { Between(); });
+  sim_.in_import_ = false;
+  const bool differ =
+      had != sim_.weights_.end() && sends != sim_.weights_.end() && had->second != sends->second;
+  if (whole && reply.ok() == differ) {
+    sim_.Fail(absl::StrCat("weights of ", own.second, differ ? " replace others" : ": ",
+                           reply.status().ToString()));
+  }
+  if (reply.ok() && sends != sim_.weights_.end()) sim_.weights_[own] = sends->second;
+  Between();
+  if (!whole || cancelled_ || sim_.Chance(faults_.lost_answer) || there().boot_id() != boot_id) {
+    result.status = cancelled_ ? Stopped() : sent.ok() ? Unreachable() : sent;
+    return result;
+  }
+  result.status = reply.status();
+  result.refused = !reply.ok();
+  sim_.counts_.weights_moved += reply.ok() ? 1 : 0;
+  sim_.counts_.weights_refused += result.refused ? 1 : 0;
+  if (reply.ok()) result.reply = *reply;
+  return result;
+}
+
 absl::StatusOr<uint32_t> HandOverSimulator::Peer::Recall(const v1::EvictSequencesRequest& request) {
   Between();
   const std::pair<int, uint64_t> stray = {to_, request.sequence_ids(0)};
@@ -212,6 +262,7 @@ bool HandOverSimulator::Operate() {
     RunLate(Pick(late_.size()));
     return true;
   }
+  if (drawn < 84) return LoadWeights(server);
   return drawn >= 86 && Drain(server);
 }
 
@@ -343,6 +394,17 @@ bool HandOverSimulator::Look(int server) {
   return true;
 }
 
+bool HandOverSimulator::LoadWeights(int server) {
+  const std::string& tenant = kTenants[Pick(kTenants.size())];
+  const auto variant = static_cast<int>(Pick(SimServer::kWeightVariants));
+  const absl::Status status = servers_[static_cast<size_t>(server)]->LoadWeights(tenant, variant);
+  const auto [has, made] = weights_.try_emplace({server, tenant}, variant);
+  if (status.ok() != (made || has->second == variant)) {
+    Fail(absl::StrCat("LoadWeights: ", status.ToString()));
+  }
+  return true;
+}
+
 bool HandOverSimulator::Restart(int server) {
   for (auto& [id, text] : texts_) CheckText(id, &text);
   DropServer(server);
@@ -354,6 +416,7 @@ void HandOverSimulator::DropServer(int server) {
   std::erase_if(texts_, [server](const auto& one) { return one.second.server == server; });
   std::erase_if(strays_, [server](const auto& one) { return one.first.first == server; });
   std::erase_if(late_, [server](const Late& late) { return late.server == server; });
+  std::erase_if(weights_, [server](const auto& one) { return one.first.first == server; });
 }
 
 // Runs an import that ends after its caller has given up. It must bring nothing, or bring what the
@@ -469,7 +532,10 @@ void HandOverSimulator::Check() {
   for (auto& [id, text] : texts_) {
     if (!failed()) CheckText(id, &text);
   }
-  for (int server = 0; server < 2 && !failed(); ++server) CheckStrays(server);
+  for (int server = 0; server < 2 && !failed(); ++server) {
+    CheckStrays(server);
+    CheckWeights(server);
+  }
 }
 
 // Looks for a sequence as its client would.
@@ -521,6 +587,17 @@ void HandOverSimulator::CheckStrays(int server) {
     }
     if (!strays_.contains({server, one.info.id})) {
       return Fail("a server has a sequence that is elsewhere, or was released");
+    }
+  }
+}
+
+void HandOverSimulator::CheckWeights(int server) {
+  for (const std::string& tenant : kTenants) {
+    const auto has = servers_[static_cast<size_t>(server)]->WeightsOf(tenant);
+    const auto expected = weights_.find({server, tenant});
+    if (!has.ok()) return Fail(absl::StrCat("weights: ", has.status().ToString()));
+    if (*has != (expected == weights_.end() ? -1 : expected->second)) {
+      return Fail(absl::StrCat("a model of ", tenant, " has other weights than it was given"));
     }
   }
 }

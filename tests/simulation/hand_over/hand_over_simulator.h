@@ -7,6 +7,8 @@
 // - A sequence is where it was, or where its peer has said that it is, with all its rows, its
 //   tenant and its id. The old server names the peer from then on and not before.
 // - It is lost only with the server that had it.
+// - A model has all weights that its peer has sent, or what it had before; no tenant is charged
+//   for weights that are not there.
 // - The other server has no part of it, except during an import, and until its lease ends if the
 //   peer could not be told.
 // - The reply to the drain states the outcome of each sequence.
@@ -36,6 +38,7 @@ struct HandOverCounts {
   int64_t late = 0;     // imports that continued after their caller's end
   int64_t crashes = 0;  // crashes of draining servers
   int64_t checked = 0;  // sequences whose rows were compared
+  int64_t weights_moved = 0, weights_refused = 0, weights_cut = 0;  // models
   void Add(const HandOverCounts& other) {
     operations += other.operations;
     drains += other.drains;
@@ -46,6 +49,9 @@ struct HandOverCounts {
     late += other.late;
     crashes += other.crashes;
     checked += other.checked;
+    weights_moved += other.weights_moved;
+    weights_refused += other.weights_refused;
+    weights_cut += other.weights_cut;
   }
 };
 
@@ -92,6 +98,7 @@ class HandOverSimulator final {
   bool Fork(int server);
   bool Release(int server);
   bool Look(int server);
+  bool LoadWeights(int server);
   bool Restart(int server);
   bool Drain(int from);
   void ClientAt(int server);
@@ -110,6 +117,7 @@ class HandOverSimulator final {
   void CheckMoved(uint64_t id, Text* text);
   void CheckRows(uint64_t id, const Text& text);
   void CheckStrays(int server);
+  void CheckWeights(int server);
   void Finish();
   void Fail(const std::string& what);
   bool failed() const { return !violation_.empty(); }
@@ -119,6 +127,8 @@ class HandOverSimulator final {
   std::array<std::unique_ptr<SimServer>, 2> servers_;
   std::map<uint64_t, Text> texts_;
   std::vector<Late> late_;
+  // Which weights each tenant's model has, by server; absent: none.
+  std::map<std::pair<int, std::string>, int> weights_;
   // Sequences that the server may have although they are elsewhere: an import of it is in progress,
   // or its end is not known. If true, it stays until its lease ends.
   std::map<std::pair<int, uint64_t>, bool> strays_;

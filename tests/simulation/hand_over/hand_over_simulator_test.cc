@@ -22,6 +22,9 @@ TEST(HandOverSimulator, RandomDrainsAreAsForetold) {
   EXPECT_GT(2 * counts.cut, share);
   EXPECT_GT(2 * counts.late, share);
   EXPECT_GT(5 * counts.crashes, share);
+  EXPECT_GT(counts.weights_moved, share);
+  EXPECT_GT(2 * counts.weights_refused, share);
+  EXPECT_GT(5 * counts.weights_cut, share);
 }
 
 TEST(HandOverSimulator, ASeedRepeats) { ExpectThatASeedRepeats<HandOverSimulator>(kOperations); }

@@ -12,6 +12,7 @@
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
 #include "scheduler/testing/engine_harness.h"
+#include "server/control/weights_upload.h"
 #include "server/hand_over/take_over.h"
 #include "server/pages/page_stream.h"
 
@@ -30,6 +31,15 @@ void FillRow(uint64_t key, int64_t layer, std::span<std::byte> row) {
     row[i] = static_cast<std::byte>(bits & 0xff);
     row[i + 1] = static_cast<std::byte>(bits >> 8);
   }
+}
+
+// W_UK and W_UV of one head.
+std::vector<kernels::Bf16> HeadWeights(const scheduler::ModelSpec& model, int32_t layer,
+                                       int32_t head, int variant) {
+  std::vector<kernels::Bf16> weights(static_cast<size_t>(model.head_elements()));
+  const uint64_t key = SplitMix(static_cast<uint64_t>((layer * 64 + head) * 8 + variant));
+  FillRow(key, layer, std::as_writable_bytes(std::span(weights)));
+  return weights;
 }
 
 }  // namespace
@@ -166,6 +176,78 @@ absl::StatusOr<v1::ImportReply> SimServer::ServeImport(const v1::ImportTarget& t
   reply.mutable_sequence()->set_length(static_cast<uint64_t>(info->length));
   reply.set_bytes(bytes);
   reply.set_boot_id(boot_id_);
+  return reply;
+}
+
+absl::Status SimServer::LoadWeights(const std::string& tenant, int variant) {
+  const auto model = engine_->FindModel(tenant, scheduler::testing::TinyModel().id);
+  const scheduler::UploadId upload = engine_->NewUpload();
+  const auto heads = model->geometry.num_heads;
+  absl::Status status;
+  for (int32_t layer = 0; layer < model->layers && status.ok(); ++layer) {
+    for (int32_t head = 0; head < heads && status.ok(); ++head) {
+      const std::vector<kernels::Bf16> weights = HeadWeights(*model, layer, head, variant);
+      status = engine_->LoadWeights(tenant, model->id, upload, layer, head, 1,
+                                    std::as_bytes(std::span(weights)));
+    }
+  }
+  if (status.ok()) status = engine_->CommitWeights(tenant, model->id, upload).status();
+  if (!status.ok()) engine_->DiscardWeights(tenant, model->id, upload);
+  return status;
+}
+
+absl::StatusOr<int> SimServer::WeightsOf(const std::string& tenant) {
+  const int64_t charged = engine_->tenants()->Usage(tenant).used[scheduler::Resource::kWeightBytes];
+  for (const scheduler::HeldWeights& held : engine_->AllWeights()) {
+    if (held.tenant != tenant) continue;
+    if (charged == 0) return absl::InternalError("weights that no tenant is charged for");
+    int found = -1;
+    std::vector<kernels::Bf16> got(static_cast<size_t>(held.spec->head_elements()));
+    for (int32_t layer = 0; layer < held.spec->layers; ++layer) {
+      for (int32_t head = 0; head < held.spec->geometry.num_heads; ++head) {
+        absl::Status read = engine_->ReadWeights(held, layer, head, got);
+        if (!read.ok()) return read;
+        int variant = 0;
+        while (variant < kWeightVariants && got != HeadWeights(*held.spec, layer, head, variant)) {
+          ++variant;
+        }
+        if (variant == kWeightVariants) return absl::InternalError("weights that were never sent");
+        if (found >= 0 && found != variant) return absl::InternalError("weights of two uploads");
+        found = variant;
+      }
+    }
+    return found;
+  }
+  if (charged != 0) return absl::InternalError("a charge for weights that are not there");
+  return -1;
+}
+
+absl::StatusOr<v1::UploadWeightsReply> SimServer::ServeWeights(
+    const std::vector<v1::UploadWeightsRequest>& messages, bool whole,
+    const std::function<void()>& between) {
+  if (messages.empty()) return absl::CancelledError("cut before the header");
+  const v1::UploadWeightsRequest::Header& header = messages[0].header();
+  const auto target = server::RegisterForWeights(engine_.get(), header);
+  if (!target.ok()) return target.status();
+  v1::UploadWeightsReply reply;
+  reply.set_boot_id(boot_id_);
+  reply.set_complete(target->complete);
+  if (target->complete) return reply;
+  absl::Status status;
+  {
+    server::WeightsUpload upload(engine_.get(), header.tenant(),
+                                 engine_->FindModel(header.tenant(), header.model_id()),
+                                 kChunkBytes);
+    for (size_t i = 1; i < messages.size() && status.ok(); ++i) {
+      between();
+      status = upload.Add(messages[i]);
+    }
+    if (status.ok()) status = whole ? upload.Finish(&reply) : absl::CancelledError("cut");
+  }
+  if (!status.ok() && target->registered) {
+    engine_->WithdrawModel(header.tenant(), header.model_id());
+  }
+  if (!status.ok()) return status;
   return reply;
 }
 

@@ -46,6 +46,17 @@ class SimServer {
   absl::StatusOr<v1::ImportReply> ServeImport(const v1::ImportTarget& target,
                                               const std::vector<v1::PagesPart>& parts, bool whole,
                                               const std::function<void()>& between);
+  // Loads weights of the tenant's model: one of kWeightVariants, which differ in all bytes. An
+  // error if it has others already.
+  static constexpr int kWeightVariants = 2;
+  absl::Status LoadWeights(const std::string& tenant, int variant);
+  // Returns which weights the tenant's model has, or -1 if it has none and is charged for none.
+  // INTERNAL if it is anything else.
+  absl::StatusOr<int> WeightsOf(const std::string& tenant);
+  // Does what Models.UploadWeights does for an operator over TLS; the rest as ServeImport.
+  absl::StatusOr<v1::UploadWeightsReply> ServeWeights(
+      const std::vector<v1::UploadWeightsRequest>& messages, bool whole,
+      const std::function<void()>& between);
   // Does what Admin.EvictSequences does.
   uint32_t Evict(const v1::EvictSequencesRequest& request);
 

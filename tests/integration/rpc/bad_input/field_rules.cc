@@ -216,14 +216,6 @@ std::map<std::string, FieldRule> ModelRules() {
       {"ModelSpec.rope_layout", {0, 0, "model.rope_layout", {}}},
       {"ModelSpec.query_precision", {0, 2, "model.query_precision", {}}},
       {"ModelSpec.page_size", {0, 4096, "model.page_size", {}}},
-      {"UploadWeightsRequest.Header.model_id", {1, kMostName, "header.model_id", {}}},
-      {"UploadWeightsRequest.Chunk.layer", {0, 1, "chunk.layer", {}}},
-      {"UploadWeightsRequest.Chunk.head_begin", {0, 3, "chunk.head_begin", {}}},
-      {"UploadWeightsRequest.Chunk.head_count", {1, 4, "chunk.head_count", {"chunk.payload"}}},
-      {"UploadWeightsRequest.Chunk.part", {0, 2, "chunk.part", {}}},
-      {"UploadWeightsRequest.Chunk.dtype", {0, 1, "chunk.dtype", {}}},
-      {"UploadWeightsRequest.Chunk.payload", {2048, 2048, "chunk.payload", {}}},
-      {"UploadWeightsRequest.Trailer.sha256", {32, 32, "trailer.sha256", {}}},
       {"RegisterRequest.lease_ms", {0, kMostLease, "lease_ms", {}}},
       {"RegisterRequest.kv_scales", {1, kAnything, "kv_scales[0]", {}}},
       {"RegisterRequest.sinks", {1, kAnything, "sinks", {"sinks"}}},
@@ -254,6 +246,22 @@ std::map<std::string, FieldRule> ModelRules() {
       {"DrainRequest.deadline_ms", {}},
       {"DrainRequest.exit", {}},
       {"DrainRequest.to", {0, kMostName, "to", {"to"}}},  // HOST:PORT
+  };
+}
+
+std::map<std::string, FieldRule> WeightRules() {
+  const FieldRule any;
+  return {
+      {"UploadWeightsRequest.Header.model_id", {1, kMostName, "header.model_id", {}}},
+      {"UploadWeightsRequest.Header.tenant", {0, kMostName, "header.tenant", {}}},
+      {"UploadWeightsRequest.Header.kv_scales", any},  // only with a tenant: weights_test
+      {"UploadWeightsRequest.Chunk.layer", {0, 1, "chunk.layer", {}}},
+      {"UploadWeightsRequest.Chunk.head_begin", {0, 3, "chunk.head_begin", {}}},
+      {"UploadWeightsRequest.Chunk.head_count", {1, 4, "chunk.head_count", {"chunk.payload"}}},
+      {"UploadWeightsRequest.Chunk.part", {0, 2, "chunk.part", {}}},
+      {"UploadWeightsRequest.Chunk.dtype", {0, 1, "chunk.dtype", {}}},
+      {"UploadWeightsRequest.Chunk.payload", {2048, 2048, "chunk.payload", {}}},
+      {"UploadWeightsRequest.Trailer.sha256", {32, 32, "trailer.sha256", {}}},
   };
 }
 
@@ -356,7 +364,8 @@ std::map<std::string, FieldRule> StreamRules() {
 const std::map<std::string, FieldRule>& FieldRules() {
   static const std::map<std::string, FieldRule> rules = [] {
     std::map<std::string, FieldRule> all;
-    for (const auto& part : {SequenceRules(), ModelRules(), PageRules(), StreamRules()}) {
+    for (const auto& part :
+         {SequenceRules(), ModelRules(), WeightRules(), PageRules(), StreamRules()}) {
       for (const auto& [name, rule] : part) all.emplace("mla.v1." + name, rule);
     }
     return all;
