@@ -300,6 +300,25 @@ class NativeTest(unittest.TestCase):
                                                rtol=2e-2)
                 step.abort()
 
+    def test_a_refused_entry_sends_nothing(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            with client.step([(sequence, 3)]) as step:
+                chain = step.chain(buffers, Profile.ABSORBED)
+                for field in ("in_on_gpu", "reserved"):
+                    setattr(chain._entry, field, 2)
+                    with self.assertRaises(errors.InvalidArgument) as caught:
+                        chain.attend(0, gpu.stream.value)
+                    self.assertEqual(caught.exception.detail.field, f"entry.{field}")
+                    setattr(chain._entry, field, 0)
+                for layer in range(LAYERS):
+                    chain.attend(layer, gpu.stream.value)
+                gpu.finish()
+                np.testing.assert_allclose(mla_client.from_bf16(buffers.o), self.want, atol=2e-2,
+                                           rtol=2e-2)
+
     def captured(self, client, model, gpu, layers=range(LAYERS)):
         """A graph with a call for each layer, which copies q in and o out; its calls, the source of
         q and what o is copied to."""
