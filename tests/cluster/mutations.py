@@ -25,7 +25,7 @@ MUTATIONS = [
     ("failed_servers_are_asked_on", "owners", "self._until = self._now() + min(",
      "self._until = self._now() - min("),
     ("restarted_server_kept", "owners", "        if gone:\n            self.drop()", ""),
-    ("last_owner_forgotten", "placement", "    add(last or home)\n", "    add(home)\n"),
+    ("last_owner_forgotten", "placement", "    add(last or (home if home in with_room else \"\"))\n", "    add(home)\n"),
     ("conversations_not_remembered", "client",
      "                self._marks.remember(", "                (lambda *_: None)("),
     ("five_candidates", "placement", "return chosen[:MOST_CANDIDATES]",
