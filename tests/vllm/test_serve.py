@@ -244,7 +244,7 @@ class Serve(unittest.TestCase):
         """Asks for completions, with whose passes vLLM publishes, until the condition is true."""
         deadline = time.monotonic() + ASK_S
         while not condition():
-            self.assertLess(time.monotonic(), deadline, self.blocks)
+            self.assertLess(time.monotonic(), deadline, f"{self.blocks}\n{self.said()}")
             self.completed({"model": "m", "prompt": prompt, "max_tokens": 4, "ignore_eos": True})
             while self.router.poll(200):
                 topic, _, payload = self.router.recv_multipart()
