@@ -30,7 +30,7 @@ PACE_S = 40.0
 # Bounds of the measured figures.
 MOST_FILL, LEAST_HITS, MOST_CONNECTIONS = 1.25, 0.93, 200
 # With fewer agents a server than so many, chance alone makes some servers fuller.
-MANY_AGENTS, MOST_FILL_OF_FEW = 50, 1.6
+MANY_AGENTS, MOST_FILL_OF_FEW = 50, 1.4
 LEAST_OF_ONE_CACHE = 0.95  # of the rows that one cache of all would have found
 MOST_ASKED = 4             # servers, for one sequence
 LEAST_MEASURED = 20        # batches a worker, on the mean, before measures mean anything

@@ -226,11 +226,12 @@ class Serve(unittest.TestCase):
         context = zmq.Context()
         self.addCleanup(context.destroy, 0)
         self.router, self.blocks, self.cleared = context.socket(zmq.SUB), {}, 0
-        port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        port = free_port()
+        self.router.connect(f"tcp://127.0.0.1:{port}")
         self.router.subscribe(b"kv@")
         self.serve("--block-size", "64", "--kv-events-config", json.dumps({
             "enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv@engine@m",
-            "endpoint": f"tcp://127.0.0.1:{port}"}))
+            "endpoint": f"tcp://*:{port}"}))
         prompt = [2 + place % 200 for place in range(150)]
         self.hear_until(lambda: tuple(prompt[:128]) in self.blocks.values(), prompt)
         self.assertIn(tuple(prompt[:64]), self.blocks.values())
@@ -244,7 +245,7 @@ class Serve(unittest.TestCase):
         """Asks for completions, with whose passes vLLM publishes, until the condition is true."""
         deadline = time.monotonic() + ASK_S
         while not condition():
-            self.assertLess(time.monotonic(), deadline, self.blocks)
+            self.assertLess(time.monotonic(), deadline, f"{self.blocks}\n{self.said()}")
             self.completed({"model": "m", "prompt": prompt, "max_tokens": 4, "ignore_eos": True})
             while self.router.poll(200):
                 topic, _, payload = self.router.recv_multipart()

@@ -301,11 +301,11 @@ absl::StatusOr<ClusterClient::Turn> ClusterClient::Begin(ModelRecord* model,
   turn.fills = owners_->FillsOf(*members);
   turn.addresses = SubsetOf(options_.client_id, turn.everyone, cluster_.subset);
   turn.home = HomeAmong(turn.everyone);
-  turn.last = last;
+  if (Has(turn.everyone, last)) turn.last = last;
   const std::string& id = model->spec.model_id();
   if (prefix.token_ids_size() > 0 || prefix.page_keys_size() > 0) {
     turn.key = KeyOfPrefix(id, prefix);
-    if (last.empty()) turn.last = marks_.Recall(id, prefix);
+    if (turn.last.empty()) turn.last = marks_.Recall(id, prefix);
   }
   return turn;
 }

@@ -98,8 +98,14 @@ std::vector<std::string> ByHash(std::string_view key, const std::vector<std::str
 
 std::vector<std::string> Bounded(const std::vector<std::string>& addresses, const Fills& fills) {
   double sum = 0;
-  for (const std::string& address : addresses) sum += FillIn(fills, address);
-  const double mean = addresses.empty() ? 0.0 : sum / static_cast<double>(addresses.size());
+  int known = 0;
+  for (const std::string& address : addresses) {
+    const auto fill = fills.find(address);
+    if (fill == fills.end()) continue;
+    sum += fill->second;
+    ++known;
+  }
+  const double mean = known > 0 ? sum / known : 0.0;
   const double most = std::max(kBound * mean, mean + kSlack);
   std::vector<std::string> good;
   for (const std::string& address : addresses) {
@@ -116,14 +122,15 @@ std::vector<std::string> Candidates(const std::optional<std::string>& key,
   const auto add = [&](const std::string& address) {
     if (Has(addresses, address) && !Has(chosen, address)) chosen.push_back(address);
   };
-  add(last.empty() ? home : last);
+  const std::vector<std::string> with_room = Bounded(addresses, fills);
+  add(!last.empty() ? last : Has(with_room, home) ? home : "");
   if (key) {
-    std::vector<std::string> good = Bounded(ByHash(*key, addresses), fills);
+    std::vector<std::string> good = ByHash(*key, with_room);
     if (good.size() > kCandidatesByHash) good.resize(kCandidatesByHash);
     for (const std::string& address : good) add(address);
   }
   std::vector<std::string> rest, some;
-  for (const std::string& address : addresses) {
+  for (const std::string& address : with_room) {
     if (!Has(chosen, address)) rest.push_back(address);
   }
   std::sample(rest.begin(), rest.end(), std::back_inserter(some), 2, *random);

@@ -1,9 +1,9 @@
 // Decides where a sequence is to be, by pure functions over what members say of themselves.
 //
 // A turn of a conversation asks at most kMostCandidates servers what they hold of its prefix: the
-// server of the turn before, or the worker's home if the turn is the first; the first two by
-// rendezvous hash of the prefix's first rows, among servers that are not too full (Bounded); and
-// the emptier of two random ones. The cheapest gets the sequence.
+// server of the turn before; and of the servers that are not too full (Bounded) the worker's home
+// if the turn is the first, the first two by rendezvous hash of the prefix's first rows, and the
+// emptier of two random ones. The cheapest gets the sequence.
 //
 // The Python client (mla_client/cluster/placement.py) makes the same keys and orders, so that a
 // worker of either language finds what the other has left. tests/cluster/placement_golden.txt holds
@@ -46,7 +46,7 @@ struct Costs {
   double host_row_s = 4e-6;       // to bring a row back from host memory
   double file_row_s = 25e-6;      // to bring a row back from a file
   double requests = 61 * 16;      // a turn's requests; each waits for the server's wait_us
-  double full_s = 2.0;            // a full pool; a fill of one half costs a quarter of it
+  double full_s = 6.0;            // a full pool; a fill of one half costs a quarter of it
   double away_s = 2e-3;           // a server that is not the worker's home
 };
 
@@ -86,8 +86,8 @@ absl::StatusOr<std::vector<std::string>> PageNames(std::span<const uint32_t> tok
 // order of the others stays.
 std::vector<std::string> ByHash(std::string_view key, const std::vector<std::string>& addresses);
 
-// Servers whose fill is at most kBound times the mean of all of them, or at most kSlack above it.
-// A server without an entry in `fills` counts as empty. The order stays.
+// Servers whose fill is at most kBound times the mean of all entries, or at most kSlack above it,
+// and servers without an entry in `fills`: nothing is known of them. The order stays.
 std::vector<std::string> Bounded(const std::vector<std::string>& addresses, const Fills& fills);
 
 // Returns the servers to ask, without repeats, in the order of the first paragraph. `addresses` are

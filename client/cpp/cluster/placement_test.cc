@@ -132,6 +132,18 @@ TEST(PlacementTest, AsksTheLastOwnerTwoByHashAndTheEmptierOfTwo) {
   for (int i = 0; i < 20; ++i) {
     EXPECT_EQ(Candidates(key, four, fills, &random, order[4], "")[3], order[2]);
   }
+  // A server that is too full gets nothing new, and keeps the conversations that it has.
+  Fills full;
+  for (const std::string& address : addresses) full[address] = 0.3;
+  for (const size_t place : {0, 1, 7}) full[order[place]] = 0.9;
+  for (int i = 0; i < 20; ++i) {
+    const Words asked = Candidates(key, addresses, full, &random, "", order[0]);
+    EXPECT_EQ(asked.size(), 3u);
+    EXPECT_EQ(asked[0], order[2]);
+    EXPECT_EQ(asked[1], order[3]);
+    for (const std::string& address : asked) EXPECT_LT(full[address], 0.5);
+    EXPECT_EQ(Candidates(key, addresses, full, &random, last, order[0])[0], last);
+  }
   // Without a key the candidates are the home and another one.
   EXPECT_EQ(Candidates({}, addresses, {}, &random, "", addresses[5])[0], addresses[5]);
   EXPECT_EQ(Candidates({}, addresses, {}, &random, "", addresses[5]).size(), 2u);

@@ -164,7 +164,8 @@ void SequenceRecovery::Forget() {
 }
 
 absl::Status SequenceRecovery::OpenAgain() {
-  const auto turn = cluster_->Begin(model_, prefix_, "");
+  // The server that had it last, if it is there again or still, may have its rows in its cache.
+  const auto turn = cluster_->Begin(model_, prefix_, sequence_->address());
   if (!turn.ok()) return turn.status();
   if (turn->key) {
     const std::vector<Choice> choices = cluster_->Choices(*turn, prefix_);

@@ -16,6 +16,8 @@ relay in front of the first server. Parts, one after the other:
                 a worker waits for an answer
     registry    all nodes of etcd are off for so many seconds, while clients keep their list for
                 twice as long, and a server is killed
+    upgrade     one server after the other hands its sequences to the others and is replaced, while
+                other workers run. No sequence may be lost, and no row computed again
 
 Every output is compared with attention over the rows that the worker knows. Exits 1 if one is
 wrong, if a worker gives up, or if a part did not happen. Nothing is judged by the clock; times are
@@ -26,11 +28,13 @@ import argparse
 import json
 import pathlib
 import random
+import signal
 import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parents[2] / "client" / "python")]
+sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parents[2] / "client" / "python"),
+                str(HERE.parents[2] / "client" / "python" / "tests"), str(HERE.parents[1])]
 
 # pylint: disable=wrong-import-position
 import fleet as hosted
@@ -142,7 +146,27 @@ def run(args, switch):
             faults += report("workers", began, *workers.finish())
         finally:
             workers.close()
+        faults += upgrade(args, fleet, switch)
     return faults
+
+
+def upgrade(args, fleet, switch):
+    """A rolling upgrade; returns the number of faults."""
+    began, left = time.monotonic(), 0
+    workers = hosted.Workers(fleet, switch, args.hosts, args.workers, KEEP_S)
+    try:
+        run_ = Run(args, fleet, workers)
+        run_.go_on()
+        for address in sorted(fleet.servers):
+            left += fleet.upgrade(address)
+            run_.go_on()
+        wrong, counts = workers.finish()
+    finally:
+        workers.close()
+    lost = counts.get("none", 0) + counts.get("peer", 0)
+    if lost or left:
+        wrong.append(f"{lost} sequences were lost, {left} have stayed on their servers")
+    return report("upgrade", began, wrong, {**counts, "servers": len(fleet.servers), "lost": lost})
 
 
 def main():
@@ -163,6 +187,7 @@ def main():
     if reason:
         print(reason)
         return SKIPPED
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no namespace stays
     with namespaces.Switch() as switch:
         switch.enter()
         return 1 if run(args, switch) else 0

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,9 +13,11 @@ import threading
 import time
 
 import etcd
+import peers
 import real
-from mla_client import Client, errors
+from mla_client import Client, Tls, errors
 from mla_client.cluster import registry, targets
+from mla_client.cluster.operations.drain import drain
 from mla_client.testing import ServerProcess
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -88,17 +91,28 @@ class Fleet:
         self.lock = threading.Lock()
         self.servers, self.hosts = {}, {}  # by address
         self._others = []  # announcers and the relay
+        self._authority = peers.Authority()
         self.relay, self.relayed = None, ""
         for number in range(servers):
             host = switch.host()
             address = f"{host.address}:{PORT}"
             listen = address if number > 0 else f"127.0.0.1:{PORT_AFTER_RELAY}"
+            files = self._authority.files("server")
             server = ServerProcess(real.BINARY, [
-                "--kv-cache-bytes=16MiB", "--log-level=warning", "--server-insecure"],
-                listen=listen)
+                "--kv-cache-bytes=16MiB", "--log-level=warning", peers.OPERATORS,
+                f"--tls-cert={files['cert']}", f"--tls-key={files['key']}",
+                f"--client-ca={files['ca']}"], listen=listen)
             server.command[:0] = host.prefix
             self.servers[address], self.hosts[address] = server, host
             self.relayed = self.relayed or address
+        self._authority.make("server", ",".join(
+            ["DNS:localhost", *(f"IP:{host.address}" for host in self.hosts.values())]))
+        for name in ("red", "blue"):
+            self._authority.make(name)
+
+    def files(self, name):
+        """Fields of Tls: those of the workers' tenant, red, or of the operator, blue."""
+        return self._authority.files(name)
 
     def __enter__(self):
         try:
@@ -133,6 +147,7 @@ class Fleet:
                 pass  # it was killed, or never started
             server.stop()
         self.etcd.close()
+        self._authority.close()
 
     def wait_for(self, count):
         """Until so many are members."""
@@ -159,7 +174,22 @@ class Fleet:
     def connect(self, name, **options):
         """The client of a worker at the switch. All servers are reached over the network."""
         return Client.connect(self.etcd.target, client_id=name, timeout_s=real.TIMEOUT_S,
+                              tls=Tls(**self.files("red")),
                               cluster={"subset": 0, **options, "same_host": False})
+
+    def upgrade(self, address):
+        """Hands a server's sequences to the others, as an operator does, and starts another process
+        in its place; returns how many sequences have stayed."""
+        found = self.etcd.registry()
+        left = drain(found, lambda peer: Client.connect(
+            peer, tls=Tls(**self.files("blue")), timeout_s=END_S, transport="inline"), address)
+        found.close()
+        server = self.servers[address]
+        os.kill(server.pid, signal.SIGTERM)
+        server.wait(END_S)
+        server.start()
+        self.wait_for(len(self.servers))
+        return left
 
     def _start(self, command, **how):
         self._others.append(subprocess.Popen(command, **how))
@@ -176,7 +206,8 @@ class Workers:
         self._said = []
         self._processes = [subprocess.Popen(
             [*host.prefix, sys.executable, str(HERE / "worker.py"), fleet.etcd.target,
-             f"host-{number}", str(workers // hosts), str(number + 1), str(keep_s)],
+             f"host-{number}", str(workers // hosts), str(number + 1), str(keep_s),
+             json.dumps(fleet.files("red"))],
             env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for number, host in enumerate(self.hosts)]
         self._readers = [threading.Thread(target=self._read, args=(process,))

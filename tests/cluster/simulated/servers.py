@@ -301,7 +301,11 @@ class Client(Following):
     def _upload_scales(self, model_id, scales):
         raise NotImplementedError
 
-    _upload_sinks = _upload = _fork = _match = _read_tail = _upload_scales
+    _upload_sinks = _upload = _fork = _read_tail = _upload_scales
+
+    def _match(self, sequence_id, epoch, first_row, prefix):
+        self.reach()
+        return self.state(self.find(sequence_id)), PrefixMatch()
 
     def _open(self, model_id, request_id, lease_ms, prefix):
         self.reach()
@@ -322,6 +326,27 @@ class Client(Following):
         self.world.opened(held.id, server)
         server.make_room()
         return self.state(held), PrefixMatch(held.rows.length, "all")
+
+    def export_rows(self, sequence, first_row=0, end_row=None):
+        """All rows as one part, once it is taken."""
+        self.reach()
+        yield self.find(sequence.id).rows.copy()
+
+    def import_rows(self, model, parts, *, behind=None, lease_ms=0):
+        """A sequence with the rows of the part."""
+        held = Held(self.world.rng.getrandbits(63) | 1, self.client_id, self.world.now)
+        held.rows = next(iter(parts))
+        self.reach()
+        server = self.server
+        if server.draining:
+            raise errors.Unavailable("draining", errors.ErrorDetail(reason="draining"))
+        if server.used + server.count(held) > server.pages:
+            raise no_pages()
+        server.used += server.count(held)
+        server.held[held.id] = held
+        self.world.opened(held.id, server)
+        server.make_room()
+        return Sequence(model, self.state(held))
 
     def _truncate(self, sequence_id, length, epoch):
         raise NotImplementedError

@@ -257,7 +257,7 @@ class ClusterClient:
         home = self.home
         said = prefix is not None and (len(prefix.token_ids) > 0 or len(prefix.page_keys) > 0)
         key = placement.key_of(model.spec.model_id, prefix) if said and prefix else None
-        if said and prefix is not None and not last:
+        if said and prefix is not None and last not in everyone:
             last = self._marks.recall(model.spec.model_id, prefix)
         if key is None and not last and home in placement.bounded(addresses, fills):
             yield Choice(home, 0.0, None)  # there is nothing to ask

@@ -1,8 +1,9 @@
 """Where a sequence is to be: pure functions over what members say of themselves.
 
 A turn of a conversation asks at most MOST_CANDIDATES servers what they hold of its prefix: the last
-owner, the first two by rendezvous hash of the prefix's first pages among servers that are not
-fuller than BOUND times the mean, and the emptier of two random ones. The cheapest gets it.
+owner, and of the servers that are not fuller than BOUND times the mean the home, the first two by
+rendezvous hash of the prefix's first pages, and the emptier of two random ones. The cheapest gets
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Costs:
     host_row_s: float = 4e-6         # of a row that comes back from host memory
     file_row_s: float = 25e-6        # and from a file
     requests: int = 61 * 16          # of a turn, each of which waits in the queue
-    full_s: float = 2.0              # of a pool that is full; the square of its fill counts
+    full_s: float = 6.0              # of a pool that is full; the square of its fill counts
     away_s: float = 2e-3             # of a server that is not the worker's home
 
 
@@ -87,27 +88,30 @@ def by_hash(key: bytes, addresses: Sequence[str]) -> List[str]:
 
 
 def bounded(addresses: Sequence[str], fills: Mapping[str, float]) -> List[str]:
-    """Returns the servers that are not fuller than BOUND times the mean of all servers."""
-    known = [fills.get(address, 0.0) for address in addresses]
+    """Returns the servers that are not fuller than BOUND times the mean of those whose fill is
+    known. A server of which nothing is known is returned, too."""
+    known = [fills[address] for address in addresses if address in fills]
     mean = sum(known) / len(known) if known else 0.0
     most = max(BOUND * mean, mean + SLACK)
-    return [address for address, fill in zip(addresses, known) if fill <= most]
+    return [address for address in addresses if fills.get(address, 0.0) <= most]
 
 
 def candidates(key: Optional[bytes], addresses: Sequence[str], fills: Mapping[str, float],
                rng: random.Random, last: str = "", home: str = "") -> List[str]:
     """Whom to ask, at most MOST_CANDIDATES, without repeats. `addresses`: of members that take new
-    sequences. Without a key (a prompt that shares nothing) the home and a random one."""
+    sequences. Without a key (a prompt that shares nothing) the home and a random one. Servers that
+    are too full keep what they have and get nothing new."""
     chosen: List[str] = []
+    with_room = bounded(addresses, fills)
 
     def add(address: str) -> None:
         if address and address in addresses and address not in chosen:
             chosen.append(address)
-    add(last or home)
+    add(last or (home if home in with_room else ""))
     if key is not None:
-        for address in bounded(by_hash(key, addresses), fills)[:BY_HASH]:
+        for address in by_hash(key, with_room)[:BY_HASH]:
             add(address)
-    rest = [address for address in addresses if address not in chosen]
+    rest = [address for address in with_room if address not in chosen]
     if rest:
         some = rng.sample(rest, min(2, len(rest)))
         add(min(some, key=lambda one: fills.get(one, 0.0)))

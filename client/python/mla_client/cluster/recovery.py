@@ -42,8 +42,9 @@ def recover(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefi
         found = way(cluster, sequence, silent)
         if found:
             return Recovery(how, found, sequence.length, max(0, before - sequence.length))
+    owner = cluster.owners.of(sequence) or cluster.owners.before(sequence)
     _forget(cluster, sequence)
-    address = _open_again(cluster, sequence, prefix)
+    address = _open_again(cluster, sequence, prefix, owner.address if owner is not None else "")
     return Recovery("peer" if sequence.length else "none", address, sequence.length,
                     max(0, before - sequence.length))
 
@@ -125,9 +126,11 @@ def _back(cluster: "ClusterClient", sequence: Sequence, silent: Set[str]) -> Lis
     return [address for address in failed if answers[address] is not None]
 
 
-def _open_again(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefix]) -> str:
-    """From rows of a peer, or from nothing."""
-    choices = _choices(cluster, sequence, prefix)
+def _open_again(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefix],
+                last: str) -> str:
+    """From rows of a peer, or from nothing. The server that had it last, if it is there again or
+    still, may have its rows in its cache."""
+    choices = _choices(cluster, sequence, prefix, last)
     best = next((one for one in choices if one.cost_s < IMPOSSIBLE), None)
     if best is not None and prefix is not None:
         holder = max(choices, key=lambda one: one.probe.rows if one.probe is not None else 0)
@@ -166,10 +169,10 @@ def _fetch(cluster: "ClusterClient", sequence: Sequence, prefix: Prefix, holder:
     return True
 
 
-def _choices(cluster: "ClusterClient", sequence: Sequence,
-             prefix: Optional[Prefix]) -> List[Choice]:
+def _choices(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefix],
+             last: str = "") -> List[Choice]:
     known = cluster.models_known.get(sequence.model.spec.model_id)
-    return list(cluster.choices(known, prefix)) if known is not None else []
+    return list(cluster.choices(known, prefix, last)) if known is not None else []
 
 
 def _model_at(cluster: "ClusterClient", address: str, sequence: Sequence) -> Model:

@@ -134,6 +134,19 @@ class CandidatesTest(unittest.TestCase):
         mean = sum(fills[address] for address in drawn) / 400
         self.assertLess(mean, 0.40)  # of the fuller one, or of one alone, 0.66 and 0.49
 
+    def test_servers_that_are_too_full_get_nothing_new(self):
+        """A prompt that many share is found at some servers only, which would have all load."""
+        full = set(ADDRESSES[:32])
+        fills = {address: 0.9 if address in full else 0.3 for address in ADDRESSES}
+        for number, key in enumerate(keys(50)):
+            chosen = placement.candidates(key, ADDRESSES, fills, random.Random(number), "",
+                                          ADDRESSES[number % 32])
+            self.assertEqual(len(chosen), 3)
+            self.assertEqual(full & set(chosen), set())
+            # They keep the conversations that they have.
+            self.assertEqual(placement.candidates(
+                key, ADDRESSES, fills, random.Random(number), ADDRESSES[0])[0], ADDRESSES[0])
+
     def test_a_last_owner_that_is_no_member_is_not_asked(self):
         self.assertNotIn("gone:1", placement.candidates(
             keys(1)[0], ADDRESSES, {}, random.Random(1), "gone:1"))
