@@ -52,11 +52,11 @@ class GrpcHandOverPeer final : public HandOverPeer {
   struct Sent {
     absl::Status answer;   // the peer's
     bool refused = false;  // the peer has done nothing
-    bool accepted =
-        false;          // the call has ended with OK, also from a peer whose certificate is revoked
+    // The call has ended with OK, which a peer whose certificate is revoked can answer, too.
+    bool accepted = false;
     absl::Status sent;  // OK: all messages were sent
-    // This server has ended the call, because of `sent`. Otherwise, unless all was sent, the peer
-    // has.
+    // True if this server has ended the call because of `sent`. If it is false and `sent` is an
+    // error, the peer has ended the call.
     bool broken_off = false;
   };
   Sent Stream(const char* method, const std::function<absl::Status(const MessageSink&)>& send,

@@ -1,8 +1,8 @@
 // Moves the sequences of all tenants to another server while this one drains, after the weights of
 // their models.
 //
-// Weights go first, if the peer takes any (the capability "hand_over_weights"): those of each model
-// that has all of its own. They stay here, too. A model whose weights the peer does not get is
+// If the peer takes weights (the capability "hand_over_weights"), each model whose weights are
+// complete sends them first. They stay here, too. A model whose weights the peer does not get is
 // logged and counted, and its sequences move all the same: their workers upload the weights.
 //
 // Each sequence goes with the peer's Import, as its tenant's and under its id; several streams,
@@ -108,8 +108,8 @@ class HandOver final {
   void OnStreams(size_t count, const std::function<void(Stream&, size_t)>& work);
   // Sends the weights of all models.
   void MoveWeights();
-  // Sends those of one. Returns false if that is left to another stream, because this one has
-  // ended.
+  // Sends the weights of one model. Returns false if another stream must do it, because this one
+  // has ended.
   bool TryWeights(Stream& stream, const scheduler::HeldWeights& model);
   absl::Status UploadWeights(HandOverPeer& peer, const scheduler::HeldWeights& model,
                              bool* refused);

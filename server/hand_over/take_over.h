@@ -26,7 +26,7 @@ absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
                                                   const PartSource& source, uint64_t* bytes,
                                                   DigestKind digests = DigestKind::kSha256);
 
-// Where weights of a model go that another server brings.
+// The model that takes the weights which another server sends.
 struct WeightsTarget {
   bool registered = false;  // the model was made for them: Engine::WithdrawModel undoes it
   bool complete = false;    // the model has these weights already

@@ -19,7 +19,8 @@ namespace mla::server {
 using WeightsSink = std::function<absl::Status(v1::UploadWeightsRequest&)>;
 
 // Passes header, chunks and trailer to the sink, and adds the bytes of the chunks to `bytes`.
-// Returns the sink's error, or the engine's: NOT_FOUND if the model was unregistered meanwhile.
+// Returns the sink's error, or the engine's: NOT_FOUND if the model was unregistered
+// during the call.
 absl::Status SendWeights(scheduler::Engine* engine, const scheduler::HeldWeights& model,
                          const WeightsSink& sink, uint64_t* bytes);
 
