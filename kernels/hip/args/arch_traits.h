@@ -188,7 +188,7 @@ inline constexpr ArchTraits kSm90Traits{
     .spread_kv_rows = 320,
     .spread_code_rows = 1280,
     .spread_lone_code_rows = 640,
-    .few_tiles_rows = 4096,
+    .few_tiles_rows = 2048,
     .expand_keeps_rows = true,
     .expand_hides_stores = true,
     .kv_granularity = 64,

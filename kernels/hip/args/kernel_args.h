@@ -89,7 +89,6 @@ struct AttendArgs {
   int32_t blocks;  // size of the grid
   int32_t xcds;
   const uint32_t* late;
-  int32_t items;      // of work_info, at least 1
   int32_t few_tiles;  // not 0: items are short (AttendsFewTiles)
 };
 

@@ -163,8 +163,8 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.blocks = units.last * args.blocks_per_unit;
   args.xcds = XcdsOf(*device_.arch, device_units);
-  args.items = static_cast<int32_t>(params.plan.work_info.size());
-  args.few_tiles = AttendsFewTiles(*device_.arch, PlacesOf(params.plan), args.items);
+  args.few_tiles = AttendsFewTiles(*device_.arch, PlacesOf(params.plan),
+                                   static_cast<int64_t>(params.plan.work_info.size()));
   args.late = recording.late_word();
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks),
                           .threads = static_cast<uint32_t>(variant.threads),

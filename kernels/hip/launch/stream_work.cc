@@ -365,7 +365,6 @@ absl::Status StreamWork::Add(LaunchRecording& recording, int32_t index,
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.blocks = taken.cut.units * args.blocks_per_unit;
   args.xcds = 1;
-  args.items = static_cast<int32_t>(params.plan.work_info.size());
   args.arrived = arrived_.As<uint32_t>() + index;
   args.tensors = *tensors;
   args.finished = finished_.As<uint32_t>();

@@ -188,7 +188,6 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   attend_args_.blocks_per_unit =
       (rows + arch_->attend[variant_].rows - 1) / arch_->attend[variant_].rows;
   attend_args_.blocks = last * attend_args_.blocks_per_unit;
-  attend_args_.items = static_cast<int32_t>(plan->work_info.size());
   attend_args_.xcds = kernels::hip::XcdsOf(*arch_, runtime_->units());
   attend_shape_ = {};
   attend_shape_.grid_x = static_cast<uint32_t>(attend_args_.blocks);

@@ -51,10 +51,6 @@ MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body, 
 #else
   const int unit = block_index() / args.blocks_per_unit;
   const int share = block_index() - unit * args.blocks_per_unit;
-  // In most small launches each unit has one item, so the unit's number is the item's. Its record
-  // comes to the cache while the unit's range is loaded, because a first load from memory takes 0.8
-  // us.
-  tile::prefetch(args.work_info + (unit < args.items ? unit : args.items - 1));
 #endif
   const int end = args.work_indptr[unit + 1];
   for (int i = args.work_indptr[unit] + first; i < end; i += step) {
