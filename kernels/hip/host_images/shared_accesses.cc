@@ -109,7 +109,8 @@ struct Launch {
             .o_is_f32 = 1,
             .blocks = 1,
             .xcds = 1,
-            .late = nullptr};
+            .late = nullptr,
+            .few_tiles = 0};
   }
   Expansion expansion{};
   ExpandArgs Expand() {

@@ -198,7 +198,8 @@ TEST_P(WeightsByBackendTest, AnswersOfProjectedNeedNoUploadEither) {
   for (const uint32_t rows : {40, 1}) {
     ASSERT_EQ(there.Step({&copy}, {rows}, v1::DTYPE_F32, &worst), absl::OkStatus()) << rows;
   }
-  EXPECT_LT(worst, 1e-8);
+  // Processors with products of bf16 round queries and softmax weights of the expanded form.
+  EXPECT_LT(worst, 1e-5);
   EXPECT_GT(worst, 0);
   copy.sequence.Detach();
   const v1::ListModelsReply list = *client->ListModels();
