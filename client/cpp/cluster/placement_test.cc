@@ -163,14 +163,14 @@ TEST(PlacementTest, CostsAreOfMissingRowsQueueFillAndDistance) {
   EXPECT_EQ(CostOf({}, 10, 0, costs, true), kImpossible);
   v1::ProbeReply probe = ProbeOf(60, 50, 100);
   EXPECT_EQ(CostOf(probe, 100, 51, costs, true), kImpossible);
-  EXPECT_DOUBLE_EQ(CostOf(probe, 100, 50, costs, true), 40 * 100e-6 + 0.25 * 2.0);
-  EXPECT_DOUBLE_EQ(CostOf(probe, 10, 0, costs, false), 0.25 * 2.0 + 2e-3);
+  EXPECT_DOUBLE_EQ(CostOf(probe, 100, 50, costs, true), 40 * 100e-6 + 0.25 * 6.0);
+  EXPECT_DOUBLE_EQ(CostOf(probe, 10, 0, costs, false), 0.25 * 6.0 + 2e-3);
   probe.set_kv_bytes_cached(50);  // cached rows give way, and fill it nevertheless
   EXPECT_DOUBLE_EQ(FillOf(probe), 1.0);
   probe.set_rows_in_host(10);
   probe.set_rows_in_file(5);
   probe.set_wait_us(3);
-  EXPECT_DOUBLE_EQ(CostOf(probe, 75, 0, costs, true), 10 * 4e-6 + 5 * 25e-6 + 3e-6 * 61 * 16 + 2.0);
+  EXPECT_DOUBLE_EQ(CostOf(probe, 75, 0, costs, true), 10 * 4e-6 + 5 * 25e-6 + 3e-6 * 61 * 16 + 6.0);
   probe.set_draining(true);
   EXPECT_EQ(CostOf(probe, 75, 0, costs, true), kImpossible);
 }
