@@ -27,7 +27,7 @@ struct Shape {
 const Shape kShapes[] = {
     {"heads=128 q=1024 kv=1024", 128, 1024, 1024}, {"heads=128 q=2048 kv=2048", 128, 2048, 2048},
     {"heads=128 q=4096 kv=4096", 128, 4096, 4096}, {"heads=128 q=512 kv=4096", 128, 512, 4096},
-    {"heads=16 q=4096 kv=4096", 16, 4096, 4096},
+    {"heads=16 q=4096 kv=4096", 16, 4096, 4096},   {"heads=16 q=512 kv=4096", 16, 512, 4096},
 };
 
 // One query row for every tile of the real launch, which sees the rows that the tile sees: all of
