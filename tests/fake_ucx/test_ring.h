@@ -47,7 +47,10 @@ class TestRing final : public client::RingMemory {
                   : absl::DeadlineExceededError("nothing");
   }
   bool Connected() const override { return !ended_; }
-  uint64_t in_flight() const override { return in_flight_; }
+  uint64_t in_flight() const override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return in_flight_;
+  }
   void Close(std::chrono::milliseconds) override {}
   void Disconnect() override {}
 
@@ -66,7 +69,7 @@ class TestRing final : public client::RingMemory {
  private:
   const uint32_t entries_;
   std::vector<std::byte> bytes_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   uint64_t in_flight_ = 0;
   std::deque<wire::CompletionEntry> completions_;
   std::atomic<bool> ended_{false};
