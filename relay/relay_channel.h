@@ -97,8 +97,8 @@ struct RelayReply {
   }
 };
 
-// What a relay has carried so far. It reports that while it runs, if it has changed, and before it
-// ends.
+// Frames and bytes that a relay has carried so far. The relay reports them before it ends, and
+// while it runs whenever they have changed.
 struct RelayCounts {
   uint64_t received_frames = 0, sent_frames = 0;
   uint64_t received_bytes = 0, sent_bytes = 0;  // payloads of frames

@@ -67,7 +67,8 @@ struct ModelSpec {
     return fp8_compute == Fp8Compute::kOn ? kernels::DType::kFp8E4m3 : kernels::DType::kBf16;
   }
   // Returns the number of elements of one query or output head in a profile; 0 for append-only.
-  // Those of PROJECTED are the server's own: its rows differ.
+  // For PROJECTED these are the server's own tensors; a client's rows differ (q_row_dim,
+  // o_row_dim).
   int32_t q_dim(Profile profile) const;
   int32_t o_dim(Profile profile) const;
   // Returns the number of elements of a row of q and of o as the client has them, of `heads` heads.

@@ -55,9 +55,9 @@ struct ClientOptions {
   // tensors in shared memory. kRing: all in shared memory. kUcx: as kRing, to a server of any host
   // over UCX, which is opened at run time (docs/rdma.md). kUcxPuts: as kUcx, and tensors are put
   // into the server's memory and outputs into this process's, if the server allows it (ucx.puts).
-  // That is for RDMA: over TCP, UCX then lets each process that reaches its port read all memory of
-  // this one. kAuto: kRing if a unix target's server offers it, else kInline. With the others,
-  // OpenSession fails with UNIMPLEMENTED if the server does not offer them.
+  // Use kUcxPuts with RDMA: over TCP, each process that reaches UCX's port could then read all
+  // memory of this one. kAuto: kRing if a unix target's server offers it, else kInline. With the
+  // others, OpenSession fails with UNIMPLEMENTED if the server does not offer them.
   enum class Transport { kAuto, kInline, kShm, kRing, kUcx, kUcxPuts } transport = Transport::kAuto;
   // Size of one session's region, at most the server's limit. 0: 64 MiB, or 32, 16, 8 or 4 if the
   // server has less left. Another size is granted exactly or refused.

@@ -7,34 +7,15 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "scheduler/tables/model_table.h"
-#include "scheduler/testing/engine_harness.h"
+#include "scheduler/tables/tiny_model_test.h"
 
 namespace mla::scheduler {
 namespace {
 
 using ::testing::ElementsAre;
-using testing::EngineHarness;
 using ::testing::IsEmpty;
 
-class ModelWeightsTest : public ::testing::Test {
- protected:
-  ModelWeightsTest() : table_(h_.core().models()), tenant_(h_.core().FindTenant(h_.tenant())) {
-    model_ = *table_.Find(tenant_, "tiny", "model_id");
-    weights_.resize(2 * 8 * (6 + 5) * 2);  // two heads of one layer, bf16
-    for (size_t i = 0; i < weights_.size(); ++i) weights_[i] = std::byte(i * 7);
-  }
-  absl::Status Load(UploadId upload, int layer, int head, int heads) {
-    const std::span<const std::byte> all(weights_);
-    return table_.weights().Load(*model_, upload, layer, head, heads,
-                                 all.first(size_t(heads) * 8 * 11 * 2));
-  }
-
-  EngineHarness h_;
-  ModelTable& table_;
-  TenantKey tenant_;
-  Model* model_ = nullptr;
-  std::vector<std::byte> weights_;
-};
+using ModelWeightsTest = TinyModelTest;
 
 // An upload that broke off leaves nothing: no charge, no memory of the backend.
 TEST_F(ModelWeightsTest, DiscardingTheOnlyUploadGivesTheMemoryBack) {

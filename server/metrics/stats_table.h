@@ -33,7 +33,7 @@ struct WireCounters {
   std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
   std::atomic<int32_t> shared_regions{0};  // with a handle
   std::atomic<int32_t> rings{0};
-  // Of rings over UCX, each with a relay; their traffic as the relays report it.
+  // Rings over UCX, each with a relay, and their traffic as the relays report it.
   std::atomic<int32_t> ucx_rings{0};
   std::atomic<uint64_t> ucx_rings_opened{0};
   std::atomic<uint64_t> ucx_ended_by_client{0}, ucx_ended_by_relay{0};

@@ -328,7 +328,7 @@ def kill_at_each_point(fleet, kills, seed, points=POINTS):
                 worker.release(one)
             worker.turn(worker.conversations)
             killer.point = None
-            # What a kill after the last step of the turn before has ended shows in this one.
+            # A server that was killed after the last step of a turn fails in the next turn.
             mine = set(killer.killed[max(0, before - 1):])
             others = set(worker.failed) - mine - {""}
             if others:

@@ -67,7 +67,7 @@ class ChainsTest : public testing::TestWithParam<bool> {
     ASSERT_TRUE(
         pair_.memory()->Submit(entry, {entry.in_offset, kBytes, kBytes}, stream_.get(), true));
   }
-  // What the layer's outputs are copied from by the next one.
+  // Returns the outputs of a layer, from which the next layer copies.
   const std::byte* OutputsOf(uint64_t index) {
     return At(InOffset(index % RingPair::kEntries) + RingPair::kSlotBytes);
   }

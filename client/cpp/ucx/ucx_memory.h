@@ -54,7 +54,7 @@ struct UcxRing {
   uint64_t region_bytes = 0, arena_offset = 0;
   uint32_t entries = 0;
   uint64_t arena_bytes = 0;  // as wanted
-  // Of puts: the arena in the server's side, and its key; empty: there are none.
+  // Key and address of the arena in the server's memory, for puts. An empty key allows no puts.
   std::string_view arena_key;
   uint64_t arena_address = 0;
   std::string_view secret;  // empty: frames travel in clear

@@ -284,7 +284,7 @@ class Buffers:
         self.o = o      # [rows, heads, o dim], uint16 or float32; None for APPEND_ONLY
         self.lse = lse  # [rows, heads]; None unless asked for
         self.dtype = dtype
-        # A chained call names so many heads: all of the model's in PROJECTED, else those of q.
+        # The number of heads that a chained call names: all of the model in PROJECTED, else q's.
         self.heads = 0 if q is None else q.shape[1]
         self.place = place  # its place in shared memory; None: not in shared memory
         self.stream = 0     # handle of the GPU's stream that writes kv and q; 0: the default one

@@ -11,10 +11,10 @@
 
 namespace mla::kernels::hip {
 
-// Returns a line on the runtime, with the architectures that it can drive and those that it cannot
-// and why, and a line on each device that it lists. An architecture can be driven if the runtime
-// knows it and `images` have its code. `libraries` as for GpuRuntime::Open. Nothing is started on a
-// device.
+// Returns a line on the runtime and one on each device that it lists. The first line names the
+// architectures that the runtime can drive, and the others with the reason why it cannot. An
+// architecture can be driven if the runtime knows it and `images` have its code. `libraries` as for
+// GpuRuntime::Open. Nothing is started on a device.
 std::vector<std::string> DescribeRuntime(Vendor vendor, std::span<const std::string> libraries,
                                          std::span<const KernelImage> images);
 

@@ -89,7 +89,7 @@ struct UcxLink::Frame {
   uint64_t tag = 0;
   int steps = 0;                  // until the frame of a put may leave
   std::vector<std::byte> sealed;  // the payload as it travels
-  // Of one that is received: its place, and how to open it.
+  // For a frame that is received: the place of its payload, and how to open it.
   std::span<std::byte> payload;
   FrameSeal::Opening opening;
 

@@ -98,8 +98,8 @@ class Switch:
         return self.hosts[-1]
 
     def enter(self):
-        """Moves the calling thread, and those that it starts later, to the switch: all hosts can be
-        reached from there."""
+        """Moves the calling thread to the switch, from where all hosts can be reached. Threads that
+        it starts later are there, too."""
         with open(f"/run/netns/{self.namespace}", "rb") as file:
             library = ctypes.CDLL(None, use_errno=True)
             if library.setns(file.fileno(), NEW_NETWORK) != 0:

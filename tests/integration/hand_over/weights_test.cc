@@ -207,7 +207,7 @@ TEST_P(WeightsByBackendTest, AnswersOfProjectedNeedNoUploadEither) {
   for (const v1::ModelInfo& model : list.models()) {
     EXPECT_TRUE(model.weights_complete()) << model.model().model_id();
   }
-  // Equal weights are accepted again and others are not, so those that came are equal.
+  // The server accepts equal weights again, and no others. So the weights that came are equal.
   ProjectedWorker again(client.get(), dims, "codes", 4);
   EXPECT_EQ(again.Upload(/*fp8=*/true), absl::OkStatus());
   ProjectedWorker other(client.get(), dims, "codes", 5);

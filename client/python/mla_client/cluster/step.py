@@ -6,7 +6,6 @@ rows fail and no others; what the others have computed and committed counts.
 
 from __future__ import annotations
 
-import time
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence as Seq, Tuple
 
 import numpy as np
@@ -49,20 +48,15 @@ class _OwnersStep(Step):
     """A sub-step, which stays with its owner: where sequences have left that, the whole step is
     divided again, because their new server may have part in it."""
 
-    def _begin(self) -> None:
-        deadline = time.monotonic() + self.service.timeout_s
-        while not self.open:
-            if any(one.model.service is not self.service for one in self.sequences):
-                raise errors.FailedPrecondition(
-                    "step: a drain has moved sequences of it",
-                    errors.ErrorDetail(field="sequences", reason=APART))
-            try:
-                self._handle = self.service._begin(self)
-                self.open = True
-            except errors.MlaError as error:
-                if isinstance(error, errors.DeadlineExceeded):
-                    self.service._give_up(self)  # it may still begin
-                self.service._follow(self.sequences, error, deadline)
+    @property
+    def _follows(self) -> bool:
+        return True
+
+    def _at_service(self, deadline: float) -> bool:
+        if not self._apart():
+            return True
+        raise errors.FailedPrecondition("step: a drain has moved sequences of it",
+                                        errors.ErrorDetail(field="sequences", reason=APART))
 
 
 class _Part:

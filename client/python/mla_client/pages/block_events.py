@@ -144,7 +144,7 @@ class BlockEvents:
         # Hashes of published blocks, the oldest first, with the server's key if it is known.
         self._there: "collections.OrderedDict[int, Any]" = collections.OrderedDict()
         self._hashes: Dict[Tuple[int, bytes], int] = {}  # by client and key
-        # What another engine of this name and address has published does not count.
+        # An engine of this name and address may have published blocks before: they are gone.
         self._out: List[BlockEvent] = [Cleared()]
 
     def admitted(self, client: Any, request: str, sequence_id: int, tokens: Seq[int],

@@ -136,21 +136,36 @@ class Step:
     def _begin(self) -> None:
         deadline = time.monotonic() + self.service.timeout_s
         while not self.open:
-            if self.stream is None:
-                # Its sequences may have moved to another server since.
-                self.service = self.sequences[0].model.service
-                if any(one.model.service is not self.service for one in self.sequences):
-                    gather(self.sequences, deadline)
-                    continue
+            if not self._at_service(deadline):
+                continue
             try:
                 self._handle = self.service._begin(self)
                 self.open = True
             except errors.MlaError as error:
                 if isinstance(error, errors.DeadlineExceeded):
                     self.service._give_up(self)  # it may still begin
-                if self.stream is not None:
-                    raise  # it is of the server that they have left
+                if not self._follows:
+                    raise  # its stream is of the server that they have left
                 self.service._follow(self.sequences, error, deadline)
+
+    @property
+    def _follows(self) -> bool:
+        """True if it looks for sequences that have moved."""
+        return self.stream is None
+
+    def _apart(self) -> bool:
+        """Returns true if a sequence is at another server than the step."""
+        return any(one.model.service is not self.service for one in self.sequences)
+
+    def _at_service(self, deadline: float) -> bool:
+        """Returns true if the sequences are at the step's server. Otherwise gathers them."""
+        if self.stream is not None:
+            return True
+        self.service = self.sequences[0].model.service  # they may have moved since
+        if not self._apart():
+            return True
+        gather(self.sequences, deadline)
+        return False
 
     def chain(self, out: Buffers, profile: Profile = Profile.EXPANDED, *,
               head_offset: int = 0) -> Any:

@@ -27,7 +27,7 @@ int Multiprocessors() {
   return count;
 }
 
-// Where parts of results lie: [batch + parts, heads, 512] and [batch + parts, heads], fp32.
+// Memory for parts of results: [batch + parts, heads, 512] and [batch + parts, heads], fp32.
 struct Scratch {
   void* meta;
   int* splits;

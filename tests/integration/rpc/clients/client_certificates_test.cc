@@ -183,7 +183,7 @@ TEST_F(ClientCertificatesTest, FilesThatCannotBeUsedChangeNothing) {
     ASSERT_TRUE(models.ok()) << what << models.status();
     EXPECT_EQ(models->models_size(), 1) << what;
     EXPECT_EQ(mla_sequence_refresh(c_sequence.get(), nullptr), MLA_OK) << what;
-    // So many sessions need another connection.
+    // A connection carries eight sessions, so the ninth needs another one.
     for (int i = 0; i < 8; ++i) {
       sessions.push_back(*client->OpenSession());
       auto sequence = client->OpenSequence("m");
