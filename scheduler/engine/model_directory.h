@@ -1,5 +1,5 @@
-// Registered models by tenant and id, for callers that must not wait for the engine role:
-// transports size every request by its model.
+// ModelDirectory finds registered models by tenant and id, for callers that must not wait for the
+// engine role: transports look up the model once a step, to size its requests.
 //
 // Threading: any thread; a lock is held for each look-up.
 #ifndef MLA_SCHEDULER_ENGINE_MODEL_DIRECTORY_H_
@@ -24,6 +24,7 @@ class ModelDirectory {
  public:
   using Entry = std::pair<std::string, std::shared_ptr<const ModelSpec>>;  // tenant, model
 
+  // Replaces an entry of the same tenant and id.
   void Put(const std::string& tenant, std::shared_ptr<const ModelSpec> spec) {
     const MutexLock lock(mutex_);
     const std::string key = KeyOf(tenant, spec->id);
@@ -57,7 +58,7 @@ class ModelDirectory {
   }
 
  private:
-  // The length comes first because names may hold any character.
+  // The tenant's length comes first because names may hold any character.
   static std::string KeyOf(const std::string& tenant, const std::string& id) {
     return absl::StrCat(tenant.size(), ":", tenant, id);
   }

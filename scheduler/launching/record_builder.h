@@ -1,9 +1,9 @@
 // Builds the records of a launch from the staged tensors of its batch.
 //
-// In EXPANDED, short segments take the absorbed form between two projections; the backend groups
-// their rows by weights. Long segments take the expanded form. ABSORBED has only the absorbed form.
-// A form that no segment needs is absent: no records are built for it. Fused slices take the
-// absorbed form in one record over all their heads.
+// In EXPANDED and PROJECTED, short segments take the absorbed form between two projections; the
+// backend groups their rows by weights. Long segments take the expanded form. ABSORBED has only the
+// absorbed form. A form that no segment needs is absent: no records are built for it. Fused slices
+// take the absorbed form in one record over all their heads.
 //
 // Threading: owned by the engine role. A launch allocates nothing.
 #ifndef MLA_SCHEDULER_LAUNCHING_RECORD_BUILDER_H_
@@ -28,9 +28,12 @@ class RecordBuilder final {
   RecordBuilder(const kernels::BackendInfo& info, kvcache::KvCache* cache, const ModelTable* models)
       : info_(info), cache_(cache), models_(models) {}
 
-  // Fills the empty records of `launch` for its batch, whose tensors `staged` has placed. Also
-  // takes the page table changes that the launch will publish. RESOURCE_EXHAUSTED when the
-  // workspace is full. `absorbed_alone`: no segment takes the expanded form, however long it is.
+  // Adds the records of the batch to `launch`, after TensorStager::Stage has placed its tensors and
+  // added the records of fused slices. Also takes the page table changes that the launch will
+  // publish. RESOURCE_EXHAUSTED if the workspace is full; `launch` then keeps the table changes,
+  // and its records must be cleared before another Build. `absorbed_alone`: no segment takes the
+  // expanded form, however long it is; the caller must then make launch.origin forget, because the
+  // form is not recorded there.
   absl::Status Build(const TensorStager& staged, BatchLaunch* launch, bool absorbed_alone = false);
   // Returns true if Update may replace Build: the records in `launch` are for the same rows as its
   // batch.
@@ -38,16 +41,16 @@ class RecordBuilder final {
     return launch.origin.Matches(launch.batch, cache_->version());
   }
   // As Build, for records made for another layer of the same rows: sets only the fields that differ
-  // between layers.
+  // between layers. REQUIRES: MayUpdate returned true for this batch.
   absl::Status Update(const TensorStager& staged, BatchLaunch* launch);
 
  private:
-  // Fields that the records of a request's segments share. a decode step has a segment for each of
-  // its sequences, at every layer.
+  // Holds the fields that the records of a request's segments share. A decode step has a segment
+  // for each of its sequences, at every layer.
   struct SegmentTemplate {
     const StreamRequest* request = nullptr;
     const StagedTensors* staged = nullptr;
-    int32_t expanded_min_rows = 0;  // for EXPANDED: shorter segments take the absorbed form
+    int32_t expanded_min_rows = 0;  // EXPANDED, PROJECTED: shorter segments take the absorbed form
     bool appends_more = false;      // entries of windows or index keys are appended, too
     int64_t kv_row_bytes = 0, q_row_bytes = 0, o_row_bytes = 0;  // as sent
     kernels::AppendRecord append{};

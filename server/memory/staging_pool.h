@@ -2,10 +2,11 @@
 //
 // A buddy allocator over one region from Engine::AllocateHost. Device copies reach this memory
 // directly, and nothing is allocated while serving. Blocks are powers of two of at least 4 KiB.
-// They are aligned to 4 KiB within the region, and in memory to at least 64 bytes.
+// They are aligned to 4 KiB within the region, and in memory to at least 64 bytes. A rest of the
+// region of less than 4 KiB stays unused.
 //
-// Ownership: a Block is a move-only handle whose destructor returns the memory. Blocks must not
-// outlive the pool. Threading: any thread; each call takes one short lock.
+// Ownership: the pool owns the region; a Block is a move-only handle whose destructor returns the
+// memory. Blocks must not outlive the pool. Threading: any thread; each call takes one short lock.
 #ifndef MLA_SERVER_MEMORY_STAGING_POOL_H_
 #define MLA_SERVER_MEMORY_STAGING_POOL_H_
 
@@ -48,7 +49,8 @@ class StagingPool final {
 
   // Returns an empty block if no contiguous part is free, or if `bytes` is 0.
   Block Take(size_t bytes);
-  // Changes whenever memory has come back, so that callers can wait without trying to allocate.
+  // Returns a number that changes when memory comes back. A caller that found no room polls it
+  // before it tries Take again.
   uint64_t releases() const;
   // Returns the bytes of the pool that a block of `bytes` takes.
   static size_t BlockBytes(size_t bytes) { return bytes == 0 ? 0 : kUnit << OrderFor(bytes); }

@@ -1,9 +1,9 @@
 // Inner loops with fp32 operands, written once over the compiler's vector types.
 //
-// Included by exactly one source file per dispatch level, which defines MLA_LANES (floats a vector
-// register holds: 4, 8 or 16) and MLA_ACCUMULATORS (vector registers to accumulate in) first and is
-// compiled with the level's options. Everything is in an unnamed namespace, so that no code
-// compiled for one level can be linked into another.
+// Each source of levels/ that multiplies fp32 (portable, avx2, avx512) includes this file. Before
+// that it defines MLA_LANES (floats a vector register holds: 4, 8 or 16) and MLA_ACCUMULATORS
+// (vector registers to accumulate in). It is compiled with its level's options. Everything is in an
+// unnamed namespace, so that no code compiled for one level can be linked into another.
 #ifndef MLA_KERNELS_CPU_SIMD_FP32_KERNELS_H_
 #define MLA_KERNELS_CPU_SIMD_FP32_KERNELS_H_
 
@@ -26,8 +26,8 @@ inline VecF Load(const float* from) {
 
 inline void Store(float* to, VecF v) { memcpy(to, &v, sizeof v); }
 
-// One accumulator block: `M` rows of A times `N` panels. A element (i, k) is a[i][k] in the row
-// form and a[0][k * lda + i] in the column form.
+// Adds the products of `M` rows of A and `N` panels of B to `sum`. A element (i, k) is a[i][k] in
+// the row form and a[0][k * lda + i] in the column form.
 template <int M, int N, bool kColumns>
 inline void Product(const float* const* a, int64_t lda, int32_t k, const float* b, int64_t ldb,
                     int64_t panel, VecF (&sum)[M][N * kVectors]) {
@@ -91,7 +91,7 @@ void AccumulateBlock(const AccumulateArgs& g, int32_t packed, int32_t panel) {
   }
 }
 
-// Uses several panels at once if registers allow, and as many rows as fill the accumulators.
+// Products take kWide panels at once if registers allow, and as many rows as fill the accumulators.
 constexpr int kWide = MLA_ACCUMULATORS / kVectors >= 24 ? 4 : 1;
 constexpr int kRowsWide = MLA_ACCUMULATORS / (kWide * kVectors);
 constexpr int kRowsNarrow = MLA_ACCUMULATORS / kVectors > 12 ? 12 : MLA_ACCUMULATORS / kVectors;
@@ -201,7 +201,7 @@ void Narrow(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t
   }
 }
 
-// The rows' weighted sum for a block of columns at a time, in registers.
+// SumOfRows adds weighted rows for kSumColumns columns at a time, in registers.
 constexpr int32_t kSumColumns = 4 * MLA_LANES;
 
 inline void SumOfRows(const float* const* rows, const float* weights, int32_t count, int32_t i,
@@ -239,7 +239,7 @@ void WeightedSumNarrow(const float* const* rows, const float* weights, int32_t c
              [out](int32_t i, float value) { out[i] = ToBf16Bits(value); });
 }
 
-// Returns the level's table. A constant, so that no code of the level runs before the level is
+// Returns the level's table. It is constexpr, so that no code of the level runs before the level is
 // chosen.
 constexpr KernelSet Fp32KernelSet(const char* name, void (*widen_fp8)(const Fp8RowsArgs&)) {
   return {

@@ -1,5 +1,6 @@
-// Copies that kernels make for a launch. mla_move does its page work and its changes of the page
-// tables, with one kernel for a list, or for each part of a list whose ranges are independent.
+// PageWork adds to a launch the kernels that copy. mla_move does the launch's page work and changes
+// its page tables. It runs once for a list, or once for each part of a list whose ranges are
+// independent.
 // mla_append stores new rows in pages. mla_copy_tensors copies small tensors between host and
 // device. mla_digest makes the digests of page transfers, from their bytes in the pool.
 //
@@ -27,14 +28,16 @@ class PageWork final {
   // `device` outlives this; its table mirror has limits.page_table_entries entries.
   PageWork(const DeviceState& device, const BackendLimits& limits);
 
-  // Returns the most bytes of metadata that a launch takes here.
+  // Returns the most bytes of launch metadata that these kernels need.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
-  // Add the kernels of a part of the launch to `recording`. INVALID_ARGUMENT for ranges that leave
-  // the pool or the table, RESOURCE_EXHAUSTED beyond the limits.
+  // AddPages and AddTables add kernels to `recording`. They return INVALID_ARGUMENT if a range
+  // leaves the pool or the table or overlaps its own source, and RESOURCE_EXHAUSTED beyond the
+  // limits.
   absl::Status AddPages(LaunchRecording& recording, std::span<const PageRange> ranges);
   absl::Status AddTables(LaunchRecording& recording, const Launch& launch);
-  // `next_starts_early`: see AppendArgs.
+  // Returns INVALID_ARGUMENT if the dims or strides of a record are not multiples of what the
+  // kernel needs. `next_starts_early`: see AppendArgs.
   absl::Status AddAppends(LaunchRecording& recording, std::span<const AppendRecord> records,
                           bool next_starts_early) const;
   // Adds the digests of transfers that ask for them. REQUIRES: both lists have passed

@@ -1,10 +1,11 @@
 // Copies the tensors of a slot's launches between host memory and the slot's memory.
 //
-// Tensors in a pinned range are "direct": the device copies them itself. Other tensors are
+// Tensors in a pinned range or in shared device memory are "direct": the device copies them itself.
+// Other tensors are
 // "staged": the host copies them as well, through the slot's pinned regions. Tensors that kernels
 // use in place are not copied, and their memory stays pinned until End.
 //
-// Threading: as the slot's. Nothing is allocated after Create.
+// Threading: one thread at a time, like the slot. Nothing is allocated after Create.
 #ifndef MLA_KERNELS_HIP_SLOT_TENSOR_COPIES_H_
 #define MLA_KERNELS_HIP_SLOT_TENSOR_COPIES_H_
 
@@ -30,7 +31,7 @@ struct TensorMove {
   int64_t bytes;
 };
 
-// The tensors of a launch as its slot copies them, or keeps them pinned if they are in place.
+// LaunchTensors names the tensors that the slot copies, or keeps pinned if they are in place.
 struct LaunchTensors {
   std::span<const HostInput> inputs;
   std::span<const HostOutput> outputs;
@@ -48,19 +49,21 @@ class TensorCopies {
   const StagedRegion& output() const { return output_; }
   int64_t copied_bytes() const { return copied_bytes_; }  // total copied by the host
 
-  // Returns true if the device reaches these bytes directly; it then may until End.
+  // Returns true if the device reaches these bytes, and keeps them pinned until End. Returns false
+  // also if as many pieces are held as Create allows.
   bool Reaches(const void* host, int64_t bytes);
   void End();
   // Keeps memory that kernels use in place pinned. INTERNAL if it is not pinned.
   absl::Status HoldInPlace(const LaunchTensors& tensors);
 
-  // BytesOf returns the bytes of the tensors that are copied. InFewPieces returns true if they lie
-  // in at most `most` pieces of memory.
+  // BytesOf returns the bytes of the tensors that are copied. InFewPieces returns true if they need
+  // at most `most` moves: one a tensor, or one a row if its rows lie apart.
   static int64_t BytesOf(std::span<const HostInput> inputs);
   static int64_t BytesOf(std::span<const HostOutput> outputs);
   static bool InFewPieces(std::span<const HostInput> inputs, size_t most);
   static bool InFewPieces(std::span<const HostOutput> outputs, size_t most);
   // Adds the copies that kernels make instead of the calls below. Staged inputs are staged here.
+  // Staged outputs reach the caller by HandOver.
   void AddMoves(std::span<const HostInput> inputs, std::vector<TensorMove>& moves);
   void AddMoves(std::span<const HostOutput> outputs, std::vector<TensorMove>& moves);
 
@@ -69,7 +72,8 @@ class TensorCopies {
   // Enqueues copies of the direct inputs; call it after EnqueueStaged. Returns true if there are
   // any.
   absl::StatusOr<bool> EnqueueDirect(std::span<const HostInput> inputs, Stream stream);
-  // For the launch's outputs; call FindDirect first.
+  // FindDirect finds out which of the launch's outputs are direct. It must come before the next
+  // three calls.
   void FindDirect(std::span<const HostOutput> outputs);
   absl::Status EnqueueStaged(std::span<const HostOutput> outputs, Stream stream);
   absl::Status EnqueueDirect(std::span<const HostOutput> outputs, Stream stream);

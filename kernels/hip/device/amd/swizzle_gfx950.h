@@ -8,9 +8,10 @@
 // The device serves a read in phases of some lanes each. Lanes of a phase whose chunks lie in the
 // same banks wait for each other. When each lane reads one chunk of its own row, a phase of
 // ds_read_b128 has the rows 0 to 3, 12 to 15 and 20 to 27 of 32, or all others. A phase of
-// ds_read_b64_tr_b16 has four rows by four chunks, or eight rows by two. Bits 1, 2 and 4 of the row
-// give different positions to the rows of a phase that share a half. tools/lds_banks.py counts the
-// conflicts.
+// ds_read_b64_tr_b16 reads four rows of four chunks, or eight rows of two, depending on the tile's
+// reader. Bits 1, 2 and 4 of the row give different positions to the rows of a phase that share a
+// half. tools/lds_banks.py counts the conflicts. Panels of the expanded form in device memory have
+// the same order, so that a tile is one copy.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_SWIZZLE_GFX950_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_SWIZZLE_GFX950_H_
 

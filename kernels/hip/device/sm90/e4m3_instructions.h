@@ -1,4 +1,4 @@
-// Instructions of sm_90a on operands of e4m3: conversions and warpgroup products. On the host
+// This header has the instructions of sm_90a that convert to e4m3 and multiply it. On the host
 // kernels/hip/emulator/instructions/sm90_e4m3.h supplies the same functions.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_E4M3_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_E4M3_INSTRUCTIONS_H_
@@ -8,8 +8,8 @@
 
 namespace mla::kernels::hip::tile {
 
-// Operand whose depth runs along rows of 64 bytes. Rows come in groups of eight, 512 bytes apart,
-// and chunk c of row r lies at position c ^ (r / 2 % 4).
+// Returns the descriptor of an operand whose depth runs along rows of 64 bytes. Rows come in groups
+// of eight, 512 bytes apart, and chunk c of row r lies at position c ^ (r / 2 % 4).
 MLA_DEVICE uint64_t along_narrow_rows(uint32_t at) {
   return static_cast<uint64_t>((at & 0x3ffffu) >> 4) | (uint64_t{1} << 16) | (uint64_t{32} << 32) |
          (uint64_t{2} << 62);
@@ -38,13 +38,15 @@ MLA_DEVICE uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// Returns the lesser of each pair of binary16 numbers; of a number and NaN, the number.
+// Compares the binary16 halves of a with the halves of b and returns the lesser of each. If one is
+// NaN, it returns the other.
 MLA_DEVICE uint32_t less_of_f16_pairs(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("min.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// 1 / x, within two units in the last place; exact for powers of two.
+// Returns 1 / x, within two units in the last place; exact for powers of two. A subnormal x counts
+// as zero.
 MLA_DEVICE float reciprocal(float x) {
   float out;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -88,9 +90,9 @@ MLA_DEVICE void multiply_e4m3(float (&c)[64], uint64_t a, uint64_t b, int accumu
       : MLA_E4M3_16(c, 0), MLA_E4M3_16(c, 16), MLA_E4M3_16(c, 32), MLA_E4M3_16(c, 48)
       : "l"(a), "l"(b), "r"(accumulate));
 }
-// c [64 x 64] (+)= a [64 x 32] b [64 x 32]^T, a in registers. Thread t holds, for the rows of its
-// accumulators r and r + 8, four values each from columns k = 4 (t % 4) and k + 16 on: a[0] = (r,
-// k), a[1] = (r + 8, k), a[2] = (r, k + 16), a[3] = (r + 8, k + 16).
+// c [64 x 64] (+)= a [64 x 32] b [64 x 32]^T, a in registers. Let r and r + 8 be the rows of thread
+// t's accumulators, and k = 4 (t % 4). The thread holds a[0] = row r, columns k to k + 3; a[1] =
+// row r + 8, the same columns; a[2] and a[3] = the same rows, columns k + 16 to k + 19.
 MLA_DEVICE void multiply_held_e4m3(float (&c)[32], const uint32_t (&a)[4], uint64_t b,
                                    int accumulate) {
   asm volatile(

@@ -1,6 +1,6 @@
-// Instructions of sm_90a that turn e4m3 into operands of matrix products, and products whose first
-// operand is in registers. On the host kernels/hip/emulator/instructions/sm90_fp8.h supplies the
-// same functions.
+// This header has instructions of sm_90a that widen e4m3 codes to binary16, and products of
+// binary16 and bf16 whose first operand is in registers. e4m3_instructions.h has the products of
+// e4m3. On the host kernels/hip/emulator/instructions/sm90_fp8.h supplies the same functions.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_FP8_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_FP8_INSTRUCTIONS_H_
 
@@ -17,8 +17,8 @@ MLA_DEVICE uint32_t multiply_f16_pairs(uint32_t a, uint32_t b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// Returns bytes kPair of four codes (0: the lower two) as two binary16 numbers. Exact; NaN stays
-// NaN.
+// Widens two of four codes to binary16: the lower two for kPair 0, else the upper two. The result
+// is exact; NaN stays NaN.
 template <int kPair>
 MLA_DEVICE uint32_t fp8_to_f16(uint32_t codes) {
   uint32_t out;
@@ -50,7 +50,7 @@ MLA_DEVICE uint32_t exchange_middle_bytes(uint32_t x) {
   asm("prmt.b32 %0, %1, %1, 0x3120;" : "=r"(out) : "r"(x));
   return out;
 }
-// Loads two floats at a multiple of 8.
+// Loads two floats; `at` is a multiple of 8 bytes.
 MLA_DEVICE void load_two_floats(float (&x)[2], uint32_t at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(at) : "memory");
 }
@@ -59,7 +59,7 @@ MLA_DEVICE uint32_t load_word_shared(uint32_t at) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
   return x;
 }
-// The inverse of load_matrices_transposed.
+// Does the inverse of load_matrices_transposed.
 MLA_DEVICE void store_matrices_transposed(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2,
                                           uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
@@ -70,9 +70,11 @@ MLA_DEVICE void store_matrices_transposed(uint32_t at, uint32_t r0, uint32_t r1,
 #define MLA_HELD_4(c, i) "+f"(c[i]), "+f"(c[(i) + 1]), "+f"(c[(i) + 2]), "+f"(c[(i) + 3])
 #define MLA_HELD_8(c, i) MLA_HELD_4(c, i), MLA_HELD_4(c, (i) + 4)
 
-// c [64 x 16] (+)= a [64 x 16] b [16 x 16]^T, b in shared memory, along rows. Thread t holds, for
-// the rows r and r + 8 of its accumulators and for columns k = 2 (t % 4) and k + 8, the pairs a[0]
-// = (r, k), a[1] = (r + 8, k), a[2] = (r, k + 8), a[3] = (r + 8, k + 8).
+// Sets c [64 x 16] to a [64 x 16] b [16 x 16]^T, and adds the old c if `accumulate` is not 0. `b`
+// is a descriptor from along_rows. The product is asynchronous: the caller brackets it with
+// wgmma_begin, wgmma_commit and wgmma_wait. Thread t holds, for the rows r and r + 8 of its
+// accumulators and for columns k = 2 (t % 4) and k + 8, the pairs a[0] = (r, k), a[1] = (r + 8, k),
+// a[2] = (r, k + 8), a[3] = (r + 8, k + 8).
 #define MLA_HELD_16_COLUMNS(name, type)                                                   \
   MLA_DEVICE void name(float(&c)[8], const uint32_t(&a)[4], uint64_t b, int accumulate) { \
     asm volatile(                                                                         \
@@ -85,7 +87,7 @@ MLA_DEVICE void store_matrices_transposed(uint32_t at, uint32_t r0, uint32_t r1,
 MLA_HELD_16_COLUMNS(multiply_held_f16, "f16.f16")
 MLA_HELD_16_COLUMNS(multiply_held_bf16, "bf16.bf16")
 #undef MLA_HELD_16_COLUMNS
-// As above, with 64 columns.
+// Does the same with 64 columns.
 MLA_DEVICE void multiply_held_f16(float (&c)[32], const uint32_t (&a)[4], uint64_t b,
                                   int accumulate) {
   asm volatile(
