@@ -198,7 +198,9 @@ class Engine {
 
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
                                                 int64_t length, uint64_t expected_epoch);
-  SequenceList GetSequences(const SequenceSelection& selection);
+  // `page` counts only if the selection names no ids. Of all tenants, `selection.tenant` is not
+  // looked at.
+  SequenceList GetSequences(const SequenceSelection& selection, const SequencePage& page = {});
   // Returns memory for a tail, which the caller fills. RESOURCE_EXHAUSTED (tails_exhausted) names
   // `field`. Does not take the role.
   absl::StatusOr<std::shared_ptr<Tail>> MakeTail(const TenantRef& tenant, int64_t bytes,

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -66,7 +67,10 @@ struct SequenceInfo {
   StepId open_step = 0;
   std::string model_id;
   std::string client_id;
+  std::string tenant;  // in lists of all tenants; else empty
+  int64_t age_ms = 0;  // since it was opened, forked or imported
   int64_t page_groups = 0;
+  int64_t kv_bytes = 0;                  // of page_groups
   int64_t declared = 0;                  // rows whose contents the client has declared
   kvcache::PrefixMatch matched;          // the last match
   std::optional<int64_t> tail_position;  // absent: no tail
@@ -159,8 +163,16 @@ struct SequenceSelection {
   std::string client_id;
 };
 
+// A part of a list of open sequences: those with the lowest ids above `after`.
+struct SequencePage {
+  bool all_tenants = false;
+  SequenceId after = 0;
+  int32_t most = std::numeric_limits<int32_t>::max();
+};
+
 struct SequenceList {
   std::vector<SequenceInfo> sequences;
+  bool more = false;  // there are sequences with ids above the last one's
   std::vector<SequenceId> not_found;
   // sequences of `ids` on another server, and its address
   std::vector<std::pair<SequenceId, std::string>> moved;

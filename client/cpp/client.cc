@@ -402,6 +402,36 @@ absl::StatusOr<v1::GetReply> Client::GetSequences(const std::vector<uint64_t>& i
   });
 }
 
+absl::StatusOr<v1::GetReply> Client::GetAllSequences() {
+  constexpr char kCapability[] = "all_sequences";
+  const auto& capabilities = info().capabilities();
+  // An older server does not know the field: it would list the caller's own sequences as all.
+  if (std::find(capabilities.begin(), capabilities.end(), kCapability) == capabilities.end()) {
+    return absl::UnimplementedError("all_tenants: the server lists only the caller's sequences");
+  }
+  v1::GetRequest request;
+  request.set_all_tenants(true);
+  v1::GetReply all;
+  for (bool more = true; more;) {
+    MLA_ASSIGN_OR_RETURN(v1::GetReply part,
+                         impl_->Unary<v1::GetReply>([&](auto* context, auto* reply) {
+                           return impl_->Calls()->sequences->Get(context, request, reply);
+                         }));
+    const uint64_t last =
+        part.sequences_size() == 0 ? 0 : part.sequences(part.sequences_size() - 1).sequence_id();
+    // A part that does not go on would be asked for again and again.
+    more = part.more() && last > request.after();
+    request.set_after(last);
+    if (all.sequences_size() == 0) {
+      all.Swap(&part);
+    } else {
+      all.mutable_sequences()->MergeFrom(part.sequences());
+    }
+  }
+  all.set_more(false);
+  return all;
+}
+
 absl::StatusOr<v1::ReleaseReply> Client::ReleaseSequences(const std::vector<uint64_t>& ids) {
   v1::ReleaseRequest request;
   request.mutable_sequence_ids()->Add(ids.begin(), ids.end());

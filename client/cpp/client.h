@@ -195,6 +195,11 @@ class Client final {
   // If `ids` is empty, returns the sequences that this client opened (own_only) or all of the
   // tenant's sequences.
   absl::StatusOr<v1::GetReply> GetSequences(const std::vector<uint64_t>& ids, bool own_only);
+  // Returns the open sequences of all tenants, each with its tenant, ordered by id: for operators,
+  // PERMISSION_DENIED to others. Asks for one part after another, so sequences that are opened or
+  // end meanwhile may or may not be in the list. UNIMPLEMENTED from servers without the capability
+  // "all_sequences".
+  absl::StatusOr<v1::GetReply> GetAllSequences();
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases();
 

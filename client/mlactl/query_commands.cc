@@ -13,12 +13,20 @@
 #include "absl/strings/strip.h"
 #include "client/cpp/client.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/fleet/sequence_list.h"
 #include "client/mlactl/text/units.h"
 
 namespace mla::mlactl {
 namespace {
 
 constexpr char kGroup[] = "State of a server";
+
+constexpr char kSequencesNotes[] =
+    "The oldest of a tenant come first. age: since it was opened, forked or imported on this\n"
+    "server. pages and size: what it holds in the cache, pages that it shares with others "
+    "included.\n"
+    "state: idle, step, or import while its rows arrive.\n"
+    "Over TLS --all-tenants needs the certificate of an operator (server.operators).\n";
 
 std::string NumberText(const std::string& field, uint64_t value, bool wide) {
   return wide ? absl::StrCat(value) : FieldForPeople(field, value);
@@ -102,19 +110,15 @@ std::string InfoText(const v1::GetServerInfoReply& info, bool wide) {
   return absl::StrCat(text, "limits\n", Lines(info.limits(), wide, "  "));
 }
 
-std::string SequencesText(const v1::GetReply& reply) {
-  std::string text = absl::StrFormat("%-16s %8s %10s %14s %-20s %s\n", "sequence", "epoch",
-                                     "length", "lease left", "model", "client");
-  for (const v1::SequenceInfo& sequence : reply.sequences()) {
-    const std::string tail = sequence.has_tail_position()
-                                 ? absl::StrCat(" (tail at ", sequence.tail_position(), ")")
-                                 : "";
-    absl::StrAppendFormat(
-        &text, "%016x %8d %10d %14s %-20s %s%s%s\n", sequence.sequence_id(), sequence.epoch(),
-        sequence.length(), MillisForPeople(static_cast<double>(sequence.lease_left_ms())),
-        sequence.model_id(), sequence.client_id(), sequence.in_step() ? " (in a step)" : "", tail);
-  }
-  return text;
+int Sequences(const CommonOptions& common, bool all_tenants) {
+  return CallAndPrint(
+      common, [&](client::Client* client) { return OpenSequences(client, all_tenants); },
+      [&](const v1::GetReply& reply) {
+        fleet::FleetSequences list;
+        AddSequences(reply, "", &list);
+        OrderSequences(&list);
+        return SequencesText(list, common.wide);
+      });
 }
 
 // Returns the name of the choice for 8-bit products over the model's rows.
@@ -200,6 +204,19 @@ void AddWatch(Program* program) {
   command.Run([options](const CommonOptions& common) { return Watch(common, *options); });
 }
 
+void AddSequencesCommand(Program* program) {
+  const auto all_tenants = std::make_shared<bool>(false);
+  Command command = program->Add({.name = "sequences",
+                                  .group = kGroup,
+                                  .summary = "list the open sequences of a tenant, or of all",
+                                  .examples = "mlactl sequences --tenant=research\n"
+                                              "mlactl sequences --all-tenants -o wide\n",
+                                  .notes = kSequencesNotes});
+  command.Flag("all-tenants", "list those of all tenants, for operators", all_tenants.get());
+  command.Run(
+      [all_tenants](const CommonOptions& common) { return Sequences(common, *all_tenants); });
+}
+
 }  // namespace
 
 void AddQueryCommands(Program* program) {
@@ -233,16 +250,7 @@ void AddQueryCommands(Program* program) {
         return CallAndPrint(
             common, [](client::Client* client) { return client->ListModels(); }, ModelsText);
       });
-  program
-      ->Add({.name = "sequences",
-             .group = kGroup,
-             .summary = "list the tenant's open sequences",
-             .examples = "mlactl sequences --tenant=research\n"})
-      .Run([](const CommonOptions& common) {
-        return CallAndPrint(
-            common, [](client::Client* client) { return client->GetSequences({}, false); },
-            SequencesText);
-      });
+  AddSequencesCommand(program);
   program
       ->Add({.name = "health",
              .group = kGroup,

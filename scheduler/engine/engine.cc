@@ -391,8 +391,8 @@ absl::StatusOr<SequenceInfo> Engine::TruncateSequence(const std::string& tenant,
   });
 }
 
-SequenceList Engine::GetSequences(const SequenceSelection& selection) {
-  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Get(selection); });
+SequenceList Engine::GetSequences(const SequenceSelection& selection, const SequencePage& page) {
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Get(selection, page); });
 }
 
 absl::StatusOr<std::shared_ptr<Tail>> Engine::MakeTail(const TenantRef& tenant, int64_t bytes,

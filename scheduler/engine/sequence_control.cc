@@ -122,16 +122,22 @@ absl::StatusOr<SequenceInfo> SequenceControl::Truncate(const std::string& tenant
   return sequences_->Info(*sequence);
 }
 
-SequenceList SequenceControl::Get(const SequenceSelection& selection) const {
+SequenceList SequenceControl::Get(const SequenceSelection& selection,
+                                  const SequencePage& page) const {
   const TenantKey tenant = tenants_->Find(selection.tenant);
   SequenceList list;
   const auto add = [&](const Sequence& sequence) {
     SequenceInfo info = sequences_->Info(sequence);
     if (sequence.step != nullptr) info.open_step = sequence.step->id;
+    if (page.all_tenants) {
+      const TenantRef owner = tenants_->Get(sequence.tenant);
+      if (owner) info.tenant = owner->name();
+    }
     list.sequences.push_back(std::move(info));
   };
   if (selection.ids.empty()) {
-    for (const Sequence* sequence : sequences_->OfTenant(tenant, selection.client_id)) {
+    for (const Sequence* sequence :
+         sequences_->Page(tenant, selection.client_id, page, &list.more)) {
       add(*sequence);
     }
   }

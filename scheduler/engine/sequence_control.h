@@ -63,7 +63,7 @@ class SequenceControl final {
   absl::StatusOr<SequenceInfo> Fork(const ForkArgs& args);
   absl::StatusOr<SequenceInfo> Truncate(const std::string& tenant, SequenceId id, int64_t length,
                                         uint64_t expected_epoch);
-  SequenceList Get(const SequenceSelection& selection) const;
+  SequenceList Get(const SequenceSelection& selection, const SequencePage& page = {}) const;
   absl::StatusOr<SequenceTail> ReadTail(const std::string& tenant, SequenceId id,
                                         uint64_t expected_epoch);
   int32_t Release(const std::string& tenant, std::span<const SequenceId> ids,

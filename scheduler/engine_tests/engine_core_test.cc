@@ -1,5 +1,9 @@
 // The step rules of the contract, one by one, stepped by hand.
 #include "scheduler/engine/engine_core.h"
+
+#include <map>
+#include <string>
+
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "scheduler/testing/engine_fixture.h"
@@ -15,6 +19,46 @@ using testing::Pointers;
 using testing::Row;
 using testing::Rows;
 using testing::TestRequest;
+
+TEST_F(EngineCoreTest, ListsOfAllTenantsComeInParts) {
+  const TenantRef other = *h_.core().tenants().Enter("tenant-b");
+  ASSERT_TRUE(h_.core().models().Register(other->key(), h_.model()).ok());
+  std::map<SequenceId, std::string> owners;
+  for (int i = 0; i < 3; ++i) owners[h_.Open().id] = h_.tenant();
+  Fill(h_.Get(owners.begin()->first), 2, 1);
+  h_.Advance(70);
+  OpenArgs args;
+  args.tenant = "tenant-b";
+  args.model_id = h_.model().id;
+  args.client_id = "c";
+  for (int i = 0; i < 2; ++i) owners[h_.core().sequences().Open(args)->id] = "tenant-b";
+  h_.Advance(5);
+  const SequenceControl& sequences = h_.core().sequences();
+  std::map<SequenceId, std::string> seen;
+  SequencePage page{.all_tenants = true, .most = 2};
+  for (bool more = true; more;) {
+    const SequenceList part = sequences.Get({"tenant-c", {}, ""}, page);
+    more = part.more;
+    EXPECT_EQ(part.sequences.size(), more ? 2u : 1u);
+    for (const SequenceInfo& info : part.sequences) {
+      EXPECT_GT(info.id, page.after) << "in the order of their ids";
+      page.after = info.id;
+      seen[info.id] = info.tenant;
+      EXPECT_EQ(info.age_ms, info.tenant == "tenant-b" ? 5 : 75);
+      EXPECT_EQ(info.kv_bytes > 0, info.id == owners.begin()->first);
+    }
+  }
+  EXPECT_EQ(seen, owners);
+  // A client's, and a part that is exactly full.
+  EXPECT_EQ(sequences.Get({"", {}, "c"}, {.all_tenants = true}).sequences.size(), 2u);
+  EXPECT_FALSE(sequences.Get({"", {}, ""}, {.all_tenants = true, .most = 5}).more);
+  // A tenant's list has only its own, and does not name it.
+  const SequenceList own = sequences.Get({"tenant-b", {}, ""}, {.most = 1});
+  ASSERT_EQ(own.sequences.size(), 1u);
+  EXPECT_TRUE(own.more);
+  EXPECT_EQ(owners[own.sequences[0].id], "tenant-b");
+  EXPECT_EQ(own.sequences[0].tenant, "");
+}
 
 TEST_F(EngineCoreTest, AStepComputesAndCommits) {
   const SequenceInfo seq = h_.Open();

@@ -422,14 +422,27 @@ absl::StatusOr<Sequence*> SequenceTable::FindOrRefuse(TenantKey tenant, Sequence
 
 std::vector<Sequence*> SequenceTable::OfTenant(TenantKey tenant,
                                                const std::string& client_id) const {
+  bool more = false;
+  return Page(tenant, client_id, {}, &more);
+}
+
+std::vector<Sequence*> SequenceTable::Page(TenantKey tenant, const std::string& client_id,
+                                           const SequencePage& page, bool* more) const {
   std::vector<Sequence*> result;
   for (const std::unique_ptr<Sequence>& sequence : by_slot_) {
-    if (sequence == nullptr || sequence->tenant != tenant) continue;
+    if (sequence == nullptr || sequence->id <= page.after) continue;
+    if (!page.all_tenants && sequence->tenant != tenant) continue;
     if (!client_id.empty() && sequence->client_id != client_id) continue;
     result.push_back(sequence.get());
   }
-  std::sort(result.begin(), result.end(),
-            [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
+  const auto by_id = [](const Sequence* a, const Sequence* b) { return a->id < b->id; };
+  *more = std::cmp_greater(result.size(), page.most);
+  if (*more) {
+    // Sorts no more than the part, because a list of n parts would sort all sequences n times.
+    std::nth_element(result.begin(), result.begin() + page.most, result.end(), by_id);
+    result.resize(static_cast<size_t>(page.most));
+  }
+  std::sort(result.begin(), result.end(), by_id);
   return result;
 }
 
@@ -447,13 +460,16 @@ SequenceInfo SequenceTable::Info(const Sequence& sequence) const {
   info.epoch = sequence.epoch;
   info.length = cache_->length(sequence.slot);
   info.lease_ms = sequence.lease_ns / kNanosPerMilli;
-  info.lease_left_ms = leases_.left_ns(sequence.slot, clock_->Now()) / kNanosPerMilli;
+  const MonotonicNanos now = clock_->Now();
+  info.lease_left_ms = leases_.left_ns(sequence.slot, now) / kNanosPerMilli;
+  info.age_ms = (now - sequence.opened_ns) / kNanosPerMilli;
   info.in_step = sequence.busy();
   info.model_id = sequence.model->spec->id;
   info.client_id = sequence.client_id;
   const int64_t rows = info.length + cache_->reserved(sequence.slot);
-  const int32_t page_size = sequence.model->contents->layout.page_size;
-  info.page_groups = (rows + page_size - 1) / page_size;
+  const kvcache::GroupLayout& layout = sequence.model->contents->layout;
+  info.page_groups = (rows + layout.page_size - 1) / layout.page_size;
+  info.kv_bytes = info.page_groups * layout.group_bytes();
   info.declared = cache_->declared(sequence.slot);
   info.matched = sequence.matched;
   if (sequence.tail.tail != nullptr) info.tail_position = sequence.tail.position;

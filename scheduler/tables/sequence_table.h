@@ -141,6 +141,10 @@ class SequenceTable {
   absl::StatusOr<Sequence*> FindOrRefuse(TenantKey tenant, SequenceId id, std::string field) const;
   // Returns the tenant's sequences, ordered by id; if `client_id` is not empty, only that client's.
   std::vector<Sequence*> OfTenant(TenantKey tenant, const std::string& client_id) const;
+  // Returns a part of that list, or of the list of all tenants' sequences. Sets `more` if sequences
+  // follow it.
+  std::vector<Sequence*> Page(TenantKey tenant, const std::string& client_id,
+                              const SequencePage& page, bool* more) const;
   std::vector<Sequence*> OfModel(const Model& model) const;
   std::span<const std::unique_ptr<Sequence>> slots() const { return by_slot_; }  // null: free
   SequenceInfo Info(const Sequence& sequence) const;

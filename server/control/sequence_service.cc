@@ -23,6 +23,9 @@ void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
   to->set_page_groups(static_cast<uint64_t>(from.page_groups));
   to->set_declared(static_cast<uint64_t>(from.declared));
   if (from.tail_position) to->set_tail_position(static_cast<uint64_t>(*from.tail_position));
+  to->set_tenant(from.tenant);
+  to->set_age_ms(static_cast<uint64_t>(from.age_ms));
+  to->set_kv_bytes(static_cast<uint64_t>(from.kv_bytes));
 }
 
 namespace {
@@ -117,10 +120,18 @@ grpc::Status SequenceService::Get(grpc::ServerContext* context, const v1::GetReq
       context, "Sequences.Get",
       [&](const Identity& who) {
         scheduler::SequenceSelection selection;
+        scheduler::SequencePage page;
         selection.tenant = who.tenant;
-        MLA_RETURN_IF_ERROR(ParseGet(*request, rpc_.engine->limits(), &selection));
-        const scheduler::SequenceList list = rpc_.engine->GetSequences(selection);
-        for (const auto& sequence : list.sequences) Fill(sequence, reply->add_sequences());
+        MLA_RETURN_IF_ERROR(ParseGet(*request, rpc_.engine->limits(), &selection, &page));
+        if (page.all_tenants) MLA_RETURN_IF_ERROR(rpc_.live->CheckOperator(who));
+        const scheduler::SequenceList list = rpc_.engine->GetSequences(selection, page);
+        const auto most_name = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
+        for (const auto& sequence : list.sequences) {
+          // The server's own tenants, as of the warm-up, have names that no client can have.
+          if (page.all_tenants && !IsTenantName(sequence.tenant, most_name)) continue;
+          Fill(sequence, reply->add_sequences());
+        }
+        reply->set_more(list.more);
         reply->mutable_not_found()->Add(list.not_found.begin(), list.not_found.end());
         for (const auto& [id, peer] : list.moved) {
           v1::MovedSequence* const moved = reply->add_moved();

@@ -37,6 +37,12 @@ inline absl::Status CheckLease(uint32_t lease_ms, int64_t longest_ms, const char
   return status;
 }
 
+inline absl::Status CheckCount(const char* field, int64_t got, int64_t most) {
+  if (got <= most) return absl::OkStatus();
+  return RefuseField(field, absl::StrCat(got, " entries"), absl::StrCat("at most ", most),
+                     "out_of_range");
+}
+
 // Checks first < total and first + count <= total, in 64 bits. REQUIRES: total >= 1.
 inline absl::Status CheckSlice(uint64_t first, uint64_t count, int64_t min_count, int64_t total,
                                const char* first_field, const char* count_field) {

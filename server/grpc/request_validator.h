@@ -104,7 +104,7 @@ absl::Status ParseFork(const v1::ForkRequest& message, const scheduler::Limits& 
                        scheduler::ForkArgs* args);
 absl::Status ParseTruncate(const v1::TruncateRequest& message, int64_t* length);
 absl::Status ParseGet(const v1::GetRequest& message, const scheduler::Limits& limits,
-                      scheduler::SequenceSelection* selection);
+                      scheduler::SequenceSelection* selection, scheduler::SequencePage* page);
 absl::Status ParseRenew(const v1::RenewLeaseRequest& message, const scheduler::Limits& limits,
                         scheduler::SequenceSelection* selection, int64_t* lease_ms);
 absl::Status ParseRelease(const v1::ReleaseRequest& message, const scheduler::Limits& limits,

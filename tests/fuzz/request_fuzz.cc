@@ -90,6 +90,7 @@ std::string CheckParsed(const std::string& bytes, Parse parse) {
 std::string CheckUnary(const std::string& bytes) {
   const Limits limits;
   scheduler::SequenceSelection selection;
+  scheduler::SequencePage page;
   int64_t number = 0;
   const std::string faults[] = {
       CheckParsed<v1::ModelSpec>(bytes,
@@ -112,7 +113,7 @@ std::string CheckUnary(const std::string& bytes) {
       CheckParsed<v1::TruncateRequest>(
           bytes, [&](const auto& m) { return server::ParseTruncate(m, &number); }),
       CheckParsed<v1::GetRequest>(
-          bytes, [&](const auto& m) { return server::ParseGet(m, limits, &selection); }),
+          bytes, [&](const auto& m) { return server::ParseGet(m, limits, &selection, &page); }),
       CheckParsed<v1::RenewLeaseRequest>(
           bytes, [&](const auto& m) { return server::ParseRenew(m, limits, &selection, &number); }),
   };

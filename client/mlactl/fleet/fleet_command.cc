@@ -17,6 +17,7 @@
 #include "client/cpp/cluster/targets.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/fleet/fleet_top.h"
+#include "client/mlactl/fleet/sequence_list.h"
 #include "client/mlactl/fleet/servers.h"
 #include "client/mlactl/text/units.h"
 
@@ -30,7 +31,9 @@ constexpr char kDraining[] = "draining";
 constexpr char kNotes[] =
     "--target names the cluster: etcd://HOST:2379/PREFIX, dns:///NAME:50551 or a:50551,b:50551.\n"
     "  status     one row a server: what it says when it is asked\n"
-    "  sequences  the tenant's open sequences on all of them\n"
+    "  sequences  the tenant's open sequences on all of them; with --all-tenants, for operators, "
+    "those\n"
+    "             of every tenant\n"
     "  top        rates of each server and of all, live, until Ctrl-C\n"
     "  drain      hands the sequences of SERVER to the others, the one with the most room first, "
     "and\n"
@@ -47,6 +50,7 @@ struct Options {
   TopOptions top;
   uint32_t deadline_ms = 0;
   bool exit = false;
+  bool all_tenants = false;
 };
 
 void FillStatus(const CommonOptions& common, const client::Member& member,
@@ -130,36 +134,35 @@ int ShowSequences(const CommonOptions& common, const Options& options) {
   std::vector<absl::StatusOr<v1::GetReply>> replies(members->size(), v1::GetReply());
   ForEach(members->size(), [&](size_t i) {
     const auto client = ConnectTo(common, (*members)[i].address());
-    replies[i] = client.ok() ? (*client)->GetSequences({}, /*own_only=*/false)
+    replies[i] = client.ok() ? OpenSequences(client->get(), options.all_tenants)
                              : absl::StatusOr<v1::GetReply>(client.status());
   });
   fleet::FleetSequences all;
   for (size_t i = 0; i < members->size(); ++i) {
-    if (!replies[i].ok()) {
-      all.add_away((*members)[i].address());
-      continue;
-    }
-    for (const v1::SequenceInfo& one : replies[i]->sequences()) {
-      fleet::FleetSequence* const sequence = all.add_sequences();
-      sequence->set_address((*members)[i].address());
-      sequence->set_sequence_id(absl::StrFormat("%016x", one.sequence_id()));
-      sequence->set_length(one.length());
-      sequence->set_model_id(one.model_id());
-      sequence->set_client_id(one.client_id());
+    const std::string& address = (*members)[i].address();
+    const absl::Status& status = replies[i].status();
+    if (status.ok()) {
+      AddSequences(*replies[i], address, &all);
+    } else if (absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status)) {
+      all.add_away(address);
+    } else {
+      fleet::RefusedServer* const refused = all.add_refused();
+      refused->set_address(address);
+      refused->set_why(std::string(status.message()));
     }
   }
-  std::string text = absl::StrFormat("%-28s %-16s %10s %-20s %s\n", "server", "sequence", "length",
-                                     "model", "client");
+  OrderSequences(&all);
   const fleet::FleetSequences plain = WithPlainTexts(all);
-  for (const fleet::FleetSequence& one : plain.sequences()) {
-    absl::StrAppendFormat(&text, "%-28s %-16s %10d %-20s %s\n", one.address(), one.sequence_id(),
-                          one.length(), one.model_id(), one.client_id());
-  }
+  std::string text = SequencesText(plain, common.wide);
   for (const std::string& one : plain.away()) {
     absl::StrAppend(&text, one, " does not answer\n");
   }
+  for (const fleet::RefusedServer& one : plain.refused()) {
+    absl::StrAppend(&text, one.address(), ": ", one.why(), "\n");
+  }
   const int code = Emit(common, ToJson(all), text);
-  return code != kOk || all.away_size() == 0 ? code : kNotServing;
+  if (code != kOk) return code;
+  return all.refused_size() > 0 ? kRefused : all.away_size() > 0 ? kNotServing : kOk;
 }
 
 int Rebalance(const CommonOptions& common, const Options& options) {
@@ -246,6 +249,10 @@ int DrainServer(const CommonOptions& common, const Options& options) {
 
 int Run(const CommonOptions& common, const Options& options) {
   const bool drains = options.action == "drain";
+  if (options.all_tenants && options.action != "sequences") {
+    return FailUsage(absl::InvalidArgumentError(
+        absl::StrCat("--all-tenants: got with \"", options.action, "\", must be with sequences")));
+  }
   if (drains != !options.server.empty()) {
     return FailUsage(absl::InvalidArgumentError(
         drains ? "cluster drain: got no SERVER, must be HOST:PORT of a member"
@@ -305,7 +312,7 @@ void AddFleetCommand(Program* program) {
        .group = "Clusters",
        .summary = "show or change the servers of a cluster",
        .examples = "mlactl cluster status --target=etcd://etcd-0:2379/fleet\n"
-                   "mlactl cluster sequences --target=a:50551,b:50551\n"
+                   "mlactl cluster sequences --target=a:50551,b:50551 --all-tenants\n"
                    "mlactl cluster top --target=a:50551,b:50551 --interval-ms=500\n"
                    "mlactl cluster drain a:50551 --target=etcd://etcd-0:2379/fleet --exit\n"
                    "mlactl cluster rebalance --target=dns:///mla:50551\n",
@@ -316,6 +323,8 @@ void AddFleetCommand(Program* program) {
       {"deadline-ms", "N", "with drain: abort open steps after this time (default: the server's)"},
       0, 86400000, &options->deadline_ms);
   command.Flag("exit", "with drain: stop the process if all rows have moved", &options->exit);
+  command.Flag("all-tenants", "with sequences: those of all tenants, for operators",
+               &options->all_tenants);
   command.Number({"interval-ms", "N", "with top: time between two readings (default 2000)"},
                  kLeastIntervalMs, kMostIntervalMs, &options->top.interval_ms);
   command.Number({"count", "N", "with top: end after N readings"}, 1, UINT64_MAX,

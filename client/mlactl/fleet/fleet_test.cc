@@ -4,9 +4,14 @@
 #include "client/mlactl/fleet/fleet_command.h"
 #include "client/mlactl/fleet/fleet_top.h"
 #include "client/mlactl/fleet/rates.h"
+#include "client/mlactl/fleet/sequence_list.h"
 
 namespace mla::mlactl {
 namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 fleet::ServerStatus Server(const std::string& address, uint32_t percent, uint64_t free,
                            const std::string& state = "serving") {
@@ -41,6 +46,47 @@ TEST(FleetTest, PeersOfADrainAreTheServingOnesWithTheMostRoomFirst) {
   *status.add_servers() = Server("e", 0, 8);
   EXPECT_EQ(PeersFor(status, "e"), (std::vector<std::string>{"b", "a"}));
   EXPECT_EQ(PeersFor(status, ""), (std::vector<std::string>{"e", "b", "a"}));
+}
+
+TEST(FleetTest, SequencesAreListedByTenantTheOldestFirst) {
+  v1::GetReply reply;
+  const struct {
+    const char* tenant;
+    uint64_t id, age_ms;
+    bool in_step;
+    uint64_t open_step;
+  } kGiven[] = {
+      {"red", 1, 5'000, false, 0}, {"blue", 2, 3, true, 9}, {"red", 3, 7'260'000, true, 0}};
+  for (const auto& one : kGiven) {
+    v1::SequenceInfo* const info = reply.add_sequences();
+    info->set_sequence_id(one.id);
+    info->set_tenant(one.tenant);
+    info->set_age_ms(one.age_ms);
+    info->set_kv_bytes(2048);
+    info->set_in_step(one.in_step);
+    info->set_open_step(one.open_step);
+  }
+  fleet::FleetSequences list;
+  AddSequences(reply, "", &list);
+  OrderSequences(&list);
+  std::vector<std::string> ids, states;
+  for (const fleet::FleetSequence& row : list.sequences()) {
+    ids.push_back(row.sequence_id().substr(15));
+    states.push_back(row.state());
+  }
+  EXPECT_EQ(ids, (std::vector<std::string>{"2", "3", "1"}));
+  EXPECT_EQ(states, (std::vector<std::string>{"step", "import", "idle"}));
+  const std::string text = SequencesText(list, false);
+  EXPECT_THAT(text, AllOf(HasSubstr("2 h 1 min"), HasSubstr("2.00 KiB"), HasSubstr("tenant"),
+                          Not(HasSubstr("server")), Not(HasSubstr("epoch"))));
+  EXPECT_THAT(SequencesText(list, true), AllOf(HasSubstr("7260000"), HasSubstr(" 2048 ")));
+  // A server that does not tell ages, and one tenant.
+  list.clear_sequences();
+  reply.clear_sequences();
+  reply.add_sequences()->set_sequence_id(1);
+  AddSequences(reply, "a:1", &list);
+  EXPECT_THAT(SequencesText(list, false),
+              AllOf(HasSubstr("server"), Not(HasSubstr("tenant")), HasSubstr(" - ")));
 }
 
 TEST(FleetTest, RatesAreDifferencesOfCountersOverTheTime) {

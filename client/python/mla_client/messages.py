@@ -84,7 +84,9 @@ def state_of(info: Any, call: str = "sequence", sequence_id: Optional[int] = Non
     return SequenceState(info.sequence_id, info.epoch, info.length, info.lease_left_ms,
                          info.in_step, info.open_step, info.model_id, info.client_id,
                          info.page_groups, info.declared,
-                         info.tail_position if info.HasField("tail_position") else None)
+                         info.tail_position if info.HasField("tail_position") else None,
+                         info.tenant, info.age_ms if info.HasField("age_ms") else None,
+                         info.kv_bytes)
 
 
 def only_of(reply: Any, sequence_id: int) -> SequenceState:

@@ -1,4 +1,4 @@
-"""Calls of operators: draining, bounds of tenants, eviction."""
+"""Calls of operators: draining, bounds of tenants, lists of all sequences, eviction."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 from typing import (Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence,
                     Tuple)
 
-from mla_client import messages
-from mla_client.gen import admin_pb2
+from mla_client import errors, messages
+from mla_client.gen import admin_pb2, sequence_pb2
+from mla_client.types import SequenceState
 
 _PREFIX = "QUOTA_RESOURCE_"
 _SOURCES = ("unspecified", "default", "configured", "runtime")  # by number in the contract
@@ -46,6 +47,7 @@ class Operations:
     """Mixed into Client. All but `quota` of the own tenant are for operators."""
 
     _admin: Any
+    _sequences: Any
 
     def _call(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,
               requests: Optional[Callable[[], Iterator[Any]]] = None,
@@ -93,6 +95,28 @@ class Operations:
                 resource=admin_pb2.QuotaResource.Value(_PREFIX + name.upper()), bound=bound)
                     for name, bound in bounds.items()])
         return _quota(self._call(self._admin.SetQuota, request).quota)
+
+    def all_sequences(self, client_id: str = "") -> List[SequenceState]:
+        """The open sequences of all tenants, each with its tenant, ordered by id; with `client_id`,
+        those of clients with that id. It asks for one part after another, so sequences that are
+        opened or end meanwhile may or may not be in the list. Unimplemented from servers without
+        the capability "all_sequences"."""
+        info = self._call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest())
+        if "all_sequences" not in info.capabilities:
+            # An older server does not know the field: it would list the caller's own as all.
+            raise errors.Unimplemented(
+                "all_tenants: the server lists only the caller's sequences")
+        request = sequence_pb2.GetRequest(all_tenants=True, client_id=client_id)
+        found: List[SequenceState] = []
+        while True:
+            reply = self._call(self._sequences.Get, request)
+            found += [messages.state_of(entry) for entry in reply.sequences]
+            if not reply.more:
+                return found
+            if not reply.sequences or reply.sequences[-1].sequence_id <= request.after:
+                raise messages.wrong_answer("all_sequences", "more", "true",
+                                            "true only after a part that goes on")
+            request.after = reply.sequences[-1].sequence_id
 
     def evict_sequences(self, tenant: str, sequence_ids: Sequence[int] = (), *,
                         client_id: str = "", everything: bool = False) -> Tuple[int, List[int]]:

@@ -173,6 +173,11 @@ class SequenceState:
     page_groups: int = 0
     declared: int = 0  # leading rows with declared contents
     tail_position: Optional[int] = None  # length that its tail belongs to; None: no tail
+    tenant: str = ""  # of Client.all_sequences; else empty
+    # Since it was opened, forked or imported on this server. None, with kv_bytes 0: the server has
+    # no capability "all_sequences".
+    age_ms: Optional[int] = None
+    kv_bytes: int = 0  # of page_groups, shared ones included
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """Calls of operators: quotas, eviction, undoing a drain."""
 
+import contextlib
 import unittest
+from unittest import mock
 
 import mla_client
 import server_binary
+from mla_client.gen import sequence_pb2
 
 SPEC = mla_client.ModelSpec("m", mla_client.Geometry(2, 16, 8), layers=1, softmax_scale=0.5)
 
@@ -50,6 +53,38 @@ class OperationsTest(unittest.TestCase):
     def test_an_unknown_resource_is_named(self):
         with self.assertRaisesRegex(ValueError, "pages"):
             self.connect("operator").set_quota("bounded", {"pages": 1})
+
+    def test_sequences_of_all_tenants(self):
+        operator = self.connect("operator")
+        with contextlib.ExitStack() as held:
+            opened = {}
+            for tenant in ("one", "two"):
+                model = self.connect(tenant).register_model(SPEC)
+                opened.update((held.enter_context(model.open_sequence()).id, tenant)
+                              for _ in range(3))
+            # In parts of two.
+            get = operator._sequences.Get
+            with mock.patch.object(operator, "_sequences") as parts:
+                parts.Get = mock.Mock(side_effect=lambda request, **rest: get(
+                    sequence_pb2.GetRequest(all_tenants=request.all_tenants, most=2,
+                                            after=request.after), **rest))
+                found = operator.all_sequences()
+                self.assertGreaterEqual(parts.Get.call_count, 3)
+            self.assertEqual({one.sequence_id: one.tenant for one in found}, opened)
+            self.assertEqual([one.sequence_id for one in found], sorted(opened))
+            self.assertTrue(all(one.age_ms is not None for one in found))
+            self.assertEqual(operator.all_sequences("none"), [])
+            self.assertEqual(operator.sequences(), [])
+
+    def test_sequences_of_all_tenants_are_for_operators(self):
+        server = server_binary.start("--server-plain-operators=none")
+        self.addCleanup(server.stop)
+        client = mla_client.Client.connect(server.target)
+        self.addCleanup(client.close)
+        self.assertEqual(client.sequences(), [])
+        with self.assertRaises(mla_client.PermissionDenied) as refused:
+            client.all_sequences()
+        self.assertEqual(refused.exception.detail.reason, "not_an_operator")
 
     def test_eviction(self):
         operator, worker = self.connect("operator"), self.connect("evicted")

@@ -20,7 +20,9 @@ namespace mla::integration {
 namespace {
 
 using nlohmann::json;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 Result Cluster(const std::string& target, const std::string& words) {
   return Shell(absl::StrCat(kMlactl, " cluster ", words, " --target=", target));
@@ -115,6 +117,46 @@ TEST(MlactlClusterTest, SequencesAreThoseOfAllServers) {
     EXPECT_EQ(sequence["model_id"], is_here ? "m" : "n");
     EXPECT_EQ(sequence["length"], is_here ? "0" : "5");
   }
+}
+
+TEST(MlactlClusterTest, OperatorsListTheSequencesOfAllTenants) {
+  const Authority authority;
+  const auto change = [&](server::Config& config) {
+    config.tls.cert = authority.File("server.pem");
+    config.tls.key = authority.File("server.key");
+    config.tls.client_ca = authority.File("ca.pem");
+    config.listen.operators = "blue";
+    config.listen.unix_path = "";
+  };
+  const TestServer a(change), b(change);
+  const std::string here = absl::StrCat("localhost:", a.server().tcp_port());
+  const std::string there = absl::StrCat("localhost:", b.server().tcp_port());
+  const auto list = [&](const std::string& who, const std::string& words) {
+    return Cluster(here + "," + there,
+                   absl::StrCat("sequences ", words, " --tls-ca=", authority.File("ca.pem"),
+                                " --tls-cert=", authority.File(who + ".pem"),
+                                " --tls-key=", authority.File(who + ".key")));
+  };
+  const auto red = client::Client::Connect(there, authority.As("red"));
+  ASSERT_TRUE(red.ok()) << red.status();
+  Worker worker(red->get(), Dims(), "m", 1);
+  auto track = worker.Open();
+  ASSERT_EQ(worker.Step({&*track}, {5}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  const Result shown = list("blue", "--all-tenants --json");
+  EXPECT_EQ(shown.code, 0) << shown.output;
+  const json sequences = json::parse(shown.output)["sequences"];
+  ASSERT_EQ(sequences.size(), 1u) << shown.output;
+  EXPECT_EQ(sequences[0]["address"], there);
+  EXPECT_EQ(sequences[0]["tenant"], "red");
+  EXPECT_EQ(sequences[0]["state"], "idle");
+  EXPECT_TRUE(sequences[0].contains("age_ms"));
+  EXPECT_NE(sequences[0]["kv_bytes"], "0");
+  EXPECT_EQ(json::parse(list("blue", "--json").output)["sequences"].size(), 0u) << "its own";
+  const Result refused = list("red", "--all-tenants");
+  EXPECT_EQ(refused.code, 3) << refused.output;
+  EXPECT_THAT(refused.output, AllOf(HasSubstr(here + ": "), HasSubstr(there + ": "),
+                                    Not(HasSubstr("does not answer"))));
+  EXPECT_EQ(Cluster(here, "status --all-tenants").code, 1);
 }
 
 TEST(MlactlClusterTest, RebalanceSaysWhoGetsNewSequencesAndMovesNothing) {

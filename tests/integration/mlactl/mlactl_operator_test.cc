@@ -1,4 +1,5 @@
-// Operators' commands against a real server: quotas, eviction, drain and its cancellation.
+// Operators' commands against a real server: quotas, eviction, drain and its cancellation, lists of
+// all tenants' sequences.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,7 +9,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
+#include "tests/integration/hand_over/authority.h"
 #include "tests/integration/processes.h"
+#include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
 
 namespace mla::integration {
 namespace {
@@ -16,6 +20,7 @@ namespace {
 using nlohmann::json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr char kTenant[] = "default";  // of callers without a name
 constexpr char kBench[] =
@@ -116,6 +121,53 @@ TEST(MlactlOperatorTest, ADrainIsUndone) {
   EXPECT_EQ(server.Health(), 0);
   const Result served = Call(server, "attend");
   EXPECT_EQ(served.code, 0) << served.output;
+}
+
+TEST(MlactlOperatorTest, SequencesOfAllTenantsAreListedOverTls) {
+  const Authority authority;
+  const TestServer server([&](server::Config& config) {
+    config.tls.cert = authority.File("server.pem");
+    config.tls.key = authority.File("server.key");
+    config.tls.client_ca = authority.File("ca.pem");
+    config.listen.operators = "blue";
+    config.listen.unix_path = "";
+  });
+  const std::string target = absl::StrCat("localhost:", server.server().tcp_port());
+  const auto list = [&](const std::string& who, const std::string& words) {
+    return Shell(absl::StrCat(
+        kMlactl, " sequences ", words, " --target=", target, " --tls-ca=", authority.File("ca.pem"),
+        " --tls-cert=", authority.File(who + ".pem"), " --tls-key=", authority.File(who + ".key")));
+  };
+  const auto red = client::Client::Connect(target, authority.As("red"));
+  const auto blue = client::Client::Connect(target, authority.As("blue"));
+  ASSERT_TRUE(red.ok() && blue.ok()) << red.status() << blue.status();
+  Worker reds(red->get(), Dims(), "m", 1), blues(blue->get(), Dims(), "n", 2);
+  auto first = reds.Open(), second = blues.Open();
+  ASSERT_EQ(reds.Step({&*first}, {5}, v1::PROFILE_ABSORBED), absl::OkStatus());
+
+  const Result shown = list("blue", "--all-tenants --json");
+  ASSERT_EQ(shown.code, 0) << shown.output;
+  const json sequences = json::parse(shown.output)["sequences"];
+  ASSERT_EQ(sequences.size(), 2u) << shown.output;
+  for (const json& one : sequences) {
+    const bool is_red = one["tenant"] == "red";
+    EXPECT_EQ(one["tenant"], is_red ? "red" : "blue");
+    EXPECT_EQ(one["model_id"], is_red ? "m" : "n");
+    EXPECT_EQ(one["length"], is_red ? "5" : "0");
+    EXPECT_EQ(one["kv_bytes"] != "0", is_red);
+    EXPECT_TRUE(one.contains("age_ms"));
+  }
+  const Result table = list("blue", "--all-tenants");
+  EXPECT_THAT(table.output, AllOf(HasSubstr("tenant"), HasSubstr("age"), HasSubstr("red"),
+                                  HasSubstr("idle"), HasSubstr("B")));
+  EXPECT_THAT(list("blue", "--all-tenants -o wide").output, HasSubstr("epoch"));
+  EXPECT_THAT(list("blue", "--all-tenants -o yaml").output, HasSubstr("tenant: \"red\""));
+  // Without the flag an operator sees its own, and so does everyone else.
+  EXPECT_THAT(list("blue", "").output, AllOf(HasSubstr(" n "), Not(HasSubstr(" m "))));
+  EXPECT_THAT(list("red", "").output, AllOf(HasSubstr(" m "), Not(HasSubstr(" n "))));
+  const Result refused = list("red", "--all-tenants");
+  EXPECT_EQ(refused.code, 3) << refused.output;
+  EXPECT_THAT(refused.output, AllOf(HasSubstr("not_an_operator"), Not(HasSubstr(" n "))));
 }
 
 }  // namespace

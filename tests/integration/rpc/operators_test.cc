@@ -7,11 +7,13 @@
 #include <sys/socket.h>
 
 #include <atomic>
+#include <map>
 #include <string>
 
 #include "client/cpp/streams/errors.h"
 #include "server/grpc/identity.h"
 #include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
 
 namespace {
 
@@ -93,6 +95,44 @@ TEST_F(OperatorsTest, OnlyTheySeeEventsOfAllTenants) {
   EXPECT_TRUE(absl::IsPermissionDenied(client->WatchEvents(0, take, /*all_tenants=*/true)));
   EXPECT_TRUE(client->Explain(1).ok());
   EXPECT_TRUE(absl::IsPermissionDenied(client->Explain(1, /*all_tenants=*/true).status()));
+}
+
+TEST_F(OperatorsTest, OnlyTheyListSequencesOfAllTenants) {
+  const TestServer server([](server::Config& config) { config.listen.plain_operators = "none"; });
+  for (const std::string& target : {server.unix_target(), server.tcp_target()}) {
+    const auto client = client::Client::Connect(target, {});
+    ASSERT_TRUE(client.ok()) << client.status();
+    EXPECT_TRUE((*client)->GetSequences({}, false).ok());
+    const auto refused = (*client)->GetAllSequences();
+    EXPECT_TRUE(absl::IsPermissionDenied(refused.status())) << refused.status();
+    const auto detail = client::DetailOf(refused.status());
+    ASSERT_TRUE(detail.has_value());
+    EXPECT_EQ(detail->reason(), "not_an_operator");
+  }
+}
+
+TEST_F(OperatorsTest, AListOfAllTenantsIsWholeHoweverLong) {
+  const TestServer server([](server::Config& config) { config.limits.max_sequences = 3000; });
+  std::map<uint64_t, std::string> owners;
+  for (const std::string tenant : {"red", "blue"}) {
+    client::ClientOptions options;
+    options.tenant = tenant;
+    const auto client = server.Connect(options);
+    const Worker worker(client.get(), {}, "m", 1);
+    for (int i = 0; i < 600; ++i) {  // of both together more than one answer has
+      auto sequence = client->OpenSequence("m");
+      ASSERT_TRUE(sequence.ok()) << sequence.status();
+      owners[sequence->id()] = tenant;
+      sequence->Detach();
+    }
+  }
+  const auto all = server.Connect()->GetAllSequences();
+  ASSERT_TRUE(all.ok()) << all.status();
+  EXPECT_EQ(all->sequences_size(), 1200);
+  for (const v1::SequenceInfo& one : all->sequences()) {
+    EXPECT_EQ(one.tenant(), owners[one.sequence_id()]);
+    EXPECT_TRUE(one.has_age_ms());
+  }
 }
 
 TEST(LocalPeerTest, UnixSocketsAndLoopbackAreLocal) {

@@ -185,12 +185,15 @@ void BadInputTest::TryTailsAndLeases(const client::Sequence& sequence) {
     v1::ReleaseReply reply;
     return sequences_->Release(context, request, &reply);
   });
-  v1::GetRequest get;
+  v1::GetRequest get, all;
   get.add_sequence_ids(5);
-  TryUnary(get, [&](auto* context, const auto& request) {
-    v1::GetReply reply;
-    return sequences_->Get(context, request, &reply);
-  });
+  all.set_all_tenants(true);
+  for (const v1::GetRequest& one : {get, all}) {
+    TryUnary(one, [&](auto* context, const auto& request) {
+      v1::GetReply reply;
+      return sequences_->Get(context, request, &reply);
+    });
+  }
 }
 
 void BadInputTest::TryModels() {

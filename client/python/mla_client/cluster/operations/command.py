@@ -1,7 +1,7 @@
 """The commands of a cluster: python3 -m mla_client.cluster COMMAND.
 
     status     the members, how full they are, and what they say when they are asked
-    sequences  this tenant's open sequences, by server
+    sequences  this tenant's open sequences, by server; for operators, those of all tenants
     announce   keeps one server in the registry, next to it
     drain      empties one server: its sequences go to the others
     quotas     shares bounds of tenants over the servers, one leader at a time
@@ -19,12 +19,12 @@ import sys
 import threading
 from typing import Any, Callable, Dict, List, Optional
 
-from mla_client import errors
+from mla_client import errors, messages
 from mla_client.client import Client, Tls
 from mla_client.cluster import members, registry
 from mla_client.cluster.operations import announce, quotas
 from mla_client.cluster.operations.drain import drain
-from mla_client.types import Prefix
+from mla_client.types import Prefix, SequenceState
 
 # Exit codes, the same as mlactl's.
 GOOD, USAGE, AWAY, REFUSED, NOT_SERVING = 0, 1, 2, 3, 4
@@ -48,8 +48,11 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--tenant", default="default")
         made.add_argument("--timeout-s", type=float, default=5.0)
         return made
-    for name in ("status", "sequences"):
-        add(name).add_argument("--json", action="store_true", help="for programs")
+    add("status").add_argument("--json", action="store_true", help="for programs")
+    listed = add("sequences")
+    listed.add_argument("--json", action="store_true", help="for programs")
+    listed.add_argument("--all-tenants", action="store_true",
+                        help="those of all tenants, for operators")
     one = add("announce", cluster=False)
     one.add_argument("--registry", required=True, help="etcd://HOST:2379/PREFIX")
     one.add_argument("--target", required=True, help="the server, as this host reaches it")
@@ -130,11 +133,14 @@ def _status(args: argparse.Namespace) -> int:
 def _sequences(args: argparse.Namespace) -> int:
     from mla_client.gen import sequence_pb2
 
-    def all_of(client: Client) -> List[Any]:
+    def all_of(client: Client) -> List[SequenceState]:
+        if args.all_tenants:
+            return client.all_sequences()
         reply = client._call(client._sequences.Get, sequence_pb2.GetRequest())
-        return list(reply.sequences)
+        return [messages.state_of(one) for one in reply.sequences]
     found = _each(args, all_of)
-    rows = [{"address": address, "sequence": f"{one.sequence_id:016x}", "rows": one.length,
+    rows = [{"address": address, "tenant": one.tenant, "sequence": f"{one.sequence_id:016x}",
+             "rows": one.length, "kv_bytes": one.kv_bytes, "age_ms": one.age_ms,
              "model": one.model_id, "client": one.client_id}
             for address, (_, sequences) in sorted(found.items())
             if not isinstance(sequences, errors.MlaError) for one in sequences]
@@ -142,12 +148,15 @@ def _sequences(args: argparse.Namespace) -> int:
         print(json.dumps(rows))
     else:
         for row in rows:
-            print(f"{row['address']:28} {row['sequence']} {row['rows']:8} {row['model']} "
-                  f"{row['client']}")
-    away = [address for address, (_, one) in found.items() if isinstance(one, errors.MlaError)]
-    for address in away:
-        print(f"mla_client.cluster: {address} does not answer", file=sys.stderr)
-    return NOT_SERVING if away else GOOD
+            tenant = f"{row['tenant']:20} " if args.all_tenants else ""
+            age = "-" if row["age_ms"] is None else f"{row['age_ms'] / 1e3:.1f} s"
+            print(f"{row['address']:28} {tenant}{row['sequence']} {row['rows']:8} {age:>12} "
+                  f"{row['model']} {row['client']}")
+    failed = [(address, one) for address, (_, one) in found.items()
+              if isinstance(one, errors.MlaError)]
+    for address, why in failed:
+        print(f"mla_client.cluster: {address}: {why}", file=sys.stderr)
+    return NOT_SERVING if failed else GOOD
 
 
 def _etcd(args: argparse.Namespace, target: str) -> registry.EtcdRegistry:
