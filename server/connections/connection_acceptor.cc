@@ -30,6 +30,11 @@ constexpr int kPauseMillis = 100;
 // Least time between two checks of all connections.
 constexpr int64_t kForgetNanos = 20'000'000;
 constexpr int64_t kRefusedLogNanos = 10'000'000'000;  // between two lines about refusals
+// TCP_RTO_MAX_MS of Linux 6.15 and later: the longest pause after which packets that are not
+// acknowledged are sent again. Without it pauses double, so an answer that an outage has swallowed
+// comes up to as long after its end as it lasted.
+constexpr int kLongestPauseOption = 44;
+constexpr int kLongestPauseMs = 1000;
 
 void Enable(int socket, int level, int option, int value = 1) {
   setsockopt(socket, level, option, &value, sizeof(value));
@@ -218,6 +223,7 @@ void ConnectionAcceptor::Accept(const Listener& listener) {
       Enable(descriptor, IPPROTO_TCP, TCP_NODELAY);
       Enable(descriptor, IPPROTO_TCP, TCP_USER_TIMEOUT,
              static_cast<int>(std::min<int64_t>(bounds_.unacknowledged_ms, INT32_MAX)));
+      Enable(descriptor, IPPROTO_TCP, kLongestPauseOption, kLongestPauseMs);  // older ones refuse
     }
     ++of_peer_[connection.peer];
     connections_.push_back(std::move(connection));

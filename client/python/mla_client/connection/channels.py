@@ -22,9 +22,17 @@ STOCK_MESSAGE_BYTES = 4 << 20
 # firewall may have forgotten it. Servers take a probe every 5 s.
 KEEPALIVE_MS = 20_000
 KEEPALIVE_ANSWER_MS = 10_000
+# The same to another host. gRPC has the kernel give a connection up, too, whose packets are not
+# acknowledged for this time. The kernel sends them again after pauses that double, so a client
+# would wait for as long as an outage lasted: after 2.5 s a new connection, which the kernel tries
+# every second, is sooner back. Probes only go out during calls: gRPC reads the answer to another
+# one up to 5 s later.
+REMOTE_ANSWER_MS = 2_500
 # Between two attempts to connect: a server that is back is found within the longest and a half.
 LEAST_BACKOFF_MS, LONGEST_BACKOFF_MS = 100, 1000
-CONNECT_MS = 10_000  # for one attempt
+# For one attempt: Linux sends its first packet again after each of the first four seconds, and
+# later after pauses that double.
+CONNECT_MS = 5_000
 # By default a server serves 128 calls of one connection (wire.connection_streams).
 STREAMS_A_CONNECTION = 8
 
@@ -37,15 +45,16 @@ def maker_of(target: str, tls: Optional[Tls], message_bytes: int,
              http_proxy: bool) -> Callable[[], grpc.Channel]:
     """Makes channels to a target. `http_proxy`: connections go through the proxy that the
     environment names, except for connections to this host."""
+    local = is_local(target)
     arguments: List[Tuple[str, Any]] = [
         ("grpc.max_receive_message_length", max(STOCK_MESSAGE_BYTES, message_bytes)),
         ("grpc.max_send_message_length", -1),
-        ("grpc.enable_http_proxy", int(http_proxy and not is_local(target))),
+        ("grpc.enable_http_proxy", int(http_proxy and not local)),
         # Otherwise all channels of a process to one target are one connection.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS if local else REMOTE_ANSWER_MS),
+        ("grpc.keepalive_permit_without_calls", int(local)),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", LEAST_BACKOFF_MS),
         ("grpc.max_reconnect_backoff_ms", LONGEST_BACKOFF_MS),

@@ -181,14 +181,17 @@ class LossTest(unittest.TestCase):
             compute(client, sequence)
 
     def test_probes_come_as_often_as_a_server_takes_them(self):
-        with mock.patch.object(grpc, "insecure_channel") as made:
-            channels.maker_of("host:1", None, 0, False)()
-        options = dict(made.call_args[1]["options"])
-        self.assertGreaterEqual(options["grpc.keepalive_time_ms"], 5000)
-        self.assertLessEqual(options["grpc.keepalive_time_ms"]
-                             + options["grpc.keepalive_timeout_ms"], 30_000)
-        self.assertEqual(options["grpc.keepalive_permit_without_calls"], 1)
-        self.assertEqual(options["grpc.http2.max_pings_without_data"], 0)
+        for target, answer_ms in (("host:1", 2500), ("localhost:1", 10_000)):
+            with mock.patch.object(grpc, "insecure_channel") as made:
+                channels.maker_of(target, None, 0, False)()
+            options = dict(made.call_args[1]["options"])
+            self.assertGreaterEqual(options["grpc.keepalive_time_ms"], 5000)
+            self.assertEqual(options["grpc.keepalive_timeout_ms"], answer_ms)
+            self.assertLessEqual(options["grpc.keepalive_time_ms"] + answer_ms, 30_000)
+            # gRPC reads an answer between calls up to 5 s later: a shorter time would end
+            # connections that are well.
+            self.assertEqual(options["grpc.keepalive_permit_without_calls"], int(answer_ms > 5000))
+            self.assertEqual(options["grpc.http2.max_pings_without_data"], 0)
 
     def test_pauses_between_attempts_are_short(self):
         with mock.patch.object(grpc, "insecure_channel") as made:
@@ -196,7 +199,7 @@ class LossTest(unittest.TestCase):
         options = dict(made.call_args[1]["options"])
         self.assertEqual(options["grpc.initial_reconnect_backoff_ms"], 100)
         self.assertEqual(options["grpc.max_reconnect_backoff_ms"], 1000)
-        self.assertEqual(options["grpc.min_reconnect_backoff_ms"], 10_000)  # bounds an attempt
+        self.assertEqual(options["grpc.min_reconnect_backoff_ms"], 5_000)  # bounds an attempt
 
     def test_a_server_that_is_back_is_found_soon(self):
         """A listener that ends every connection counts them: with gRPC's own pauses, up to two
