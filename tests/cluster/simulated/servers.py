@@ -170,6 +170,9 @@ class Answer(AttendFuture):
     def result(self):
         return self._result
 
+    def done(self):
+        return True
+
 
 class _Calls:
     """The RPCs that the product's code for moves makes by themselves."""
@@ -442,6 +445,7 @@ class World:
         self.renewing = {}        # client id -> the sequences that it holds
         self.faults = []
         self.stepping = {}        # sequence id -> the server process that has had its steps
+        self.turns = collections.Counter()  # ended at each address
         self._digests = {}
 
     def reaches(self, client_id, server):
