@@ -53,6 +53,7 @@ class Run:
         self.world = World(args.seed, args.servers, pages)
         self.world.between = self.between
         self.world.advance = self.advance
+        self.world.turns = collections.Counter()  # that have ended at each address
         self.moments = 0
         self.rng = self.world.rng
         systems = [np.array([self.rng.getrandbits(20) for _ in range(SYSTEM_ROWS)], np.int32)

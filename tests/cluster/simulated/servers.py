@@ -445,7 +445,6 @@ class World:
         self.renewing = {}        # client id -> the sequences that it holds
         self.faults = []
         self.stepping = {}        # sequence id -> the server process that has had its steps
-        self.turns = collections.Counter()  # ended at each address
         self._digests = {}
 
     def reaches(self, client_id, server):

@@ -56,7 +56,7 @@ class StepsTest(unittest.TestCase):
             late.late = False
             self.assertTrue(future.done())
             late.late = True
-            step.fail(future._sent[1].part, GONE)  # nobody waits for that one
+            step.fail(future._sent[1].part, GONE)  # it is not waited for
             self.assertTrue(future.done())
             self.assertTrue(np.isnan(future.result().o[1]).all())
             self.assertTrue(future.done())

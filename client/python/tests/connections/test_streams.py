@@ -73,6 +73,7 @@ class StreamTests(Transport):
             steps = [self.service.step([(sequence, 1)]).begin() for sequence in (one, two)]
             kv = self.worker.kv(1)
             os.kill(SERVER.pid, signal.SIGSTOP)
+            os.waitpid(SERVER.pid, os.WUNTRACED)  # until all its threads have stopped
             try:
                 futures = [step.attend_async(0, None, kv, Profile.APPEND_ONLY) for step in steps]
                 for _ in range(3):

@@ -226,7 +226,10 @@ def _quotas(args: argparse.Namespace) -> int:
         report(reconciler.turn(), reconciler.failed)
         return REFUSED if reconciler.failed else GOOD
     name = f"{socket.gethostname()}:{os.getpid()}"
-    leader: quotas.Leader = (KubernetesLease(ApiServer(), args.lease, name) if args.lease
-                             else quotas.Leadership(_etcd(args, args.cluster), name))
+    leader: quotas.Leader
+    if args.lease:
+        leader = KubernetesLease(ApiServer(), args.lease, name)
+    else:
+        leader = quotas.Leadership(_etcd(args, args.cluster), name)
     quotas.run(reconciler, leader, _until_signal(), report)
     return GOOD

@@ -1,9 +1,9 @@
 """Leadership by a Lease of Kubernetes (coordination.k8s.io/v1), for fleets without etcd.
 
-As other controllers do it: a process leads while the Lease has its name and it renews that in time.
-Whether a Lease of another process has ended is judged by this process's own clock: since when it has
-not changed. So clocks of hosts need not agree. A write names the version that was read, and the API
-server refuses it if another process was first.
+As other controllers do it: a process leads while the Lease has its name and it renews that in
+time. Whether a Lease of another process has ended is judged by this process's own clock: since when
+it has not changed. So clocks of hosts need not agree. A write names the version that was read, and
+the API server refuses it if another process was first.
 """
 
 from __future__ import annotations

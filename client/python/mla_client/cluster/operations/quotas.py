@@ -125,7 +125,7 @@ class Leader(Protocol):
     """Lets one process at a time lead."""
 
     def held(self) -> bool:
-        """Takes or keeps it. False while another process has it, or nobody can say."""
+        """Takes or keeps it. False while another process has it, or it cannot be known."""
 
     def leave(self) -> None:
         """Lets another process have it."""
