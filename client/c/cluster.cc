@@ -27,6 +27,7 @@ absl::StatusOr<client::ClusterOptions> ClusterOptionsOf(const mla_cluster_option
   if (known.all != 0) options.subset = 0;
   if (known.keep_ms > 0) options.keep_s = static_cast<double>(known.keep_ms) / 1000;
   options.same_host = known.no_socket == 0;
+  options.sockets = Text(known.sockets);
   options.etcd = {Text(known.etcd_ca), Text(known.etcd_cert), Text(known.etcd_key)};
   return options;
 }

@@ -165,6 +165,11 @@ typedef struct mla_cluster_options {
   const char* etcd_ca;
   const char* etcd_cert;
   const char* etcd_key;
+  // Paths of this host's sockets, as of glob(7) ("/run/mla/*.sock"), by which its servers are
+  // reached whatever the registry has, also with TLS: calls there then have the tenant that the
+  // server gives to those who use its socket (server.unix_tenant). NULL: those of the registry,
+  // without TLS.
+  const char* sockets;
 } mla_cluster_options;
 
 // `target`: "etcd://HOST:2379/PREFIX", "dns:///NAME:50551" or "a:50551,b:50551". `options`: of the
@@ -434,6 +439,9 @@ MLA_API mla_code mla_step_attend(mla_step* step, const mla_attend* call, mla_att
 // Sends it and returns. Its tensors are in use until mla_pending_wait has returned.
 MLA_API mla_code mla_step_attend_async(mla_step* step, const mla_attend* call, mla_pending** out,
                                        mla_error** error);
+// Returns 1 if mla_pending_wait would not wait for the server any more, else 0. Takes replies that
+// have come, and waits for none. Has no timeout; mla_pending_wait has.
+MLA_API int mla_pending_ready(mla_pending* pending);
 // Waits for the reply and frees `pending`. Call it once.
 MLA_API mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times, mla_error** error);
 // Commits the step's rows, `committed` of each sequence (NULL: all), and sets the lengths of its

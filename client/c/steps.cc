@@ -205,6 +205,10 @@ mla_code mla_step_attend_async(mla_step* step, const mla_attend* call, mla_pendi
   });
 }
 
+int mla_pending_ready(mla_pending* pending) {
+  return pending == nullptr || std::visit([](auto& one) { return one.Ready(); }, pending->attend);
+}
+
 mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times, mla_error** error) {
   return Guard(error, [&] {
     if (absl::Status status = CheckNotNull(pending, "pending"); !status.ok()) return status;

@@ -143,6 +143,10 @@ class PendingAttend final {
   // broken, Wait returns even later: after about 20 s over TCP; over a unix socket when the
   // server's process goes on or ends.
   absl::StatusOr<AttendTimes> Wait();
+  // Returns true if Wait would not wait for the server any more. Takes replies that have come, and
+  // waits for none: so one thread can keep a micro-batch under way at each of several servers, and
+  // go on with the one that is ready. Has no timeout; Wait has.
+  bool Ready();
 
  private:
   friend class Step;

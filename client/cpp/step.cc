@@ -215,6 +215,11 @@ absl::StatusOr<AttendTimes> PendingAttend::Wait() {
   return times;
 }
 
+bool PendingAttend::Ready() {
+  return std::all_of(pieces_.begin(), pieces_.end(),
+                     [this](const auto& piece) { return stream_->Ready(piece.get()); });
+}
+
 uint64_t Step::EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) const {
   const auto ratios = model_.ratios();
   const uint32_t ratio =

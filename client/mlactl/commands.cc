@@ -9,6 +9,7 @@
 #include "client/mlactl/bench_command.h"
 #include "client/mlactl/cli/completion.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/fleet/announcer.h"
 #include "client/mlactl/fleet/fleet_command.h"
 #include "client/mlactl/hints/hint_command.h"
 #include "client/mlactl/operator_commands.h"
@@ -51,6 +52,7 @@ void AddCommands(Program* program) {
   AddReplayCommand(program);
   AddOperatorCommands(program);
   AddFleetCommand(program);
+  AddAnnounceCommand(program);
   AddPageCommands(program);
   AddHintCommand(program);
   AddSize(program);

@@ -26,7 +26,7 @@ Description: {summary}
 """
 SERVER = {
     "name": "mla-server", "section": "net", "summary": "MLA attention server",
-    "more": "Recommends: mlactl\n", "extra": ["adduser"],
+    "more": "Recommends: mlactl, python3\n", "extra": ["adduser"],
     "description": " Keeps the paged KV cache of models with multi-head latent attention and\n"
                    " computes their attention, over gRPC and shared memory, for model workers\n"
                    " that keep the weights. The HIP runtime of a GPU is opened if it is there."}
@@ -87,7 +87,10 @@ def fill_server(root):
     add(root, "usr/bin/mla-server", common.stripped(common.BINARIES / "server/mla-server",
                                                     root.parent / "mla-server"), 0o755)
     deploy = common.ROOT / "deploy"
-    add(root, "lib/systemd/system/mla-server.service", deploy / "systemd/mla-server.service")
+    # A server alone, and one for each GPU of a node with its announcement.
+    for name in ("mla-server.service", "mla-server@.service", "mla-announce@.service"):
+        add(root, f"lib/systemd/system/{name}", deploy / "systemd" / name)
+    add(root, "usr/sbin/mla-place-instances", deploy / "systemd/place_instances.py", 0o755)
     add(root, "usr/lib/sysusers.d/mla-server.conf", deploy / "systemd/sysusers.conf")
     add(root, "etc/mla-server/server.yaml", deploy / "config/example.yaml")
     for name in ("alerts.yaml", "rules.yaml", "prometheus.yaml"):

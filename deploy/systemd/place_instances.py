@@ -2,7 +2,7 @@
 """Writes what differs between the servers of a node, one for each GPU: addresses, and the cores and
 the memory of the GPU's NUMA node.
 
-    place_instances.py --registry etcd://etcd-0:2379/fleet [--port 50551] [--root /]
+    mla-place-instances --registry etcd://etcd-0:2379/fleet [--port 50551] [--root /]
 
 For GPU N: /etc/mla-server/gpu-N.env and announce-N.env, and a drop-in of mla-server@N. The GPUs are
 those of the kernel's driver for AMD (or NVIDIA) devices, in the order of their PCI addresses, which

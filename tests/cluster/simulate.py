@@ -3,10 +3,13 @@
     simulate.py --servers 64 --workers 1000 --ops 1000000 --seed 1
 
 Servers are killed, cut off and slow, the registry goes away for ten minutes, and all servers are
-upgraded one after another. Exits 1 where an invariant or a measure does not hold; a seed repeats.
+upgraded one after another. A run without such faults ends with the death of the server that has
+most conversations, and a turn of each conversation. Exits 1 where an invariant or a measure does
+not hold; a seed repeats.
 """
 
 import argparse
+import collections
 import json
 import os
 import pathlib
@@ -33,6 +36,9 @@ MOST_FILL, LEAST_HITS, MOST_CONNECTIONS = 1.25, 0.93, 200
 MANY_AGENTS, MOST_FILL_OF_FEW = 50, 1.4
 LEAST_OF_ONE_CACHE = 0.95  # of the rows that one cache of all would have found
 MOST_ASKED = 4             # servers, for one sequence
+# A server that dies has at most so many times its share of the conversations. In the turns after
+# that, no other server has more than so many times the mean of those that are left.
+MOST_TOUCHED, MOST_LOAD = 1.25, 1.5
 LEAST_MEASURED = 20        # batches a worker, on the mean, before measures mean anything
 
 
@@ -47,6 +53,7 @@ class Run:
         self.world = World(args.seed, args.servers, pages)
         self.world.between = self.between
         self.world.advance = self.advance
+        self.world.turns = collections.Counter()  # that have ended at each address
         self.moments = 0
         self.rng = self.world.rng
         systems = [np.array([self.rng.getrandbits(20) for _ in range(SYSTEM_ROWS)], np.int32)
@@ -62,8 +69,8 @@ class Run:
         self.fills = []
         self.batches = 0
         self.upgrading = []
-        self.after_death = []
-        self.touched = []
+        self.touched = []  # parts of all conversations that servers had when they died
+        self.load_after = 0.0
         self.most_connections = 0
 
     def between(self, worker):
@@ -98,6 +105,8 @@ class Run:
             server.slow = True
             self.later(rng.uniform(5, 60), lambda: setattr(server, "slow", False))
         elif kind == "registry" and not world.registry.away and rng.random() < 0.2:
+            for one in self.workers:  # whose threads have read it within the last second
+                one.refresh()
             world.registry.away = True
             self.later(600, lambda: setattr(world.registry, "away", False))
         elif kind == "upgrade" and server.up and not server.draining:
@@ -105,16 +114,36 @@ class Run:
 
     def kill(self, server):
         """As kill -9."""
-        total = sum(len(one.held) for one in self.world.servers) or 1
-        self.touched.append(len(server.held) / total)
-        server.up = False
-        self.killed += 1
-        self.after_death.append([self.batches, {one.address: 0 for one in self.up()}])
+        self.die(server)
 
         def back():
             server.start()
             server.up = True
         self.later(self.rng.uniform(5, 30), back)
+
+    def die(self, server):
+        """Its rows are gone, and its address does not answer."""
+        owners = self.conversations()
+        self.touched.append(owners[server.address] / max(1, owners.total()))
+        server.up = False
+        self.killed += 1
+
+    def conversations(self):
+        """How many had their latest turn at each address."""
+        return collections.Counter(agent.owner for worker in self.workers
+                                   for agent in worker.agents if agent.owner)
+
+    def last_death(self):
+        """The server with most conversations dies, and each conversation has a turn: the turns of
+        the server that gets most by the mean of those that are left."""
+        owners = self.conversations()
+        self.die(max(self.up(), key=lambda one: owners[one.address]))
+        before = self.world.turns.copy()
+        for worker in self.workers:
+            self.advance(PACE_S / len(self.workers))
+            worker.batch(AGENTS)
+        turns = [self.world.turns[one.address] - before[one.address] for one in self.up()]
+        self.load_after = max(turns) * len(turns) / sum(turns)
 
     def upgrade(self, server):
         """A drain to many by free pages, then another process."""
@@ -168,8 +197,8 @@ class Run:
         self.most_connections = max(self.most_connections, *(
             len(one.connections) for one in self.world.servers))
 
-    def report(self):
-        """Figures, and what does not hold."""
+    def figures(self):
+        """What was counted so far."""
         total = {name: sum(worker.figures[name] for worker in self.workers)
                  for name in ("turns", "asked", "found", "could", "again", "lost", "tries")}
         how = {}
@@ -179,7 +208,7 @@ class Run:
         counts = {name: sum(worker.client.counts[name] for worker in self.workers)
                   for name in ("asked", "opened", "spilled")}
         late = self.fills[len(self.fills) // 2:] or [1.0]
-        figures = {
+        return {
             "calls": self.world.calls, "seconds_simulated": round(self.world.now),
             "killed": self.killed, **total, "recovered": how,
             "hits": round(total["found"] / max(1, total["asked"]), 4),
@@ -187,8 +216,15 @@ class Run:
             "fill_max_by_mean": round(sum(late) / len(late), 3),
             "most_connections": self.most_connections,
             "asked_a_sequence": round(counts["asked"] / max(1, counts["opened"]), 2),
-            "spilled": counts["spilled"],
-            "touched_by_a_death": round(max(self.touched, default=0.0), 4)}
+            "spilled": counts["spilled"]}
+
+    def report(self):
+        """Figures, and what does not hold."""
+        figures = self.figures()
+        if not self.args.faults and not self.world.faults:
+            self.last_death()
+        figures["touched_by_a_death"] = round(max(self.touched, default=0.0), 4)
+        figures["load_after_death"] = round(self.load_after, 3)
         wrong = list(self.world.faults)
         if self.batches >= LEAST_MEASURED * len(self.workers) and not self.args.faults:
             if figures["hits"] < LEAST_OF_ONE_CACHE * figures["hits_of_one_cache"]:
@@ -200,6 +236,10 @@ class Run:
             few = AGENTS * len(self.workers) < MANY_AGENTS * len(self.world.servers)
             if figures["fill_max_by_mean"] > (MOST_FILL_OF_FEW if few else MOST_FILL):
                 wrong.append("one server is much fuller than the others")
+            if not few and figures["touched_by_a_death"] > MOST_TOUCHED / self.args.servers:
+                wrong.append("a server that died had too many conversations")
+            if not few and figures["load_after_death"] > MOST_LOAD:
+                wrong.append("one server got too much of what a dead one had")
         if figures["most_connections"] > MOST_CONNECTIONS:
             wrong.append("a server has too many connections")
         return figures, wrong
@@ -217,9 +257,9 @@ def main():
     began = time.monotonic()
     try:
         run.run()
+        figures, wrong = run.report()
     except AssertionError as error:
-        run.world.faults.append(str(error) or repr(error))
-    figures, wrong = run.report()
+        figures, wrong = run.figures(), [*run.world.faults, str(error) or repr(error)]
     figures["seconds"] = round(time.monotonic() - began, 1)
     print(json.dumps(figures))
     for fault in wrong[:20]:

@@ -46,11 +46,13 @@ class SimulationTest(unittest.TestCase):
         self.assertEqual(first, second)
 
     def test_a_fleet(self):
-        # As many agents a server in both, so that what is measured is alike.
+        # Enough agents a server in both, so that chance alone fills none of them.
         fleet = (("--servers=64", "--workers=1000", "--ops=1000000") if LONG else
-                 ("--servers=4", "--workers=60", "--ops=20000"))
-        self.run_it(*fleet, "--faults=0.002")
-        self.run_it(*fleet, "--faults=0")
+                 ("--servers=4", "--workers=50", "--ops=30000"))
+        self.assertGreater(self.run_it(*fleet, "--faults=0.002")["killed"], 0)
+        # It judges the measures, which need enough turns of each worker, and a last death.
+        found = self.run_it(*fleet, "--faults=0")
+        self.assertGreater(found["load_after_death"], 0)
 
 
 class MutationsTest(unittest.TestCase):

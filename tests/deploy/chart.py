@@ -138,9 +138,9 @@ class Rendered:
                 self.objects[key] = item
 
     def one(self, kind):
-        """The only object of a kind. The dashboard is ignored."""
+        """The only object of a kind. The dashboard and the service of members are ignored."""
         found, = [item for (its_kind, name), item in self.objects.items()
-                  if its_kind == kind and not name.endswith("-dashboard")]
+                  if its_kind == kind and not name.endswith(("-dashboard", "-members"))]
         return found
 
     def pod(self):

@@ -7,11 +7,17 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 import yaml
+from mla_client.cluster.operations import command
+from mla_client.cluster.operations.lease import KubernetesLease
+from mla_client.cluster.operations.quotas import FleetQuotas
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SYSTEMD = ROOT / "deploy/systemd"
+# What `./dev test` built, unless another one is to be tested.
+MLACTL = os.environ.get("MLACTL_UNDER_TEST", str(ROOT / ".bazel/bin/client/mlactl/mlactl"))
 
 
 def directives(name):
@@ -47,10 +53,8 @@ class UnitsTest(unittest.TestCase):
         start = next(value for _, name, value in directives("mla-announce@.service")
                      if name == "ExecStart")
         self.assertIn("--target=unix:/run/mla-server-%i/mla.sock", start)
-        found = subprocess.run(
-            [sys.executable, "-m", "mla_client.cluster", "announce", "--help"], check=True,
-            capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "client/python")})
+        found = subprocess.run([MLACTL, "announce", "--help"], check=True, capture_output=True,
+                               text=True)
         for option in re.findall(r"--[a-z]+", start):
             self.assertIn(option, found.stdout)
 
@@ -110,6 +114,39 @@ class PlaceTest(unittest.TestCase):
         done = self.run_it()
         self.assertEqual(done.returncode, 1)
         self.assertIn("no GPU", done.stderr)
+
+
+class QuotasTest(unittest.TestCase):
+    def test_the_manifest_has_the_rights_and_words_that_the_command_needs(self):
+        found = {item["kind"]: item for item in yaml.safe_load_all(
+            (ROOT / "deploy/kubernetes/quotas.yaml").read_text())}
+        name = found["ServiceAccount"]["metadata"]["name"]
+        pod = found["Deployment"]["spec"]["template"]["spec"]
+        self.assertEqual(pod["serviceAccountName"], name)
+        self.assertEqual(found["RoleBinding"]["subjects"][0]["name"], name)
+        self.assertEqual(found["RoleBinding"]["roleRef"]["name"],
+                         found["Role"]["metadata"]["name"])
+        container, = pod["containers"]
+        self.assertEqual(container["command"][:3], ["python3", "-m", "mla_client.cluster"])
+        words = [word.replace("$(NAMESPACE)", "ai") for word in container["command"][3:]]
+        args = command.parser().parse_args(words)
+        api = mock.Mock()
+        api.call.return_value = (404, {})
+        KubernetesLease(api, args.lease, "one").held()
+        # Each of its calls is one that a rule allows.
+        rules = found["Role"]["rules"]
+        api.call.return_value = (200, {"metadata": {}, "spec": {"holderIdentity": "one"}})
+        KubernetesLease(api, args.lease, "one").held()
+        verbs = {"GET": "get", "POST": "create", "PUT": "update"}
+        own = args.lease.split("/")[1]
+        for call in api.call.call_args_list:
+            verb = verbs[call.args[0]]
+            allowed = [rule for rule in rules if verb in rule["verbs"]
+                       and own in rule.get("resourceNames", [own])
+                       and rule["apiGroups"] == [call.args[1].split("/")[2]]]
+            self.assertTrue(allowed, call)
+        bounds = found["ConfigMap"]["data"][pathlib.Path(args.file).name]
+        self.assertTrue(FleetQuotas.from_json(bounds).bounds)
 
 
 class ScalingTest(unittest.TestCase):

@@ -134,6 +134,29 @@ class TemplatesTest(unittest.TestCase):
                 created = ("ServiceAccount", item.pod()["serviceAccountName"]) in item.objects
                 self.assertEqual(created, item.values["serviceAccount"]["create"])
 
+    def test_a_name_stands_for_the_pods_that_are_ready(self):
+        for name, item in self.rendered.items():
+            with self.subTest(name):
+                service = item.one("Service")
+                members = item.objects.get(("Service", service["metadata"]["name"] + "-members"))
+                if name == "unix socket only":
+                    self.assertIsNone(members)
+                    continue
+                spec = members["spec"]
+                self.assertEqual(spec["clusterIP"], "None")
+                self.assertNotIn("publishNotReadyAddresses", spec)
+                self.assertEqual(spec["selector"], service["spec"]["selector"])
+                # Prometheus looks for the port of operations, and finds each pod once.
+                self.assertEqual(spec["ports"], [
+                    port for port in service["spec"]["ports"] if port["name"] == "grpc"])
+                if item.values["certificate"]["enabled"]:
+                    names = item.one("Certificate")["spec"]["dnsNames"]
+                    full = members["metadata"]["name"]
+                    self.assertIn(full, names)
+                    self.assertTrue(any(one.startswith(full + ".") for one in names))
+                    self.assertFalse(names[0].startswith(full), "that one is the server's tenant")
+                self.assertIn(f"dns:///{members['metadata']['name']}.", item.notes)
+
     def test_rdma(self):
         item = self.rendered["UCX over RDMA"]
         self.assertEqual(item.environment()["MLA_UCX_ENABLED"], "true")

@@ -17,6 +17,9 @@
 namespace mla::client {
 namespace {
 
+constexpr char kUnix[] = "unix:";
+constexpr int64_t kAskMs = 2000;
+
 std::string HostName() {
   char name[256] = "";
   return gethostname(name, sizeof(name) - 1) == 0 ? name : "";
@@ -30,6 +33,22 @@ std::vector<std::string> AddressesOf(const std::vector<Member>& members) {
 
 bool Has(const std::vector<std::string>& addresses, const std::string& address) {
   return std::find(addresses.begin(), addresses.end(), address) != addresses.end();
+}
+
+// A socket of this host has no TLS.
+ClientOptions WithoutTls(ClientOptions options) {
+  options.tls_ca = options.tls_cert = options.tls_key = options.tls_server_name = "";
+  return options;
+}
+
+// Asks a server for its boot id, within a short time.
+absl::StatusOr<uint64_t> BootIdOf(const std::string& address, ClientOptions options) {
+  options.transport = ClientOptions::Transport::kInline;
+  options.device_bytes = 0;
+  options.call_timeout_ms = std::min(options.call_timeout_ms, kAskMs);
+  const auto client = Client::Connect(address, options);
+  if (!client.ok()) return client.status();
+  return (*client)->info().boot_id();
 }
 
 // Returns the number of rows of whole pages that a prefix is about.
@@ -61,6 +80,9 @@ ClusterClient::ClusterClient(ClientOptions options, ClusterOptions cluster,
       owners_(std::make_unique<Owners>([this](const Member& member) { return ConnectTo(member); },
                                        SteadySeconds)) {
   if (options_.client_id.empty()) options_.client_id = absl::StrFormat("cpp-%016x", random_());
+  same_host_ = std::make_unique<SameHost>(cluster_.sockets, [this](const std::string& path) {
+    return BootIdOf(kUnix + path, WithoutTls(options_));
+  });
   members_ = std::make_unique<MemberList>(
       [this] { return registry_->Read(); },
       [this](const std::vector<std::string>& addresses) { Gone(addresses); },
@@ -100,7 +122,13 @@ ClusterClient::~ClusterClient() {
 absl::StatusOr<std::unique_ptr<Client>> ClusterClient::ConnectTo(const Member& member) const {
   const bool here = cluster_.same_host && options_.tls_ca.empty() && !member.socket().empty() &&
                     member.node() == HostName() && access(member.socket().c_str(), F_OK) == 0;
-  return Client::Connect(here ? "unix:" + member.socket() : member.address(), options_);
+  const std::string address = here ? kUnix + member.socket() : member.address();
+  if (!same_host_->looks()) return Client::Connect(address, options_);
+  const auto boot_id = BootIdOf(address, options_);
+  if (!boot_id.ok()) return boot_id.status();
+  const std::string path = same_host_->PathOf(*boot_id);
+  return path.empty() ? Client::Connect(address, options_)
+                      : Client::Connect(kUnix + path, WithoutTls(options_));
 }
 
 // Members have left the registry, or have restarted. Each is asked itself; one that does not answer

@@ -37,6 +37,7 @@
 #include "client/cpp/cluster/owners.h"
 #include "client/cpp/cluster/placement.h"
 #include "client/cpp/cluster/registry.h"
+#include "client/cpp/same_host.h"
 #include "client/cpp/shared_memory/home.h"
 
 namespace mla::client {
@@ -57,7 +58,12 @@ struct ClusterOptions {
   Costs costs;
   double keep_s = 600;     // how long members are used while the registry does not answer
   double refresh_s = 1.0;  // how often the registry is read
-  bool same_host = true;   // servers of this host are reached by their unix sockets, without TLS
+  // Servers of this host are reached by the unix sockets that the registry has; without TLS only.
+  bool same_host = true;
+  // Paths of this host's sockets, as of glob(7) ("/run/mla/*.sock"), by which its servers are
+  // reached whatever the registry has, also with TLS: calls there then have the tenant that the
+  // server gives to those who use its socket (server.unix_tenant). Empty: none.
+  std::string sockets = {};
   EtcdFiles etcd;
   // Called for each server before a model is used there, after what was uploaded so far: for
   // weights that are to be read again instead of being kept.
@@ -179,6 +185,7 @@ class ClusterClient final {
   std::map<std::string, std::shared_ptr<ModelRecord>> models_ ABSL_GUARDED_BY(mutex_);
   // Models that were registered again in another form; connections know records by their place.
   std::vector<std::shared_ptr<ModelRecord>> old_models_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<SameHost> same_host_;
   std::unique_ptr<Owners> owners_;
   std::unique_ptr<MemberList> members_;  // its thread uses the others
 };

@@ -53,6 +53,13 @@ absl::StatusOr<AttendTimes> PendingClusterAttend::Wait() {
   return times;
 }
 
+bool PendingClusterAttend::Ready() {
+  if (one_) return one_->Ready();
+  return whole_ == nullptr ||
+         std::all_of(whole_->sent.begin(), whole_->sent.end(),
+                     [](const auto& sent) { return !sent->attend || sent->attend->Ready(); });
+}
+
 absl::StatusOr<AttendTimes> PendingClusterAttend::WaitWhole() {
   const std::unique_ptr<Whole> whole = std::move(whole_);
   if (!whole->refused.ok()) return whole->refused;

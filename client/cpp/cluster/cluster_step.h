@@ -68,6 +68,8 @@ class PendingClusterAttend final {
   ~PendingClusterAttend();
   // With several owners the times are of the slowest message, and `messages` are all of them.
   absl::StatusOr<AttendTimes> Wait();
+  // As PendingAttend's, for all owners.
+  bool Ready();
 
  private:
   friend class ClusterStep;

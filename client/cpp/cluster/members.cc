@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "client/cpp/cluster/faults.h"
 
 namespace mla::client {
@@ -68,6 +69,29 @@ absl::StatusOr<Member> ParseMember(std::string_view json) {
   if (!parsed.ok()) return Wrong("value", std::string(parsed.message()), "JSON of a member");
   if (absl::Status status = CheckMember(member); !status.ok()) return status;
   return member;
+}
+
+// Numbers are written as such. The JSON of protobuf has strings in their place, which clients in
+// other languages do not take.
+std::string MemberJson(const Member& member) {
+  const auto text = [](const std::string& value) {
+    std::string quoted = "\"";
+    for (const char one : value) {
+      if (one == '"' || one == '\\') quoted += '\\';
+      quoted += one;
+    }
+    return quoted + '"';
+  };
+  std::string models = absl::StrJoin(member.models(), ",", [&](std::string* out, const auto& one) {
+    absl::StrAppend(out, text(one));
+  });
+  return absl::StrCat(
+      "{\"address\":", text(member.address()), ",\"boot_id\":", member.boot_id(),
+      ",\"bytes_cached\":", member.bytes_cached(), ",\"bytes_free\":", member.bytes_free(),
+      ",\"bytes_total\":", member.bytes_total(), ",\"device\":", text(member.device()),
+      ",\"draining\":", member.draining() ? "true" : "false", ",\"models\":[", models,
+      "],\"node\":", text(member.node()), ",\"sequences\":", member.sequences(),
+      ",\"socket\":", text(member.socket()), ",\"version\":", text(member.version()), "}");
 }
 
 Member MemberAt(const std::string& address) {

@@ -33,6 +33,8 @@ inline constexpr int kMostDigests = 256;
 
 // Parses a value of a registry. INVALID_ARGUMENT, with the field, if it is not a member.
 absl::StatusOr<Member> ParseMember(std::string_view json);
+// Returns such a value. REQUIRES: CheckMember takes the member.
+std::string MemberJson(const Member& member);
 // Returns OK unless a text is too long or has characters that cannot be printed, or the address is
 // missing.
 absl::Status CheckMember(const Member& member);

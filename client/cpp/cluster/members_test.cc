@@ -86,6 +86,31 @@ TEST(MemberListTest, KeepsTheMembersWhileTheRegistryIsAway) {
   EXPECT_TRUE(registry.gone.empty());
 }
 
+// client/python/tests/cluster/test_members.py has the same text.
+TEST(MemberTest, IsWrittenAsPythonWritesIt) {
+  Member member = With("node-1:50551", ~uint64_t{0});
+  member.set_node("a \"quoted\" \\ name");
+  member.set_socket("/run/mla.sock");
+  member.set_device("MI355X");
+  member.set_version("0.2.0");
+  member.set_draining(true);
+  member.set_bytes_free(3);
+  member.set_bytes_cached(2);
+  member.set_bytes_total(5);
+  member.set_sequences(7);
+  member.add_models("00ff");
+  member.add_models("01");
+  const std::string json = MemberJson(member);
+  EXPECT_EQ(json, R"({"address":"node-1:50551","boot_id":18446744073709551615,"bytes_cached":2,)"
+                  R"("bytes_free":3,"bytes_total":5,"device":"MI355X","draining":true,)"
+                  R"("models":["00ff","01"],"node":"a \"quoted\" \\ name","sequences":7,)"
+                  R"("socket":"/run/mla.sock","version":"0.2.0"})");
+  const auto read = ParseMember(json);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->SerializeAsString(), member.SerializeAsString());
+  EXPECT_TRUE(ParseMember(MemberJson(MemberAt("a:1"))).ok());
+}
+
 TEST(MemberListTest, SaysWhoHasLeftOrRestarted) {
   FakeRegistry registry;
   MemberList list = registry.List(600);

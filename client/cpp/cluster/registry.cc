@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -40,16 +41,25 @@ absl::Status Away(const std::string& message) {
   return WithReason(absl::StatusCode::kUnavailable, message, kRegistryAway);
 }
 
-class StaticRegistry final : public Registry {
+// A registry that only its operator can write.
+class FixedRegistry : public Registry {
+ public:
+  absl::StatusOr<std::string> Moved(uint64_t) override { return std::string(); }
+  absl::Status WriteMoved(const std::vector<uint64_t>&, const std::string&) override {
+    return absl::UnimplementedError("lists and the name service have no room for moved sequences");
+  }
+  absl::Status Announce(const Member&, int64_t) override {
+    return absl::UnimplementedError("lists and the name service have no room for announcements");
+  }
+  absl::Status Withdraw() override { return absl::OkStatus(); }
+};
+
+class StaticRegistry final : public FixedRegistry {
  public:
   explicit StaticRegistry(const std::vector<std::string>& addresses) {
     for (const std::string& address : addresses) members_.push_back(MemberAt(address));
   }
   absl::StatusOr<std::vector<Member>> Read() override { return members_; }
-  absl::StatusOr<std::string> Moved(uint64_t) override { return std::string(); }
-  absl::Status WriteMoved(const std::vector<uint64_t>&, const std::string&) override {
-    return absl::UnimplementedError("a list of servers has no room for moved sequences");
-  }
 
  private:
   std::vector<Member> members_;
@@ -57,7 +67,7 @@ class StaticRegistry final : public Registry {
 
 // Every address of a name. In Kubernetes a headless service lists the pods that are ready. A pod
 // that drains is not ready.
-class DnsRegistry final : public Registry {
+class DnsRegistry final : public FixedRegistry {
  public:
   explicit DnsRegistry(Endpoint name) : name_(std::move(name)) {}
 
@@ -79,10 +89,6 @@ class DnsRegistry final : public Registry {
     std::vector<Member> members;
     for (const std::string& address : addresses) members.push_back(MemberAt(address));
     return members;
-  }
-  absl::StatusOr<std::string> Moved(uint64_t) override { return std::string(); }
-  absl::Status WriteMoved(const std::vector<uint64_t>&, const std::string&) override {
-    return absl::UnimplementedError("the name service has no room for moved sequences");
   }
 
  private:
@@ -128,28 +134,101 @@ class EtcdRegistry final : public Registry {
   absl::Status WriteMoved(const std::vector<uint64_t>& sequence_ids,
                           const std::string& address) override {
     if (sequence_ids.empty()) return absl::OkStatus();
-    etcdserverpb::LeaseGrantRequest lease;
-    lease.set_ttl(kTombstoneSeconds);
-    const auto granted = Call<etcdserverpb::LeaseGrantResponse>(
-        [&](const auto& channel, auto* context, auto* reply) {
-          return etcdserverpb::Lease::NewStub(channel)->LeaseGrant(context, lease, reply);
-        });
-    if (!granted.ok()) return granted.status();
+    const auto lease = Grant(kTombstoneSeconds);
+    if (!lease.ok()) return lease.status();
     for (const uint64_t id : sequence_ids) {
-      etcdserverpb::PutRequest request;
-      request.set_key(MovedKey(id));
-      request.set_value(address);
-      request.set_lease(granted->id());
-      const auto put =
-          Call<etcdserverpb::PutResponse>([&](const auto& channel, auto* context, auto* reply) {
-            return etcdserverpb::KV::NewStub(channel)->Put(context, request, reply);
-          });
-      if (!put.ok()) return put.status();
+      if (absl::Status status = Put(MovedKey(id), address, *lease); !status.ok()) return status;
     }
     return absl::OkStatus();
   }
 
+  absl::Status Announce(const Member& member, int64_t lease_seconds) override {
+    const std::string json = MemberJson(member);
+    absl::Status status = KeepAlive();
+    if (status.ok() && lease_ == 0) {
+      const auto lease = Grant(lease_seconds);
+      status = lease.status();
+      if (lease.ok()) lease_ = *lease;
+    }
+    if (status.ok() && json != said_) {
+      status =
+          Put(absl::StrCat(target_.prefix, "/servers/", KeyOf(member.address())), json, lease_);
+      said_ = json;
+    }
+    // What was written may be there or not: it is written again, under another lease.
+    if (!status.ok()) Forget();
+    return status;
+  }
+
+  absl::Status Withdraw() override {
+    etcdserverpb::LeaseRevokeRequest request;
+    request.set_id(lease_);
+    Forget();
+    if (request.id() == 0) return absl::OkStatus();
+    return Call<etcdserverpb::LeaseRevokeResponse>(
+               [&](const auto& channel, auto* context, auto* reply) {
+                 return etcdserverpb::Lease::NewStub(channel)->LeaseRevoke(context, request, reply);
+               })
+        .status();
+  }
+
  private:
+  // The characters of an address that every tool takes in a key.
+  static std::string KeyOf(std::string address) {
+    for (char& one : address) {
+      if (!absl::ascii_isalnum(static_cast<unsigned char>(one)) &&
+          std::string_view("_.-").find(one) == std::string_view::npos) {
+        one = '_';
+      }
+    }
+    return address;
+  }
+
+  void Forget() {
+    lease_ = 0;
+    said_.clear();
+  }
+
+  absl::StatusOr<int64_t> Grant(int64_t seconds) {
+    etcdserverpb::LeaseGrantRequest request;
+    request.set_ttl(seconds);
+    const auto granted = Call<etcdserverpb::LeaseGrantResponse>(
+        [&](const auto& channel, auto* context, auto* reply) {
+          return etcdserverpb::Lease::NewStub(channel)->LeaseGrant(context, request, reply);
+        });
+    if (!granted.ok()) return granted.status();
+    return granted->id();
+  }
+
+  absl::Status Put(const std::string& key, const std::string& value, int64_t lease) {
+    etcdserverpb::PutRequest request;
+    request.set_key(key);
+    request.set_value(value);
+    request.set_lease(lease);
+    return Call<etcdserverpb::PutResponse>([&](const auto& channel, auto* context, auto* reply) {
+             return etcdserverpb::KV::NewStub(channel)->Put(context, request, reply);
+           })
+        .status();
+  }
+
+  // Renews the announcement's lease, once. One that has ended is forgotten.
+  absl::Status KeepAlive() {
+    if (lease_ == 0) return absl::OkStatus();
+    etcdserverpb::LeaseKeepAliveRequest request;
+    request.set_id(lease_);
+    const auto kept = Call<etcdserverpb::LeaseKeepAliveResponse>(
+        [&](const auto& channel, auto* context, auto* reply) {
+          const auto stream = etcdserverpb::Lease::NewStub(channel)->LeaseKeepAlive(context);
+          const bool answered = stream->Write(request) && stream->Read(reply);
+          if (!answered) return stream->Finish();
+          context->TryCancel();
+          stream->Finish();  // as cancelled
+          return grpc::Status::OK;
+        });
+    if (kept.ok() && kept->ttl() <= 0) Forget();
+    return kept.status();
+  }
+
   std::string MovedKey(uint64_t id) const {
     return absl::StrFormat("%s/moved/%016x", target_.prefix, id);
   }
@@ -206,6 +285,8 @@ class EtcdRegistry final : public Registry {
   }
 
   const EtcdTarget target_;
+  int64_t lease_ = 0;             // of the announcement; 0: there is none
+  std::string said_;              // what is announced
   std::atomic<size_t> first_{0};  // the endpoint that has answered last
   Mutex mutex_;
   const std::unique_ptr<TlsFiles> files_ ABSL_PT_GUARDED_BY(mutex_);

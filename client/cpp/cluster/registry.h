@@ -32,6 +32,12 @@ class Registry {
   // that cannot be written.
   virtual absl::Status WriteMoved(const std::vector<uint64_t>& sequence_ids,
                                   const std::string& address) = 0;
+  // Writes the value of a member under a lease of so many seconds; the calls after the first one
+  // renew it, and write again what has changed. One thread at a time, for one member.
+  // UNIMPLEMENTED for a registry that cannot be written.
+  virtual absl::Status Announce(const Member& member, int64_t lease_seconds) = 0;
+  // Takes that value out.
+  virtual absl::Status Withdraw() = 0;
 };
 
 // Returns the registry that a target names. INVALID_ARGUMENT: the target has another form, or a

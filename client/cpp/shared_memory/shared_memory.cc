@@ -497,7 +497,8 @@ absl::Status SharedMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanos
   using Clock = std::chrono::steady_clock;
   if (Poll(entry)) return absl::OkStatus();
   const auto start = Clock::now();
-  const auto spin_end = start + std::chrono::microseconds(options_.spin_us);
+  const auto spin_end = start + std::min<std::chrono::nanoseconds>(
+                                    std::chrono::microseconds(options_.spin_us), timeout);
   while (Clock::now() < spin_end) {
     for (int i = 0; i < kSpinsPerClock; ++i) {
       if (Ready()) {

@@ -445,10 +445,20 @@ absl::Status RingStream::Wait(PendingReply* pending) {
   return pending->status;
 }
 
+bool RingStream::Ready(PendingReply* pending) {
+  if (left()) return true;  // Wait says why
+  MutexLock lock(mutex_);
+  while (!pending->done && !polling_ && TakeOne(&lock, Clock::now(), Late::kReturns).ok()) {
+  }
+  return pending->done;
+}
+
 bool RingStream::WaitUntil(PendingReply* pending, Deadline until) {
   MutexLock lock(mutex_);
-  while (!pending->done && Clock::now() < until) {
+  // Looks at the ring even if `until` has passed.
+  while (!pending->done) {
     TakeOne(&lock, until, Late::kReturns).IgnoreError();
+    if (Clock::now() >= until) break;
   }
   return pending->done;
 }

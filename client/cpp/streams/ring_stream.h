@@ -71,6 +71,7 @@ class RingStream final : public StepStream {
                            std::chrono::steady_clock::time_point until,
                            const std::shared_ptr<PendingReply>& pending);
   absl::Status Wait(PendingReply* pending) override;
+  bool Ready(PendingReply* pending) override;
   // Waits until `until` at most. Returns false if the reply has not come yet; nothing has changed
   // then.
   bool WaitUntil(PendingReply* pending, std::chrono::steady_clock::time_point until);

@@ -71,17 +71,25 @@ absl::Status SharedStream::Finish(const std::shared_ptr<InFlight>& flight) {
   return status;
 }
 
+// Null: no attend, or finished already, which the stream sees as well.
+std::shared_ptr<SharedStream::InFlight> SharedStream::FlightOf(const PendingReply* pending) {
+  const MutexLock lock(mutex_);
+  for (const auto& flight : in_flight_) {
+    if (flight->pending.get() == pending) return flight;
+  }
+  return nullptr;
+}
+
 absl::Status SharedStream::Wait(PendingReply* pending) {
   if (left()) return WaitElsewhere(pending);
-  std::shared_ptr<InFlight> found;
-  {
-    const MutexLock lock(mutex_);
-    for (const auto& flight : in_flight_) {
-      if (flight->pending.get() == pending) found = flight;
-    }
-  }
-  // Not there: no attend, or finished already, which the stream sees as well.
-  return found == nullptr ? stream_->Wait(pending) : Finish(found);
+  const auto flight = FlightOf(pending);
+  return flight == nullptr ? stream_->Wait(pending) : Finish(flight);
+}
+
+bool SharedStream::Ready(PendingReply* pending) {
+  if (left()) return true;  // Wait says why
+  const auto flight = FlightOf(pending);
+  return stream_->Ready(flight == nullptr ? pending : flight->message.get());
 }
 
 absl::Status SharedStream::Close() {

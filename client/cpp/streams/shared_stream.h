@@ -36,6 +36,7 @@ class SharedStream final : public StepStream {
   void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
             const std::shared_ptr<PendingReply>& pending) override;
   absl::Status Wait(PendingReply* pending) override;
+  bool Ready(PendingReply* pending) override;
   absl::Status Close() override;
   void Cancel(const absl::Status& why) override { stream_->Cancel(why); }
   std::span<std::byte> Allocate(uint64_t bytes) override {
@@ -52,6 +53,7 @@ class SharedStream final : public StepStream {
     TensorPlacement room;
   };
 
+  std::shared_ptr<InFlight> FlightOf(const PendingReply* pending);
   absl::Status Finish(const std::shared_ptr<InFlight>& flight);
 
   const std::unique_ptr<SharedMemory> memory_;

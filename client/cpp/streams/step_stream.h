@@ -74,6 +74,9 @@ class StepStream {
   // Waits for the reply. After the timeout it cancels the stream, and returns when the transport
   // has stopped reading the tensors.
   virtual absl::Status Wait(PendingReply* pending) = 0;
+  // Takes replies that have come, and waits for none. Returns true if Wait would not wait for this
+  // one.
+  virtual bool Ready(PendingReply* pending) = 0;
   // Waits until requests under way have finished, then ends the stream; cancels it after the
   // timeout.
   virtual absl::Status Close() = 0;

@@ -144,6 +144,20 @@ bool Stream::PollUntil(MutexLock* lock, Clock::time_point deadline, Done done) {
   return done();
 }
 
+// Handles the events that have come, until `done`, unless another thread does.
+template <typename Done>
+void Stream::PollWhatIsThere(MutexLock* lock, Done done) {
+  if (polling_ || done()) return;
+  polling_ = true;
+  for (bool more = true; more && !done();) {
+    lock->Unlock();
+    more = PollOnce(Clock::time_point(), false);
+    lock->Lock();
+  }
+  polling_ = false;
+  changed_.NotifyAll();
+}
+
 // Polls while there are requests under way and no thread waits for them.
 void Stream::Pump() {
   MutexLock lock(mutex_);
@@ -197,17 +211,8 @@ void Stream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
   }
   grpc::ByteBuffer message(slices, count);
   MutexLock lock(mutex_);
-  if (writing_ && !polling_) {
-    // Most often the write is over and no thread has checked yet.
-    polling_ = true;
-    for (bool more = true; more && writing_;) {
-      lock.Unlock();
-      more = PollOnce(Clock::time_point(), false);
-      lock.Lock();
-    }
-    polling_ = false;
-    changed_.NotifyAll();
-  }
+  // Most often the write is over and no thread has checked yet.
+  PollWhatIsThere(&lock, [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return !writing_; });
   if (done_ || half_closed_ || finishing_ || !broken_.ok()) {
     pending->status = !broken_.ok()         ? broken_
                       : !final_status_.ok() ? final_status_
@@ -384,6 +389,13 @@ absl::Status Stream::Wait(PendingReply* pending) {
   while (!pending->status.ok() && !PollUntil(&lock, Clock::now() + kBorrowCheck, returned)) {
   }
   return pending->status;
+}
+
+bool Stream::Ready(PendingReply* pending) {
+  if (left()) return true;  // Wait says why
+  MutexLock lock(mutex_);
+  PollWhatIsThere(&lock, [&] { return pending->done; });
+  return pending->done;
 }
 
 absl::Status Stream::Close() {

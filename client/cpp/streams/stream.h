@@ -68,6 +68,7 @@ class Stream final : public StepStream {
   void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
             const std::shared_ptr<PendingReply>& pending) override;
   absl::Status Wait(PendingReply* pending) override;
+  bool Ready(PendingReply* pending) override;
   absl::Status Close() override;
   void Cancel(const absl::Status& why) override;
   std::span<std::byte> Allocate(uint64_t) override { return {}; }
@@ -81,6 +82,8 @@ class Stream final : public StepStream {
   bool PollUntil(MutexLock* lock, Clock::time_point deadline, Done done)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool PollOnce(Clock::time_point deadline, bool spin);
+  template <typename Done>
+  void PollWhatIsThere(MutexLock* lock, Done done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Pump();
   void WakePump(size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 

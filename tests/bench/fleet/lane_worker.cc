@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <deque>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -17,41 +20,72 @@ constexpr uint32_t kLeaseMs = 60000;
 constexpr int kWarmUps = 2, kLeastSteps = 3;
 constexpr char kModel[] = "two_servers";
 
-// One step of every lane, at the same time.
-absl::Status RunStep(const Flags& flags, bool absorbed, const std::vector<Lane>& lanes) {
-  std::vector<std::unique_ptr<client::ClusterStep>> steps;
-  for (const Lane& lane : lanes) {
+// A step of one row for each sequence of a lane.
+class LaneStep final {
+ public:
+  LaneStep(const Flags& flags, bool absorbed, const Lane& lane)
+      : flags_(flags),
+        lane_(lane),
+        shape_(MakePoint(flags.heads, absorbed, static_cast<int32_t>(lane.sequences.size()))) {}
+
+  absl::Status Begin() {
     std::vector<client::ClusterRows> rows;
-    for (ClusterSequence* one : lane.sequences) rows.push_back({one, 1});
-    auto step = lane.session->Begin(kModel, rows, {.step = {.lease_ms = kLeaseMs}});
+    for (ClusterSequence* one : lane_.sequences) rows.push_back({one, 1});
+    auto step = lane_.session->Begin(kModel, rows, {.step = {.lease_ms = kLeaseMs}});
     if (!step.ok()) return step.status();
-    steps.push_back(*std::move(step));
+    step_ = *std::move(step);
+    layer_ = 0;
+    return absl::OkStatus();
   }
+  void Send() {
+    client::AttendCall call;
+    call.layer = static_cast<uint32_t>(layer_++);
+    call.row_count = shape_.batch;
+    call.num_heads = static_cast<uint32_t>(flags_.heads);
+    call.profile = shape_.absorbed ? v1::PROFILE_ABSORBED : v1::PROFILE_EXPANDED;
+    call.kv = lane_.in.data();
+    call.q = lane_.in.data() + shape_.kv_bytes;
+    call.o = lane_.out.data();
+    pending_.emplace(step_->AttendAsync(call));
+  }
+  bool open() const { return step_ != nullptr; }
+  bool sent_all() const { return layer_ == flags_.layers; }
+  bool Ready() { return pending_->Ready(); }
+  absl::Status Wait() { return pending_->Wait().status(); }
+  // Drops the new rows, so that contexts keep their length.
+  absl::Status End() {
+    const std::vector<uint32_t> none(lane_.sequences.size(), 0);
+    absl::Status status = step_->End(none).status();
+    pending_.reset();
+    step_.reset();
+    return status;
+  }
+
+ private:
+  const Flags& flags_;
+  const Lane& lane_;
+  const Point shape_;
+  std::unique_ptr<client::ClusterStep> step_;
+  std::optional<client::PendingClusterAttend> pending_;
+  int32_t layer_ = 0;
+};
+
+// One step of every lane. Each layer waits for all lanes.
+absl::Status RunStep(const Flags& flags, bool absorbed, const std::vector<Lane>& lanes) {
+  std::deque<LaneStep> steps;
   absl::Status status;
-  for (int32_t layer = 0; status.ok() && layer < flags.layers; ++layer) {
-    std::vector<client::PendingClusterAttend> pending;
-    for (size_t i = 0; i < lanes.size(); ++i) {
-      const Point own =
-          MakePoint(flags.heads, absorbed, static_cast<int32_t>(lanes[i].sequences.size()));
-      client::AttendCall call;
-      call.layer = static_cast<uint32_t>(layer);
-      call.row_count = own.batch;
-      call.num_heads = static_cast<uint32_t>(flags.heads);
-      call.profile = own.absorbed ? v1::PROFILE_ABSORBED : v1::PROFILE_EXPANDED;
-      call.kv = lanes[i].in.data();
-      call.q = lanes[i].in.data() + own.kv_bytes;
-      call.o = lanes[i].out.data();
-      pending.push_back(steps[i]->AttendAsync(call));
-    }
-    for (client::PendingClusterAttend& one : pending) status.Update(one.Wait().status());
+  for (const Lane& lane : lanes) status.Update(steps.emplace_back(flags, absorbed, lane).Begin());
+  while (status.ok() && !steps[0].sent_all()) {
+    for (LaneStep& step : steps) step.Send();
+    for (LaneStep& step : steps) status.Update(step.Wait());
   }
   if (!status.ok()) return status;
-  for (size_t i = 0; i < lanes.size(); ++i) {
-    // Drops the new rows, so that contexts keep their length.
-    const std::vector<uint32_t> none(lanes[i].sequences.size(), 0);
-    status.Update(steps[i]->End(none).status());
-  }
+  for (LaneStep& step : steps) status.Update(step.End());
   return status;
+}
+
+double SecondsSince(Clock::time_point begun) {
+  return std::chrono::duration<double>(Clock::now() - begun).count();
 }
 
 }  // namespace
@@ -200,11 +234,49 @@ absl::StatusOr<Rate> RunFor(const Flags& flags, bool absorbed, const std::vector
   while (status.ok() && (elapsed < flags.seconds || steps < kLeastSteps)) {
     status = RunStep(flags, absorbed, lanes);
     ++steps;
-    elapsed = std::chrono::duration<double>(Clock::now() - begun).count();
+    elapsed = SecondsSince(begun);
   }
   if (!status.ok()) return status;
   const auto count = static_cast<double>(steps);
   return Rate{count * static_cast<double>(rows) / elapsed, 1e6 * elapsed / count / flags.layers};
+}
+
+absl::StatusOr<Rate> RunApart(const Flags& flags, bool absorbed, const std::vector<Lane>& lanes) {
+  absl::Status status;
+  for (int i = 0; status.ok() && i < kWarmUps; ++i) status = RunStep(flags, absorbed, lanes);
+  std::deque<LaneStep> steps;
+  std::vector<uint64_t> ended(lanes.size());
+  Rate sum;
+  const Clock::time_point begun = Clock::now();
+  for (const Lane& lane : lanes) {
+    status.Update(steps.emplace_back(flags, absorbed, lane).Begin());
+    if (status.ok()) steps.back().Send();
+  }
+  for (size_t under_way = lanes.size(); status.ok() && under_way > 0;) {
+    bool waits = true;
+    for (size_t i = 0; status.ok() && i < lanes.size(); ++i) {
+      LaneStep& step = steps[i];
+      if (!step.open() || !step.Ready()) continue;
+      waits = false;
+      status = step.Wait();
+      if (status.ok() && step.sent_all()) {
+        status = step.End();
+        const double elapsed = SecondsSince(begun);
+        const auto count = static_cast<double>(++ended[i]);
+        if (elapsed >= flags.seconds && ended[i] >= kLeastSteps) {
+          --under_way;
+          sum.rows_s += count * static_cast<double>(lanes[i].sequences.size()) / elapsed;
+          sum.layer_us = std::max(sum.layer_us, 1e6 * elapsed / count / flags.layers);
+          continue;
+        }
+        status.Update(step.Begin());
+      }
+      if (status.ok()) step.Send();
+    }
+    if (waits) std::this_thread::yield();
+  }
+  if (!status.ok()) return status;
+  return sum;
 }
 
 }  // namespace mla::bench

@@ -73,10 +73,15 @@ struct Rate {
   double rows_s = 0, layer_us = 0;
 };
 
-// Runs steps of all lanes, each step at the same time in every lane, for flags.seconds. Begins
-// together with the other threads of `together`, unless that is null.
+// Runs steps of all lanes, each step and layer at the same time in every lane, for flags.seconds.
+// Begins together with the other threads of `together`, unless that is null.
 absl::StatusOr<Rate> RunFor(const Flags& flags, bool absorbed, const std::vector<Lane>& lanes,
                             std::barrier<>* together);
+
+// Runs steps of all lanes in the calling thread for flags.seconds. No lane waits for another one: a
+// layer is sent as soon as the one before it has come back in its own lane. The sum of the lanes'
+// rates, and the time of a layer in the slowest.
+absl::StatusOr<Rate> RunApart(const Flags& flags, bool absorbed, const std::vector<Lane>& lanes);
 
 }  // namespace mla::bench
 

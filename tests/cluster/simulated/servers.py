@@ -170,6 +170,9 @@ class Answer(AttendFuture):
     def result(self):
         return self._result
 
+    def done(self):
+        return True
+
 
 class _Calls:
     """The RPCs that the product's code for moves makes by themselves."""

@@ -36,6 +36,7 @@ class Agent:
         own = np.array([rng.getrandbits(20) for _ in range(ROWS)], np.int32)
         self.all = np.concatenate([system, own])
         self.turn = 0
+        self.owner = ""  # the server of the latest turn
         digest, self.shown = 0, np.empty(len(self.all), np.float32)
         for place, token in enumerate(self.all):
             digest = extend(digest, token)
@@ -92,6 +93,8 @@ class Worker:
         self.finish(places)
         for agent, sequence in places.items():
             held.discard(sequence.id)
+            agent.owner = self.client.address_of(sequence)
+            self.world.turns[agent.owner] += 1
             try:
                 sequence.release()
             except errors.MlaError:

@@ -232,8 +232,10 @@ class DebianTest(LongTest):
         self.assertIn("complete", script.read_text(encoding="utf-8"))
         listed = run(*inside, "dpkg", "--listfiles", "mlactl", "mla-server")
         for page in ("man1/mlactl.1.gz", "man1/mlactl-set-quota.1.gz", "man8/mla-server.8.gz",
-                     "system/mla-server.service"):
+                     "man1/mlactl-announce.1.gz", "system/mla-server.service",
+                     "system/mla-server@.service", "system/mla-announce@.service"):
             self.assertIn(page, listed)
+        self.assertTrue(os.access(root / "usr/sbin/mla-place-instances", os.X_OK))
 
     def test_packages_of_the_last_release_are_upgraded_removed_and_purged(self):
         """Release 0.1.0 had no packages: its binaries are packaged by the rules of today."""

@@ -108,6 +108,7 @@ TEST(CClientTest, NullArgumentsAreRefusedByName) {
   EXPECT_EQ(mla_upload_weights(client.get(), "m", &missing, 1, nullptr, &error),
             MLA_INVALID_ARGUMENT);
   EXPECT_EQ(Said(error).field, "weights.w_uv");
+  EXPECT_EQ(mla_pending_ready(nullptr), 1);
   EXPECT_EQ(mla_pending_wait(nullptr, nullptr, &error), MLA_INVALID_ARGUMENT);
   EXPECT_EQ(Said(error).field, "pending");
   EXPECT_EQ(mla_sequence_release(nullptr, &error), MLA_OK);

@@ -1,11 +1,13 @@
 // The C library with a cluster: the calls of a connection, over several servers.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "client/c/mla_client.h"
@@ -105,6 +107,7 @@ TEST(CClusterTest, AStepOverTwoServersAnswersForBoth) {
   call.o = o.data();
   mla_pending* pending = nullptr;
   ASSERT_EQ(mla_step_attend_async(step, &call, &pending, nullptr), MLA_OK);
+  while (mla_pending_ready(pending) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   mla_attend_times times{};
   times.struct_size = sizeof(times);
   ASSERT_EQ(mla_pending_wait(pending, &times, &error), MLA_OK) << mla_error_message(error);

@@ -212,6 +212,49 @@ TEST_F(ClusterTest, SaysWhatIsWrong) {
   EXPECT_EQ(worker.session().Begin(kModel, {}).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
+// The transport of a session at a server.
+std::string TransportTo(client::ClusterClient* cluster, const std::string& address) {
+  const auto server = cluster->ServerAt(address);
+  if (!server.ok()) return std::string(server.status().message());
+  const auto session = (*server)->OpenSession();
+  return session.ok() ? std::string((*session)->transport())
+                      : std::string(session.status().message());
+}
+
+TEST_F(ClusterTest, ServersOfThisHostAreReachedByTheSocketsThatTheCallerNames) {
+  const Authority authority;
+  const TempFolder folder;
+  const auto serve = [&](const std::string& name) {
+    return std::make_unique<TestServer>([&](server::Config& config) {
+      config.tls.cert = authority.File("server.pem");
+      config.tls.key = authority.File("server.key");
+      config.tls.client_ca = authority.File("ca.pem");
+      config.listen.unix_tenant = "red";
+      config.listen.unix_path = folder.File(name);
+    });
+  };
+  const auto a = serve("a.sock"), b = serve("b.sock"), far = serve("far.other");
+  std::vector<std::string> addresses;
+  for (const TestServer* one : {a.get(), b.get(), far.get()}) {
+    addresses.push_back(absl::StrCat("localhost:", one->server().tcp_port()));
+  }
+  client::ClusterOptions options;
+  options.home = addresses[0];
+  const std::string target = absl::StrJoin(addresses, ",");
+  {
+    FleetWorker worker(target, authority.As("red"), options);
+    EXPECT_EQ(TransportTo(&worker.client(), addresses[0]), "inline");
+  }
+  options.sockets = folder.File("*.sock");
+  FleetWorker worker(target, authority.As("red"), options);
+  EXPECT_EQ(TransportTo(&worker.client(), addresses[0]), "ring");
+  EXPECT_EQ(TransportTo(&worker.client(), addresses[1]), "ring");
+  EXPECT_EQ(TransportTo(&worker.client(), addresses[2]), "inline");
+  FleetTrack track = worker.Open();
+  EXPECT_EQ(track.sequence.address(), addresses[0]);
+  EXPECT_EQ(worker.Step({&track}, {3}), absl::OkStatus());
+}
+
 TEST_F(ClusterTest, ASequenceThatADrainHasMovedGoesOnAtItsNewServer) {
   Authority authority;
   Serve(2, [&](server::Config& config) {

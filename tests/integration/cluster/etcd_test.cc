@@ -1,5 +1,6 @@
 // The cluster's client with a real etcd: members that come, go and do not answer, and a registry
 // that is away.
+#include <gmock/gmock.h>
 #include <grpcpp/create_channel.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -297,6 +298,106 @@ TEST_F(EtcdTest, CertificatesThatChangeAreReadAgain) {
   const auto members = (*registry)->Read();
   ASSERT_TRUE(members.ok()) << members.status();
   EXPECT_EQ(members->size(), 1u);
+}
+
+// `mlactl announce` of a server, as node-1:50551.
+class Announce final {
+ public:
+  Announce(const Etcd& etcd, const ServerProcess& server)
+      : registry_(*client::RegistryOf(etcd.target())),
+        command_(absl::StrCat("exec ", kMlactl, " announce --node=node-1 --address=node-1:50551",
+                              " --registry=", etcd.target(), " --target=", server.target())) {}
+
+  bool IsThere(bool wanted = true) {
+    return Eventually([&] {
+      const auto members = registry_->Read();
+      return members.ok() && members->size() == (wanted ? 1u : 0u);
+    });
+  }
+  // REQUIRES: it is there.
+  client::Member Said() { return registry_->Read().value().at(0); }
+  BackgroundCommand& command() { return command_; }
+
+ private:
+  const std::unique_ptr<client::Registry> registry_;
+  BackgroundCommand command_;
+};
+
+TEST_F(EtcdTest, AnnounceSaysWhatTheServerHasUntilItIsGone) {
+  const Etcd etcd;
+  ServerProcess server({});
+  Announce announce(etcd, server);
+  ASSERT_TRUE(announce.IsThere());
+  const client::Member said = announce.Said();
+  EXPECT_EQ(said.address(), "node-1:50551");
+  EXPECT_EQ(said.node(), "node-1");
+  EXPECT_EQ("unix:" + said.socket(), server.target());
+  EXPECT_NE(said.device(), "");
+  EXPECT_NE(said.version(), "");
+  EXPECT_GT(said.bytes_total(), 0u);
+  EXPECT_EQ(said.bytes_free(), said.bytes_total());
+  EXPECT_FALSE(said.draining());
+  const auto client = client::Client::Connect(server.target(), {});
+  ASSERT_TRUE(client.ok()) << client.status();
+  EXPECT_EQ(said.boot_id(), (*client)->info().boot_id());
+  v1::ModelSpec spec = SpecOf(Dims(), kModel);
+  spec.set_weights_digest(std::string(32, '\x01'));
+  ASSERT_TRUE((*client)->RegisterModel(spec).ok());
+  const auto sequence = (*client)->OpenSequence(kModel);
+  ASSERT_TRUE(sequence.ok()) << sequence.status();
+  EXPECT_TRUE(Eventually([&] { return announce.Said().sequences() == 1; }));
+  EXPECT_TRUE(Eventually([&] { return announce.Said().models_size() == 1; }));
+  server.Signal(SIGKILL);
+  server.Wait();
+  EXPECT_TRUE(announce.IsThere(false));
+  announce.command().Signal(SIGTERM);
+  const Result ended = announce.command().Finish();
+  EXPECT_EQ(ended.code, 0);
+  EXPECT_THAT(ended.output, testing::HasSubstr("announced node-1:50551\nnot announced: "));
+}
+
+TEST_F(EtcdTest, AnnounceTakesItsServerOutWhenItEnds) {
+  const Etcd etcd;
+  const ServerProcess server({});
+  for (const int signal : {SIGTERM, SIGKILL}) {  // at once, and with the lease
+    Announce announce(etcd, server);
+    ASSERT_TRUE(announce.IsThere());
+    announce.command().Signal(signal);
+    EXPECT_EQ(announce.command().Finish().code, signal == SIGTERM ? 0 : 128 + SIGKILL);
+    EXPECT_TRUE(announce.IsThere(false)) << signal;
+  }
+}
+
+TEST_F(EtcdTest, AnnounceComesBackWithTheRegistry) {
+  Etcd etcd;
+  const ServerProcess server({});
+  Announce announce(etcd, server);
+  ASSERT_TRUE(announce.IsThere());
+  etcd.Kill();
+  std::this_thread::sleep_for(std::chrono::seconds(2));
+  etcd.Start();
+  // Whatever etcd remembers of the first lease.
+  etcd.Withdraw("node-1_50551");
+  EXPECT_TRUE(announce.IsThere());
+}
+
+TEST_F(EtcdTest, AnnounceRefusesWhatItCannotDo) {
+  const auto run = [](const std::string& words) {
+    return Shell(absl::StrCat(kMlactl, " announce ", words));
+  };
+  const std::string etcd = " --registry=etcd://127.0.0.1:1/fleet";
+  Result result = run("--address=a:1 --target=a:1,b:1" + etcd);
+  EXPECT_EQ(result.code, 1) << result.output;
+  EXPECT_THAT(result.output, testing::HasSubstr("must be one server"));
+  result = run("--address=a:1 --target=a:1 --registry=a:1,b:1");
+  EXPECT_EQ(result.code, 1) << result.output;
+  EXPECT_THAT(result.output, testing::HasSubstr("--registry"));
+  EXPECT_EQ(run("--target=a:1" + etcd).code, 1) << "no address";
+  EXPECT_EQ(run("--address= --target=a:1" + etcd).code, 1);
+  const auto list = client::RegistryOf("a:1,b:1");
+  ASSERT_TRUE(list.ok());
+  EXPECT_TRUE(absl::IsUnimplemented((*list)->Announce(client::MemberAt("a:1"), 4)));
+  EXPECT_EQ((*list)->Withdraw(), absl::OkStatus());
 }
 
 TEST_F(EtcdTest, TheNextEndpointAnswersWhereOneDoesNot) {

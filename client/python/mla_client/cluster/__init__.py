@@ -24,24 +24,31 @@ if TYPE_CHECKING:
     from mla_client.cluster.client import ClusterClient
     from mla_client.cluster.members import Member
 
+# A server is asked for its boot id within this time.
+ASK_S = 2.0
+
 
 def connect(target: str, *, tls: Any = None, client_id: str = "", timeout_s: float = 30.0,
             on_peer: Optional[Callable[[Any], None]] = None, home: str = "", costs: Any = None,
             etcd: Optional[Mapping[str, str]] = None, same_host: bool = True,
-            keep_s: Optional[float] = None, subset: Optional[int] = None,
+            sockets: str = "", keep_s: Optional[float] = None, subset: Optional[int] = None,
             **arguments: Any) -> "ClusterClient":
     """Returns a client of the servers that a target names. `arguments` go to Client.connect for
     each server.
 
     `home`: the address of the server for sequences that share nothing; `costs`: a
     placement.Costs; `etcd`: ca, cert and key of the registry, as paths; `same_host` False: servers
-    of this host are reached as others are, not by their unix sockets; `keep_s`: how long the
-    members are used while the registry does not answer (default: ten minutes); `subset`: servers
-    that this worker uses as long as they have room (default: 8; 0: all)."""
+    of this host are reached as others are, not by the unix sockets that the registry has;
+    `sockets`: paths of this host's sockets, with `*` ("/run/mla/*.sock"), by which its servers are
+    reached whatever the registry has, also with TLS: calls there then have the tenant that the
+    server gives to those who use its socket; `keep_s`: how long the members are used while the
+    registry does not answer (default: ten minutes); `subset`: servers that this worker uses as long
+    as they have room (default: 8; 0: all)."""
     # Here, as these modules import the client that this package's parent makes.
     from mla_client.client import Client, Tls
     from mla_client.cluster import members, placement, registry, targets
     from mla_client.cluster.client import SUBSET, ClusterClient
+    from mla_client.connection.same_host import SameHost
     if isinstance(tls, Mapping):
         tls = Tls(**tls)
     if tls is not None and not tls.server_name and target.startswith("dns:///"):
@@ -51,9 +58,21 @@ def connect(target: str, *, tls: Any = None, client_id: str = "", timeout_s: flo
     if client_id == "":
         client_id = "py-" + os.urandom(8).hex()
 
+    def boot_id_of(address: str, files: Any = None) -> int:
+        with Client.connect(address, tls=files, timeout_s=min(timeout_s, ASK_S),
+                            transport="inline", **{name: value for name, value in arguments.items()
+                                                   if name in ("tenant", "server_uid")}) as one:
+            return one.boot_id
+    here = SameHost(sockets, lambda path: boot_id_of("unix:" + path)) if sockets else None
+
     def to_member(member: "Member") -> Client:
-        return Client.connect(_address_of(member, same_host and tls is None), tls=tls,
-                              client_id=client_id, timeout_s=timeout_s, **arguments)
+        address, files = _address_of(member, same_host and tls is None), tls
+        if here is not None:
+            path = here.path_of(boot_id_of(address, tls))
+            if path:
+                address, files = "unix:" + path, None
+        return Client.connect(address, tls=files, client_id=client_id, timeout_s=timeout_s,
+                              **arguments)
 
     gone: Callable[[list], None] = lambda addresses: None
     fleet = members.MemberList(source.read, on_gone=lambda addresses: gone(addresses),

@@ -97,6 +97,11 @@ class _Whole(AttendFuture):
         self._step.raise_failed(self._result)
         return self._result
 
+    def done(self) -> bool:
+        return self._result is not None or all(
+            future is None or part.error is not None or future.done()
+            for part, _, future in self._sent)
+
     def _gather(self) -> AttendResult:
         o, lse, lists = self._shapes.arrays(self._rows)
         timings: List[Any] = []

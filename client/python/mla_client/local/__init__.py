@@ -35,6 +35,9 @@ class _Done(AttendFuture):
     def result(self) -> AttendResult:
         return self._result
 
+    def done(self) -> bool:
+        return True
+
 
 class LocalReference(Service):
     """Attention in numpy. With `exact` nothing is rounded: queries, cache, weights and outputs stay

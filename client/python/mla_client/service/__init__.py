@@ -36,6 +36,11 @@ class AttendFuture(abc.ABC):
     def result(self) -> AttendResult:
         """Waits until the call is done or its deadline has passed. Raises MlaError."""
 
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """True if `result` would not wait any more. Takes replies that have come, and waits for
+        none. Has no deadline; `result` has."""
+
 
 class Service(abc.ABC):
     """The interface that a Model, a Sequence and a Step need. Users call the methods of those

@@ -120,7 +120,7 @@ class Ring:
         connection has ended and nothing is left to take."""
         if self.ready():
             return True
-        if self._spin():
+        if time.monotonic() < deadline and self._spin():
             return True
         words = self._words
         while True:

@@ -51,6 +51,9 @@ class _GrpcRequest(stream.Request):
         self._reply, self._received, self._error = reply, received, error
         self._done.open()
 
+    def ready(self) -> bool:
+        return self._home.left or self._done.wait(0.0)
+
     def wait(self, deadline: float) -> Any:
         self._home.check_copy()
         if not self._done.wait(deadline):

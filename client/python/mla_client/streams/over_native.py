@@ -53,6 +53,9 @@ class _NativeRequest(stream.Request):
         if not self._owner.memory._home.left:
             self._owner.memory.lib.mla_request_free(self._handle)
 
+    def ready(self) -> bool:
+        return self._owner.memory._home.left or self.settle(0.0)
+
     def wait(self, deadline: float) -> Any:
         while not self.settle(deadline):
             if time.monotonic() >= deadline:

@@ -49,6 +49,9 @@ class _RingRequest(stream.Request):
         # Takes the outputs of an attend that succeeded; None for messages.
         self.finish: Optional[Callable[[Timings], None]] = None
 
+    def ready(self) -> bool:
+        return self._owner.looked_for(self)
+
     def wait(self, deadline: float) -> Any:
         self._owner.wait_for(self, deadline)
         if self.error is not None:
@@ -210,6 +213,17 @@ class RingStream(stream.StepStream):
             self._take_until(lambda: request.done, deadline, stream.no_reply)
             if self._broken is not None and not request.done:
                 raise self._broken.again()
+
+    def looked_for(self, request: _RingRequest) -> bool:
+        """Takes the completions that have come. True if `wait_for` would return, or raise, at once.
+        """
+        if self._home.left:
+            return True
+        try:
+            self._take_until(lambda: request.done, 0.0, stream.no_reply)
+        except errors.DeadlineExceeded:
+            return False
+        return True
 
     def _take_until(self, enough: Callable[[], bool], deadline: float,
                     late: Callable[[], errors.MlaError]) -> None:

@@ -42,6 +42,9 @@ class _Pending(AttendFuture):
             self._requests.clear()
         return self._result
 
+    def done(self) -> bool:
+        return all(request.ready() for request in self._requests)
+
 
 def _begin_of(step: Step) -> Any:
     made = attention_pb2.BeginStep(

@@ -33,6 +33,10 @@ class Request(abc.ABC):
         they belong then. Raises MlaError for an error reply, at the deadline (`time.monotonic`) or
         when the stream has ended."""
 
+    @abc.abstractmethod
+    def ready(self) -> bool:
+        """True if `wait` would not wait any more. Takes replies that have come; waits for none."""
+
 
 class StepStream(abc.ABC):
     """A stream of steps. Thread safe. Belongs to the process that opened it: in a process that was

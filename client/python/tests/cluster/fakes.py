@@ -20,11 +20,15 @@ class Answer(AttendFuture):
 
     def __init__(self, result):
         self._result = result
+        self.late = False
 
     def result(self):
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
+
+    def done(self):
+        return not self.late
 
 
 class FakeServer:

@@ -2,6 +2,7 @@
 
 import random
 import unittest
+from unittest import mock
 
 from mla_client import Prefix, errors
 from mla_client.cluster import client as cluster_client
@@ -198,6 +199,16 @@ class RecoveryTest(unittest.TestCase):
         second.sequences[self.sequence.id] = SequenceState(self.sequence.id, 6, 100)
         self.moved_to(first)
         self.assertEqual(self.recover(), ("moved", second.address, 100, 0))
+
+    def test_a_sequence_that_a_drain_has_moved_is_released_where_it_is(self):
+        service, own = self.sequence.model.service, self.sequence.id
+        for peer in self.others:  # one of them may be this worker's home
+            peer.sequences[own] = SequenceState(own, 5, 100)
+            with mock.patch.object(service, "_moved", lambda ids, to=peer: [(ids[0], to.address)]):
+                self.assertEqual(service._release_moved([own]), [])
+            self.assertEqual([one.released for one in self.others], [
+                [own] if one is peer else [] for one in self.others])
+            peer.released.clear()
 
     def test_a_peer_that_drains_itself_registers_nothing_and_has_the_sequence(self):
         peer = self.others[1]

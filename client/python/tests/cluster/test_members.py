@@ -14,6 +14,17 @@ class MemberTest(unittest.TestCase):
     def test_a_value_is_read_as_it_was_written(self):
         self.assertEqual(Member.from_json(MEMBER.to_json()), MEMBER)
 
+    def test_mlactl_writes_the_same_text(self):
+        # client/cpp/cluster/members_test.cc has it, too.
+        member = Member("node-1:50551", 2**64 - 1, 'a "quoted" \\ name', "/run/mla.sock", "MI355X",
+                        "0.2.0", True, 3, 2, 5, 7, ("00ff", "01"))
+        self.assertEqual(
+            member.to_json(),
+            '{"address":"node-1:50551","boot_id":18446744073709551615,"bytes_cached":2,'
+            '"bytes_free":3,"bytes_total":5,"device":"MI355X","draining":true,'
+            '"models":["00ff","01"],"node":"a \\"quoted\\" \\\\ name","sequences":7,'
+            '"socket":"/run/mla.sock","version":"0.2.0"}')
+
     def test_fields_of_newer_announcers_are_left_out(self):
         fields = {**json.loads(MEMBER.to_json()), "colour": "blue"}
         self.assertEqual(Member.from_json(json.dumps(fields)), MEMBER)

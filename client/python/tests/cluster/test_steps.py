@@ -46,6 +46,21 @@ class StepsTest(unittest.TestCase):
         np.testing.assert_array_equal(got.lse[:, 1], np.arange(8))
         self.assertEqual([one.length for one, _ in rows], [2, 3, 1, 2])
 
+    def test_a_call_is_done_once_all_its_owners_are(self):
+        with self.client.step([(self.a, 1), (self.b, 1)], partial=True) as step:
+            q, kv = tensors(2)
+            future = step.attend_async(0, q, kv, Profile.ABSORBED)
+            late = future._sent[1].future
+            late.late = True
+            self.assertFalse(future.done())
+            late.late = False
+            self.assertTrue(future.done())
+            late.late = True
+            step.fail(future._sent[1].part, GONE)  # it is not waited for
+            self.assertTrue(future.done())
+            self.assertTrue(np.isnan(future.result().o[1]).all())
+            self.assertTrue(future.done())
+
     def test_calls_to_several_servers_are_not_chained(self):
         with self.client.step([(self.a, 1), (self.b, 1)]) as step:
             self.assertIsNone(step.chain(Buffers(None, None, None, None, DType.BF16)))

@@ -68,6 +68,26 @@ class StreamTests(Transport):
             for step in steps:
                 self.assertEqual(step.end(), [3])
 
+    def test_a_call_is_done_when_its_reply_is_there(self):
+        with self.model.open_sequence() as one, self.model.open_sequence() as two:
+            steps = [self.service.step([(sequence, 1)]).begin() for sequence in (one, two)]
+            kv = self.worker.kv(1)
+            os.kill(SERVER.pid, signal.SIGSTOP)
+            os.waitpid(SERVER.pid, os.WUNTRACED)  # until all its threads have stopped
+            try:
+                futures = [step.attend_async(0, None, kv, Profile.APPEND_ONLY) for step in steps]
+                for _ in range(3):
+                    self.assertEqual([future.done() for future in futures], [False, False])
+            finally:
+                os.kill(SERVER.pid, signal.SIGCONT)
+            while not all(future.done() for future in reversed(futures)):
+                time.sleep(0.001)
+            for future in futures:
+                future.result()
+                self.assertTrue(future.done())
+            for step in steps:
+                step.abort()
+
     def test_tensor_parallel_ranks(self):
         """Two streams in one step: each brings its heads, one brings the rows."""
         ranks = [self.service.open_stream(), self.service.open_stream()]

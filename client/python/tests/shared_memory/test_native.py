@@ -106,6 +106,8 @@ class NativeTest(unittest.TestCase):
         with model.open_sequence() as sequence, client.step([(sequence, 3)]) as step:
             step.attend(0, self.q, self.kv, Profile.ABSORBED)
             futures = [step.attend_async(0, self.q, None, Profile.ABSORBED) for _ in range(600)]
+            while not futures[-1].done():
+                time.sleep(0.001)
             for future in futures:
                 np.testing.assert_allclose(future.result().o, self.want, atol=2e-2, rtol=2e-2)
             step.abort()

@@ -110,3 +110,8 @@ What of .Values.config needs another pod. The keys left out are those that a run
 {{- end -}}
 {{- toYaml $config -}}
 {{- end -}}
+
+{{/* The service whose addresses are those of the pods that are ready. */}}
+{{- define "mla-server.members" -}}
+{{- printf "%s-members" (include "mla-server.fullname" .) -}}
+{{- end }}

@@ -21,9 +21,10 @@ from typing import Any, Callable, Dict, List, Optional
 
 from mla_client import errors, messages
 from mla_client.client import Client, Tls
-from mla_client.cluster import members, registry
+from mla_client.cluster import members, registry, targets
 from mla_client.cluster.operations import announce, quotas
 from mla_client.cluster.operations.drain import drain
+from mla_client.cluster.operations.lease import ApiServer, KubernetesLease
 from mla_client.types import Prefix, SequenceState
 
 # Exit codes, the same as mlactl's.
@@ -64,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--exit", action="store_true", help="end the process once it is empty")
     shares = add("quotas")
     shares.add_argument("--file", required=True, help='{"tenant": {"kv_bytes": 1000000}}')
+    shares.add_argument("--lease", default="", metavar="NAMESPACE/NAME",
+                        help="a Lease of Kubernetes, which the leader has; without it etcd's")
     shares.add_argument("--once", action="store_true", help="one turn, and no leader")
     return top
 
@@ -87,7 +90,10 @@ def _registry(args: argparse.Namespace, target: str) -> registry.Registry:
 
 
 def _connect(args: argparse.Namespace, address: str) -> Client:
-    tls = Tls(args.ca, args.cert, args.key) if args.cert else None
+    cluster = getattr(args, "cluster", "")
+    # Certificates have the name of all servers, not the addresses that the name has.
+    name = targets.dns_target(cluster).host if cluster.startswith("dns:///") else ""
+    tls = Tls(args.ca, args.cert, args.key, name) if args.cert else None
     return Client.connect(address, tenant=args.tenant, tls=tls, timeout_s=args.timeout_s,
                           transport="inline")
 
@@ -220,6 +226,10 @@ def _quotas(args: argparse.Namespace) -> int:
         report(reconciler.turn(), reconciler.failed)
         return REFUSED if reconciler.failed else GOOD
     name = f"{socket.gethostname()}:{os.getpid()}"
-    quotas.run(reconciler, quotas.Leadership(_etcd(args, args.cluster), name), _until_signal(),
-               report)
+    leader: quotas.Leader
+    if args.lease:
+        leader = KubernetesLease(ApiServer(), args.lease, name)
+    else:
+        leader = quotas.Leadership(_etcd(args, args.cluster), name)
+    quotas.run(reconciler, leader, _until_signal(), report)
     return GOOD

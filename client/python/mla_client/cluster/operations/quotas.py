@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Tuple
 
 from mla_client import errors
 from mla_client.cluster.registry import EtcdRegistry
@@ -121,8 +121,18 @@ class Reconciler:
         return changed
 
 
+class Leader(Protocol):
+    """Lets one process at a time lead."""
+
+    def held(self) -> bool:
+        """Takes or keeps it. False while another process has it, or it cannot be known."""
+
+    def leave(self) -> None:
+        """Lets another process have it."""
+
+
 class Leadership:
-    """Lets one process at a time lead. The leader holds a key under a lease."""
+    """A Leader by etcd: the one that leads holds a key under a lease."""
 
     def __init__(self, registry: EtcdRegistry, name: str) -> None:
         self._registry = registry
@@ -154,7 +164,7 @@ class Leadership:
                 pass  # it ends by itself
 
 
-def run(reconciler: Reconciler, leadership: Leadership, stop: threading.Event,
+def run(reconciler: Reconciler, leadership: Leader, stop: threading.Event,
         report: Optional[Callable[[int, Dict[str, errors.MlaError]], None]] = None) -> None:
     """Turns every PERIOD_S while this process leads, until `stop`."""
     try:
