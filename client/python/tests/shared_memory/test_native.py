@@ -275,6 +275,46 @@ class NativeTest(unittest.TestCase):
                 step.attend(0, self.q, self.kv, Profile.ABSORBED)
                 step.abort()
 
+    def test_a_reply_that_has_come_is_taken_even_if_its_time_is_up(self):
+        """An engine may be away for longer than calls may take, between an end and its reply. No
+        thread of the library looks for replies where nothing is chained."""
+        client, model = self.connect()
+        with model.open_sequence() as sequence:
+            step = client.step([(sequence, 3)]).begin()
+            for layer in range(LAYERS):
+                step.attend(layer, self.q, self.kv, Profile.ABSORBED)
+            with mock.patch.object(client, "timeout_s", -1.0):
+                step.end_ahead()
+            begun = time.monotonic()
+            while True:
+                try:
+                    step._ending()
+                    break
+                except errors.DeadlineExceeded:
+                    self.assertLess(time.monotonic(), begun + WAIT_S)
+
+    def test_a_chain_whose_copies_change(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            found = np.zeros((2, *buffers.o.shape), buffers.o.dtype)
+            with client.step([(sequence, 3)]) as step:
+                chain = step.chain(buffers, Profile.ABSORBED)
+                chain.attend(0, gpu.stream.value)  # without any
+                chain.clear()
+                chain.copy_out(buffers.o.ctypes.data, buffers.o.nbytes)
+                for layer in range(1, LAYERS):
+                    chain.attend(layer, gpu.stream.value, (), found[layer % 2].ctypes.data)
+                chain.collect()
+                gpu.finish()
+                for layer in range(max(1, LAYERS - 2), LAYERS):
+                    want, _ = self.worker.expected(layer, self.q, self.kv, Profile.ABSORBED)
+                    np.testing.assert_allclose(mla_client.from_bf16(found[layer % 2]), want,
+                                               atol=2e-2, rtol=2e-2)
+                chain.collect()  # nothing is left to wait for
+                step.abort()
+
     def test_the_stream_copies(self):
         client, model = self.pinned()
         gpu = Gpu()
