@@ -34,7 +34,8 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / path) for path in (
-    "client/python", "client/python/tests", "tests/vllm", "tests/vllm/standin")]
+    "client/python", "client/python/tests", "tests/vllm", "tests/vllm/standin",
+    "tests/vllm/chained")]
 
 # pylint: disable=wrong-import-position
 import engine as harness

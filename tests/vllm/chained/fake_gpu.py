@@ -12,7 +12,7 @@ import types
 import torch
 from mla_client import pytorch
 
-LIBRARY = pathlib.Path(__file__).resolve().parents[2] / ".bazel/bin/tests/fake_hip/libfake_hip.so"
+LIBRARY = pathlib.Path(__file__).resolve().parents[3] / ".bazel/bin/tests/fake_hip/libfake_hip.so"
 
 
 class FakeGpu:

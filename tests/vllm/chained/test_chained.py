@@ -1,7 +1,12 @@
 """vLLM with chained calls, on a fake GPU: plain, and a server that is killed."""
 
+import pathlib
+import sys
 import unittest
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+# pylint: disable=wrong-import-position
 import cases
 
 ENVIRONMENT = "vllm"
