@@ -118,6 +118,22 @@ MLA_API void mla_ring_deallocate(mla_ring* ring, uint64_t offset, int32_t on_dev
 // none became free; nothing was sent then.
 MLA_API mla_code mla_ring_attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms,
                                  mla_request** out, mla_error** error);
+// Chained attends that differ in step, layer and addresses alone, in fewer of the caller's
+// microseconds: what `entry` says is read and checked once. Its step_id, layer and stream count for
+// nothing, nor do the addresses that `in` copies from and `out` copies to. A chain belongs to one
+// thread at a time.
+typedef struct mla_chain mla_chain;
+MLA_API mla_code mla_chain_new(mla_ring* ring, const mla_ring_entry* entry, mla_chain** out,
+                               mla_error** error);
+// As mla_ring_attend. `addresses`: of the memory that each copy of `in` copies from, then of the
+// memory that each copy of `out` copies to; NULL where there are no copies.
+MLA_API mla_code mla_chain_attend(mla_chain* chain, uint64_t step_id, uint32_t layer, void* stream,
+                                  void* const* addresses, int64_t room_ms, mla_error** error);
+// Waits for all attends since the last wait that did not return "no_reply_yet". As
+// mla_requests_wait.
+MLA_API mla_code mla_chain_wait(mla_chain* chain, int64_t wait_ms, mla_error** error);
+// May come before the replies, as mla_request_free.
+MLA_API void mla_chain_free(mla_chain* chain);
 // Chained requests in a graph of the GPU's runtime. While `entry->stream` captures a graph (CUDA's
 // or HIP's), mla_graph_capture captures the copies and the words of one attend; nothing is sent,
 // and entry->step_id counts for nothing. For each launch of an instance of the graph,

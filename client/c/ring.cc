@@ -28,15 +28,8 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr int64_t kConnectMs = 10'000, kRequestMs = 60'000;
-// Longest time that can be added to a clock's time; 30 years.
-constexpr int64_t kMostMs = int64_t{1} << 40;
 constexpr uint64_t kMiB = 1 << 20;
 constexpr int32_t kMostSpinUs = 1'000'000;
-
-absl::Status CheckRange(std::string_view field, int64_t got, int64_t low, int64_t high) {
-  if (got >= low && got <= high) return absl::OkStatus();
-  return Refuse(field, std::to_string(low) + ".." + std::to_string(high), std::to_string(got));
-}
 
 absl::Status CheckOptions(const mla_ring_options& options) {
   absl::Status s = CheckRange("options.connect_ms", options.connect_ms, 0, kMostMs);
@@ -118,40 +111,6 @@ mla_ring_info InfoOf(const mla_ring& ring) {
   return info;
 }
 
-wire::SubmissionEntry EntryOf(const mla_ring_entry& from) {
-  wire::SubmissionEntry entry{};
-  entry.kind = wire::kEntryAttend;
-  entry.profile = from.profile;
-  entry.flags = static_cast<uint8_t>(from.flags & ~MLA_RING_CHAINED);
-  entry.dtypes = static_cast<uint8_t>(from.q_dtype | from.o_dtype << 4);
-  entry.step_id = from.step_id;
-  entry.layer = from.layer;
-  entry.row_begin = from.row_begin;
-  entry.row_count = from.row_count;
-  entry.head_offset = from.head_offset;
-  entry.num_heads = from.num_heads;
-  entry.timeout_us = from.timeout_us;
-  entry.in_offset = from.in_offset;
-  entry.out_offset = from.out_offset;
-  return entry;
-}
-
-using Copies = std::array<client::DeviceCopy, MLA_RING_MOST_COPIES>;
-
-absl::Status ReadCopies(std::string_view field, const mla_ring_copy* given, uint32_t count,
-                        bool from_here, Copies* copies) {
-  absl::Status status = CheckRange(field, count, 0, MLA_RING_MOST_COPIES);
-  if (status.ok() && count > 0) status = CheckNotNull(given, field);
-  for (uint32_t i = 0; status.ok() && i < count; ++i) {
-    const mla_ring_copy& one = given[i];
-    if (one.to_pitch < one.width || one.from_pitch < one.width) {
-      return Refuse(field, "rows that do not overlap", std::to_string(one.width));
-    }
-    (*copies)[i] = {one.to, one.from, one.width, one.rows, one.to_pitch, one.from_pitch, from_here};
-  }
-  return status;
-}
-
 std::unique_ptr<mla_request> NewRequest(std::shared_ptr<client::RingStream> stream) {
   auto request = std::make_unique<mla_request>();
   request->stream = std::move(stream);
@@ -159,50 +118,9 @@ std::unique_ptr<mla_request> NewRequest(std::shared_ptr<client::RingStream> stre
   return request;
 }
 
-// Returns the places of an attend, inside the memory that travels.
-absl::StatusOr<client::RingPlaces> PlacesOf(const mla_ring& ring, const mla_ring_entry& entry) {
-  if (ring.ucx == nullptr) return client::RingPlaces();
-  const uint64_t size = ring.ucx->region().size();
-  if (entry.in_offset > size || entry.in_bytes > size - entry.in_offset) {
-    return Refuse("entry.in_bytes", "within the ring's memory", std::to_string(entry.in_bytes));
-  }
-  if (entry.out_offset > size || entry.out_bytes > size - entry.out_offset) {
-    return Refuse("entry.out_bytes", "within the ring's memory", std::to_string(entry.out_bytes));
-  }
-  return client::RingPlaces{entry.in_offset, entry.in_bytes, entry.out_bytes};
-}
-
-// An attend as a program gives it, checked.
-struct Given {
-  mla_ring_entry entry;
-  Copies before, after;
-  std::span<const client::DeviceCopy> in() const { return {before.data(), entry.in_count}; }
-  std::span<const client::DeviceCopy> out() const { return {after.data(), entry.out_count}; }
-};
-
-absl::Status ReadEntry(const mla_ring_entry* from, Given* given) {
-  mla_ring_entry& known = given->entry;
-  absl::Status status = Read(from, true, "entry", &known);
-  if (status.ok()) status = CheckRange("entry.q_dtype", known.q_dtype, 0, 15);
-  if (status.ok()) status = CheckRange("entry.o_dtype", known.o_dtype, 0, 15);
-  if (status.ok() && known.in_count + known.out_count > 0 &&
-      (known.flags & MLA_RING_CHAINED) == 0) {
-    return Refuse("entry.in_count", "0 without MLA_RING_CHAINED", std::to_string(known.in_count));
-  }
-  if (status.ok()) status = CheckRange("entry.in_on_gpu", known.in_on_gpu, 0, 1);
-  if (status.ok()) status = CheckRange("entry.reserved", known.reserved, 0, 0);
-  if (status.ok()) {
-    status = ReadCopies("entry.in", known.in, known.in_count, known.in_on_gpu != 0, &given->before);
-  }
-  if (status.ok()) {
-    status = ReadCopies("entry.out", known.out, known.out_count, false, &given->after);
-  }
-  return status;
-}
-
 absl::Status Attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms,
                     mla_request** out) {
-  Given given;
+  GivenEntry given;
   absl::Status status = CheckNotNull(ring, "ring");
   if (status.ok()) status = CheckNotNull(out, "out");
   if (status.ok()) status = CheckRange("room_ms", room_ms, 0, kMostMs);
@@ -214,13 +132,13 @@ absl::Status Attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms
   request->pending->stream = given.entry.stream;
   request->pending->chained = (given.entry.flags & MLA_RING_CHAINED) != 0;
   status = ring->stream->SendPlaced(EntryOf(given.entry), *places, given.in(), given.out(),
-                                    Clock::now() + milliseconds(room_ms), request->pending);
+                                    milliseconds(room_ms), request->pending);
   if (status.ok()) *out = request.release();
   return status;
 }
 
 absl::Status Capture(mla_graph* graph, const mla_ring_entry* entry) {
-  Given given;
+  GivenEntry given;
   absl::Status status = CheckNotNull(graph, "graph");
   if (status.ok()) status = ReadEntry(entry, &given);
   if (status.ok() && (given.entry.flags & MLA_RING_CHAINED) == 0) {
@@ -284,17 +202,99 @@ absl::Status WaitFor(std::span<mla_request* const> requests, int64_t wait_ms) {
   if (!status.ok()) return status;
   const auto until = Clock::now() + milliseconds(wait_ms);
   for (mla_request* request : requests) {
-    if (!request->stream->WaitUntil(request->pending.get(), until)) {
-      v1::ErrorDetail detail;
-      detail.set_reason("no_reply_yet");
-      return client::MakeStatus(MLA_DEADLINE_EXCEEDED, "no reply yet", detail);
-    }
-    if (status.ok()) status = request->pending->status;
+    const absl::Status late =
+        AwaitReply(request->stream.get(), request->pending.get(), until, &status);
+    if (!late.ok()) return late;
   }
   return status;
 }
 
 }  // namespace
+
+absl::Status CheckRange(std::string_view field, int64_t got, int64_t low, int64_t high) {
+  if (got >= low && got <= high) return absl::OkStatus();
+  return Refuse(field, std::to_string(low) + ".." + std::to_string(high), std::to_string(got));
+}
+
+namespace {
+
+absl::Status ReadCopies(std::string_view field, const mla_ring_copy* given, uint32_t count,
+                        bool from_here, GivenEntry::Copies* copies) {
+  absl::Status status = CheckRange(field, count, 0, MLA_RING_MOST_COPIES);
+  if (status.ok() && count > 0) status = CheckNotNull(given, field);
+  for (uint32_t i = 0; status.ok() && i < count; ++i) {
+    const mla_ring_copy& one = given[i];
+    if (one.to_pitch < one.width || one.from_pitch < one.width) {
+      return Refuse(field, "rows that do not overlap", std::to_string(one.width));
+    }
+    (*copies)[i] = {one.to, one.from, one.width, one.rows, one.to_pitch, one.from_pitch, from_here};
+  }
+  return status;
+}
+
+}  // namespace
+
+absl::Status ReadEntry(const mla_ring_entry* from, GivenEntry* given) {
+  mla_ring_entry& known = given->entry;
+  absl::Status status = Read(from, true, "entry", &known);
+  if (status.ok()) status = CheckRange("entry.q_dtype", known.q_dtype, 0, 15);
+  if (status.ok()) status = CheckRange("entry.o_dtype", known.o_dtype, 0, 15);
+  if (status.ok() && known.in_count + known.out_count > 0 &&
+      (known.flags & MLA_RING_CHAINED) == 0) {
+    return Refuse("entry.in_count", "0 without MLA_RING_CHAINED", std::to_string(known.in_count));
+  }
+  if (status.ok()) status = CheckRange("entry.in_on_gpu", known.in_on_gpu, 0, 1);
+  if (status.ok()) status = CheckRange("entry.reserved", known.reserved, 0, 0);
+  if (status.ok()) {
+    status = ReadCopies("entry.in", known.in, known.in_count, known.in_on_gpu != 0, &given->before);
+  }
+  if (status.ok()) {
+    status = ReadCopies("entry.out", known.out, known.out_count, false, &given->after);
+  }
+  return status;
+}
+
+wire::SubmissionEntry EntryOf(const mla_ring_entry& from) {
+  wire::SubmissionEntry entry{};
+  entry.kind = wire::kEntryAttend;
+  entry.profile = from.profile;
+  entry.flags = static_cast<uint8_t>(from.flags & ~MLA_RING_CHAINED);
+  entry.dtypes = static_cast<uint8_t>(from.q_dtype | from.o_dtype << 4);
+  entry.step_id = from.step_id;
+  entry.layer = from.layer;
+  entry.row_begin = from.row_begin;
+  entry.row_count = from.row_count;
+  entry.head_offset = from.head_offset;
+  entry.num_heads = from.num_heads;
+  entry.timeout_us = from.timeout_us;
+  entry.in_offset = from.in_offset;
+  entry.out_offset = from.out_offset;
+  return entry;
+}
+
+absl::StatusOr<client::RingPlaces> PlacesOf(const mla_ring& ring, const mla_ring_entry& entry) {
+  if (ring.ucx == nullptr) return client::RingPlaces();
+  const uint64_t size = ring.ucx->region().size();
+  if (entry.in_offset > size || entry.in_bytes > size - entry.in_offset) {
+    return Refuse("entry.in_bytes", "within the ring's memory", std::to_string(entry.in_bytes));
+  }
+  if (entry.out_offset > size || entry.out_bytes > size - entry.out_offset) {
+    return Refuse("entry.out_bytes", "within the ring's memory", std::to_string(entry.out_bytes));
+  }
+  return client::RingPlaces{entry.in_offset, entry.in_bytes, entry.out_bytes};
+}
+
+absl::Status AwaitReply(client::RingStream* stream, client::PendingReply* pending,
+                        Clock::time_point until, absl::Status* first) {
+  if (!stream->WaitUntil(pending, until)) {
+    v1::ErrorDetail detail;
+    detail.set_reason("no_reply_yet");
+    return client::MakeStatus(MLA_DEADLINE_EXCEEDED, "no reply yet", detail);
+  }
+  if (first->ok()) *first = pending->status;
+  return absl::OkStatus();
+}
+
 }  // namespace mla::capi
 
 using mla::capi::Guard;

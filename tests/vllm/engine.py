@@ -4,10 +4,11 @@
 
 CASE: "model" (a folder of tests/engines/models.py), "llm" (arguments of LLM), "extra" (of the
 connector), "async", "own" (the engine's own attention), "lora" (a folder with an adapter that
-requests ask for), "server" (arguments of mla-server; a list of lists: several), and "rounds", each
-with "prompts" (lists of ids; absent: the model's), "tokens", "logprobs" and "events": [step, what,
-argument], which happen before that step of the engine's loop. OUT: for each round its rows, as
-compare.py reads them, and counts."""
+requests ask for), "server" (arguments of mla-server; a list of lists: several), "gpu" (true: calls
+are chained, on a fake GPU), "kill_in" ([pass, layer] before which server 0 is killed, and started
+again, with "gpu"), and "rounds", each with "prompts" (lists of ids; absent: the model's),
+"tokens", "logprobs" and "events": [step, what, argument], which happen before that step of the
+engine's loop. OUT: for each round its rows, as compare.py reads them, and counts."""
 
 import json
 import os
@@ -19,7 +20,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "client" / "python"), str(ROOT / "client" / "python" / "tests"),
-                str(HERE), str(HERE / "standin")]
+                str(HERE), str(HERE / "standin"), str(HERE / "chained")]
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -86,6 +87,8 @@ class Case:
         # pylint: disable=import-outside-toplevel
         from vllm import LLM
         from vllm.v1.core.sched.scheduler import Scheduler
+        if self.case.get("gpu"):
+            self._use_gpu()
         preempt, draft = Scheduler._preempt_request, Scheduler.update_draft_token_ids
 
         def counted(*args, **kwargs):
@@ -111,6 +114,29 @@ class Case:
         self.counts.update({"started_s": time.monotonic() - begin,
                             "blocks": config.cache_config.num_gpu_blocks,
                             "async": bool(config.scheduler_config.async_scheduling)})
+
+    def _use_gpu(self):
+        """Chains calls; counts those of the short way."""
+        # pylint: disable=import-outside-toplevel
+        import fake_gpu
+        from mla_client.vllm.runtime import runtime
+        killed = self.case.get("kill_in")
+
+        def around(forward, *args, **others):
+            made = runtime.worker.made if runtime.plan is not None else None
+            if made is not None and [runtime.worker.passes.counts["passes"],
+                                     made.layers] == killed:
+                self.servers[0].kill()
+                self.servers[0].start()
+            forward(*args, **others)
+        fake_gpu.FakeGpu().install(around)
+        attend, self.counts["short"] = fake_gpu.pytorch.Lane.attend, 0
+
+        def counted(*args):
+            sent = attend(*args)
+            self.counts["short"] += sent
+            return sent
+        fake_gpu.pytorch.Lane.attend = counted
 
     def round(self, given):
         """The rows of one round."""

@@ -91,7 +91,15 @@ struct DeviceRegion::State {
    public:
     Current(const State& state, bool server) : state_(state) {
       if (state.header.nvidia != 0) {
-        code_ = state.api.nvidia_push(server ? state.server_context : state.context);
+        void* const wanted = server ? state.server_context : state.context;
+        // It mostly is, in the thread that gives its GPU work, and a push and a pop take longer.
+        void* now = nullptr;
+        if (state.api.nvidia_current != nullptr && state.api.nvidia_current(&now) == 0 &&
+            now == wanted) {
+          stays_ = true;
+        } else {
+          code_ = state.api.nvidia_push(wanted);
+        }
         return;
       }
       code_ = state.api.amd_get_device(&before_);
@@ -99,7 +107,7 @@ struct DeviceRegion::State {
     }
     ~Current() {
       void* popped = nullptr;
-      if (code_ != 0) return;
+      if (code_ != 0 || stays_) return;
       if (state_.header.nvidia != 0) {
         (void)state_.api.nvidia_pop(&popped);
       } else {
@@ -113,6 +121,7 @@ struct DeviceRegion::State {
    private:
     const State& state_;
     int code_ = 0, before_ = 0;
+    bool stays_ = false;  // it was current before
   };
 
   ~State() {

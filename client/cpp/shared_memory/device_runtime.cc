@@ -71,6 +71,7 @@ absl::StatusOr<DeviceRuntime> OpenDeviceRuntime(bool nvidia, const std::string& 
   need(nullptr, "cuDeviceGetAttribute", &table.nvidia_attribute);
   need(nullptr, "cuCtxCreate_v2", &table.nvidia_create);
   need(nullptr, "cuCtxDestroy_v2", &table.nvidia_destroy);
+  want(nullptr, "cuCtxGetCurrent", &table.nvidia_current);
   want("hipHostRegister", "cuMemHostRegister_v2", &table.register_host);
   want("hipHostUnregister", "cuMemHostUnregister", &table.unregister_host);
   want("hipHostGetDevicePointer", "cuMemHostGetDevicePointer_v2", &table.device_address);

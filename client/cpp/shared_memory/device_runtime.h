@@ -86,6 +86,7 @@ struct DeviceRuntime {
   int (*nvidia_create)(void**, unsigned, int);
   int (*nvidia_destroy)(void*);
   // Null if the runtime does not have the call.
+  int (*nvidia_current)(void**);
   int (*register_host)(void*, size_t, unsigned);
   int (*unregister_host)(void*);
   int (*device_address)(void**, void*, unsigned);

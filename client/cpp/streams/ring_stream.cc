@@ -212,7 +212,8 @@ absl::Status RingStream::CheckSend(const PendingReply& pending) {
 
 absl::Status RingStream::SendPlaced(wire::SubmissionEntry entry, const RingPlaces& places,
                                     std::span<const DeviceCopy> in, std::span<const DeviceCopy> out,
-                                    Deadline until, const std::shared_ptr<PendingReply>& pending) {
+                                    std::chrono::milliseconds room,
+                                    const std::shared_ptr<PendingReply>& pending) {
   pending->asked = v1::AttendStreamRequest::kAttend;
   const bool on_device = (entry.flags & wire::kEntryOnDevice) != 0;
   if (on_device && !memory_->has_device_memory()) return device_status();
@@ -220,6 +221,7 @@ absl::Status RingStream::SendPlaced(wire::SubmissionEntry entry, const RingPlace
   MutexLock lock(mutex_);
   absl::Status status = CheckSend(*pending);
   if (status.ok() && pending->chained) status = StartWatch();
+  Deadline until;  // set when it is first needed
   while (status.ok()) {
     if (memory_->in_flight() < memory_->ring_entries()) {
       InFlight flight;
@@ -232,6 +234,7 @@ absl::Status RingStream::SendPlaced(wire::SubmissionEntry entry, const RingPlace
       if (!SubmitNext(&entry, &flight)) return memory_->device_status();
       return out.empty() ? status : memory_->device()->Copy(out, pending->stream);
     }
+    if (until == Deadline()) until = Clock::now() + room;
     status = TakeOne(&lock, until, Late::kReturns);
     if (status.ok()) status = CheckSend(*pending);
   }
@@ -455,10 +458,8 @@ bool RingStream::Ready(PendingReply* pending) {
 
 bool RingStream::WaitUntil(PendingReply* pending, Deadline until) {
   MutexLock lock(mutex_);
-  // Looks at the ring even if `until` has passed.
-  while (!pending->done) {
-    TakeOne(&lock, until, Late::kReturns).IgnoreError();
-    if (Clock::now() >= until) break;
+  // Takes what has come even if the time is up: a caller may have been away for longer than that.
+  while (!pending->done && TakeOne(&lock, until, Late::kReturns).ok()) {
   }
   return pending->done;
 }

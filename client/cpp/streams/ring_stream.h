@@ -47,13 +47,12 @@ class RingStream final : public StepStream {
             const std::shared_ptr<PendingReply>& pending) override;
   // Sends an attend whose tensors the caller has placed in the region or in device memory. All
   // fields of `entry` are set except its sequence and tag; `places` matter where tensors travel.
-  // DEADLINE_EXCEEDED if no room became free
-  // until `until`; nothing has changed then. If the attend is chained, the stream of `pending`
-  // makes the copies `in` before the server reads the tensors, and the copies `out` when the
-  // outputs are there.
+  // DEADLINE_EXCEEDED if no room became free within `room`; nothing has changed then. If the attend
+  // is chained, the stream of `pending` makes the copies `in` before the server reads the tensors,
+  // and the copies `out` when the outputs are there.
   absl::Status SendPlaced(wire::SubmissionEntry entry, const RingPlaces& places,
                           std::span<const DeviceCopy> in, std::span<const DeviceCopy> out,
-                          std::chrono::steady_clock::time_point until,
+                          std::chrono::milliseconds room,
                           const std::shared_ptr<PendingReply>& pending);
   // Captures such a call, which is chained, in the graph of `stream`, with its copies. Nothing is
   // sent.
@@ -72,8 +71,8 @@ class RingStream final : public StepStream {
                            const std::shared_ptr<PendingReply>& pending);
   absl::Status Wait(PendingReply* pending) override;
   bool Ready(PendingReply* pending) override;
-  // Waits until `until` at most. Returns false if the reply has not come yet; nothing has changed
-  // then.
+  // Waits until `until` at most. Returns false if the reply has not come yet, also if that time has
+  // passed before; nothing has changed then.
   bool WaitUntil(PendingReply* pending, std::chrono::steady_clock::time_point until);
   // Returns OK while the stream can be used, else the reason why it cannot.
   absl::Status broken();

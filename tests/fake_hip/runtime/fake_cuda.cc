@@ -218,6 +218,10 @@ int cuCtxDestroy_v2(void* context) {
   current = before;
   return kSuccess;
 }
+int cuCtxGetCurrent(void** context) {
+  *context = const_cast<void*>(current);
+  return kSuccess;
+}
 int cuCtxPushCurrent_v2(void* context) { return cuCtxSetCurrent(context); }
 int cuCtxPopCurrent_v2(void** context) {
   *context = const_cast<void*>(current);

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import types
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mla_client import errors
+from mla_client.pytorch import lane as lanes
+from mla_client.pytorch.lane import Lane, Rows, parts_of
 from mla_client.service import Model, Service, Step
 from mla_client.types import Buffers, DType, Profile
 
@@ -30,10 +32,6 @@ def tensor_of(array: npt.NDArray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-# KV rows [rows, lora + rope], or their two parts, the second one [rows, rope] or [rows, 1, rope].
-Rows = Union[torch.Tensor, Tuple[torch.Tensor, ...]]
-
-
 def whole(kv: Rows) -> torch.Tensor:
     """The rows as one tensor."""
     return kv if isinstance(kv, torch.Tensor) else torch.cat([one.flatten(1) for one in kv], dim=-1)
@@ -43,19 +41,6 @@ def _is_plain(tensor: torch.Tensor, own: torch.Tensor) -> bool:
     """True if bytes alone have to be copied between them."""
     return (tensor.dtype == own.dtype and tensor.is_contiguous()
             and tensor.numel() == own.numel())
-
-
-def _parts_of(kv: Rows) -> Tuple[torch.Tensor, ...]:
-    return (kv,) if isinstance(kv, torch.Tensor) else kv
-
-
-def _layout_of(q: torch.Tensor, kv: Rows, output: torch.Tensor) -> Tuple[Any, ...]:
-    """All that the copies of a call depend on, except for addresses. Tensors of the same layout
-    need no further look at them."""
-    return (q.shape, q.dtype, q.is_contiguous(), q.get_device(),
-            output.dtype, output.is_contiguous(), output.numel(),
-            *[(part.shape, part.stride(), part.dtype, part.get_device())
-              for part in _parts_of(kv)])
 
 
 class Sender:
@@ -78,9 +63,7 @@ class Sender:
         self._used_handle = 0
         self._chain: Any = None   # calls with the buffers that a GPU's stream waits for
         self._chained: Any = None  # the step that they belong to
-        self._layout: Tuple[Any, ...] = ()  # of the tensors of its last call
-        self._copied: List[bool] = []  # parts of rows that the library copies
-        self._plain = False  # the library makes all copies of such tensors
+        self.lane: Optional[Lane] = None  # the short way for its next call
 
     def attend(self, step: Step, layer: int, q: torch.Tensor, kv: torch.Tensor,
                lists: Optional[npt.NDArray] = None) -> torch.Tensor:
@@ -112,40 +95,36 @@ class Sender:
         False: such calls can not be chained, and nothing was sent; use `attend`."""
         if self._rank:
             kv = ()  # the first rank sends the rows
-        if (self._plain and self._chained is step and self._stream is step._handle
-                and self._layout == _layout_of(q, kv, output)):  # as the layer before
-            self._chain.attend(layer, self._follow(q.get_device()),
-                               [q.data_ptr(), *[part.data_ptr() for part in _parts_of(kv)]],
-                               output.data_ptr())
+        if (self.lane is not None and self._chained is step
+                and self.lane.attend(layer, q, kv, output)):  # as the layer before
             return True
-        if not q.is_cuda:
+        if not lanes.is_on_gpu(q):
             return False
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
         buffers = self._room(len(q), dtype, True, step)
         if self._chained is not step:
             self._chain = step.chain(buffers, self._profile, head_offset=self._rank * q.shape[1])
-            self._chained, self._layout, self._plain = step, (), False
-        chain = self._chain
+            self._chained = step
+        chain, self.lane = self._chain, None
         if chain is None:
             return False
-        self._give(chain, layer, q, kv, output)
+        if self._give(chain, layer, q, kv, output):
+            self.lane = Lane(chain, self._used_handle, q, kv, output)
         return True
 
     def _give(self, chain: Any, layer: int, q: torch.Tensor, kv: Rows,
-              output: torch.Tensor) -> None:
-        stream, parts = self._follow(q.get_device()), _parts_of(kv)
+              output: torch.Tensor) -> bool:
+        """Returns true if the library makes all copies."""
+        stream, parts = self._follow(q.get_device()), parts_of(kv)
         own_kv, own_q, own_o = self._tensors
         q_plain, o_plain = _is_plain(q, own_q), _is_plain(output, own_o)
-        layout = _layout_of(q, kv, output)
-        if self._layout != layout:
-            self._layout, self._copied = layout, self._lay_out(chain, q, q_plain, o_plain, parts)
-            self._plain = q_plain and o_plain and all(self._copied)
+        copied = self._lay_out(chain, q, q_plain, o_plain, parts)
         # The library's copies cost the host a few microseconds, PyTorch's three times as much.
         sources, begin = [q] if q_plain else [], 0
         if not q_plain:
             own_q.copy_(q, non_blocking=True)
-        for part, copied in zip(parts, self._copied):
-            if copied:
+        for part, by_library in zip(parts, copied):
+            if by_library:
                 sources.append(part)
             else:
                 own_kv[:, begin:begin + part.shape[-1]].copy_(part.flatten(1), non_blocking=True)
@@ -154,6 +133,7 @@ class Sender:
                      output.data_ptr() if o_plain else 0)
         if not o_plain:
             output.view(own_o.shape).copy_(own_o, non_blocking=True)
+        return q_plain and o_plain and all(copied)
 
     def _lay_out(self, chain: Any, q: torch.Tensor, q_plain: bool, o_plain: bool,
                  parts: Tuple[torch.Tensor, ...]) -> List[bool]:
@@ -179,12 +159,12 @@ class Sender:
     def forget(self) -> None:
         """The transport's memory is not used again: its stream has failed."""
         self._buffers, self._tensors, self._shape, self._stream = None, (), None, None
-        self._chain, self._chained, self._plain = None, None, False
+        self._chain = self._chained = self.lane = None
 
     def release(self) -> None:
         """Gives the memory back."""
         buffers, self._buffers, self._tensors, self._shape = self._buffers, None, (), None
-        self._chain, self._chained, self._plain = None, None, False
+        self._chain = self._chained = self.lane = None
         if buffers is None:
             return
         if self._used is not None:  # others may get the memory, and use it on other streams
@@ -222,7 +202,7 @@ class Sender:
     def _follow(self, device: int) -> int:
         """Returns the handle of the current stream of the GPU, which writes the tensors. It first
         waits for the stream that used them last."""
-        handle = int(_raw_stream(device))
+        handle = int(lanes.raw_stream(device))
         if self._used is None or self._used_handle != handle:
             stream = torch.cuda.current_stream(device)
             if self._used is not None:
@@ -257,12 +237,4 @@ class GraphSender(Sender):
         its outputs are good is known when Step.end or collect has returned. The graph is one of
         `torch.cuda.CUDAGraph(keep_graph=True)`, since the nodes of others are gone."""
         device = torch.cuda.current_device()
-        step.replay(self._chain, graph.raw_cuda_graph_exec(), int(_raw_stream(device)))
-
-
-def _stream_of(index: int) -> int:
-    return int(torch.cuda.current_stream(index).cuda_stream)
-
-
-# A tenth of the time of the public call.
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
+        step.replay(self._chain, graph.raw_cuda_graph_exec(), int(lanes.raw_stream(device)))

@@ -8,6 +8,7 @@ from typing import Callable, List, Optional, Protocol, Tuple
 import torch
 
 from mla_client.pytorch import Rows, Sender, whole
+from mla_client.pytorch.lane import Lane
 from mla_client.serving import How, Part, Pass, Passes, Ranks
 from mla_client.serving.faults import FAILURES
 from mla_client.types import ModelSpec, Profile
@@ -73,6 +74,9 @@ class Exchange:
         self._weights = weights
         self._projections = projections
         self.largest = 0  # rows of the largest pass
+        # The short way for further layers of a pass, while nothing is in its way.
+        self._lane: Optional[Lane] = None
+        self._lane_of: Optional[Pass] = None
 
     @classmethod
     def of(cls, passes: Passes, ranks: Ranks, spec: ModelSpec, weights: Weights,
@@ -93,16 +97,25 @@ class Exchange:
         in Sender.attend_chained, with the rows of the pass; in PROJECTED q is [rows, 1,
         q_lora_rank] and the output [rows, hidden_size]. `chosen` [rows, width]: the positions that
         each row attends to; None: to all."""
+        if self._lane is not None and self._lane_of is made and chosen is None:
+            try:
+                if self._lane.attend(layer, q, kv, output):
+                    made.layers += 1  # all that layer_done does here
+                    return
+            except FAILURES as error:
+                self._fail(made, error)
+        self._lane = None
         rows = q.shape[0]
-        if rows > self.largest:
-            self.largest = rows
+        self.largest = max(self.largest, rows)
         if made.step is not None:
             try:
                 self._send(made, layer, q, kv, output, chosen)
             except FAILURES as error:
-                self._sender.forget()
-                self._passes.fail(made, error)
-        if not made.whole:
+                self._fail(made, error)
+        if made.whole:
+            if made.chained:
+                self._lane, self._lane_of = self._sender.lane, made
+        else:
             heads = output.view(rows, q.shape[1], -1)
             for part in made.parts:
                 self._without(part, layer, q, whole(kv), heads)
@@ -111,6 +124,10 @@ class Exchange:
     def release(self) -> None:
         """Gives the transport's memory back."""
         self._sender.release()
+
+    def _fail(self, made: Pass, error: Exception) -> None:
+        self._sender.forget()
+        self._passes.fail(made, error)
 
     def _send(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
               chosen: Optional[torch.Tensor]) -> None:
@@ -133,7 +150,7 @@ class Exchange:
             found = self._sender.attend(made.step, layer, q, whole(kv), lists)
             output.view(found.shape).copy_(found)
             return
-        if (made.chained or made.layers == 0) and self._sender.attend_chained(
+        if made.may_chain and (made.chained or made.layers == 0) and self._sender.attend_chained(
                 made.step, layer, q, kv, output):
             made.chained = True
             return

@@ -35,16 +35,17 @@ class Step:
         if not rows:
             raise errors.InvalidArgument("step: needs at least one sequence")
         spec = rows[0][0].model.spec
-        if any(one.model.spec is not spec and one.model.spec != spec for one, _ in rows):
-            raise errors.InvalidArgument("step: all sequences must be of one model")
-        wire.check_numbers("step.rows", [count for _, count in rows])
+        for one, _ in rows:
+            if one.model.spec is not spec and one.model.spec != spec:
+                raise errors.InvalidArgument("step: all sequences must be of one model")
+        self.rows = [count for _, count in rows]
+        wire.check_numbers("step.rows", self.rows)
         wire.check_number("step.participants", participants)
         wire.check_number("step.lease_ms", lease_ms)
         wire.check_number("step.step_id", step_id or 0, wire.LARGEST_POSITION)
         self.service = service
         self.model = rows[0][0].model
         self.sequences = [sequence for sequence, _ in rows]
-        self.rows = [count for _, count in rows]
         self.total_rows = sum(self.rows)
         self.rotations = projected.rotations_of(spec, rotations, self.total_rows)
         self.participants = participants

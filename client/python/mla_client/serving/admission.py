@@ -155,15 +155,16 @@ class Admission:
                 self._forget(request)
         scheduled = []
         for request, (computed, new) in rows.items():
-            sequence = self.take(request)
-            if computed == 0 or sequence is not None or request not in self._turns:
+            sequence = self.take(request) if request in self._waiting else None
+            turn = self._turns.get(request)
+            if computed == 0 or sequence is not None or turn is None:
                 self._turn += 1
-                self._turns[request] = self._turn
+                turn = self._turns[request] = self._turn
             if request in self._promised:
                 self._promised[request].have = computed
                 if computed + 1 >= self._promised[request].need:
                     del self._promised[request]
-            scheduled.append(Scheduled(request, computed, new, sequence, self._turns[request]))
+            scheduled.append(Scheduled(request, computed, new, sequence, turn))
         said, self._said = self._said, {}
         self._number += 1
         return PassPlan(self._number, tuple(scheduled), left, said)

@@ -26,7 +26,7 @@ class BatchPlan:
 
     def key(self) -> Tuple[Tuple[str, int], ...]:
         """Equal in two passes in a row: then their batches have one order."""
-        return tuple((each.request, each.new) for each in self.plan.scheduled)
+        return tuple([(each.request, each.new) for each in self.plan.scheduled])
 
     def first_of(self, names: Iterable[str]) -> set:
         """The first blocks of those of the requests that are in this pass."""
@@ -56,17 +56,17 @@ class Orders:
 
     def __init__(self) -> None:
         self._key: Any = None
-        self._order: List[str] = []
+        self._places: List[int] = []  # in the plan, of the requests in the order of the batch
 
     def of(self, plan: BatchPlan, rows: Seq[int], read: Callable[[], Seq[int]],
            computed: Optional[Seq[int]] = None) -> List[Scheduled]:
         """As BatchPlan.in_order; `read` gives the blocks."""
-        key = plan.key()
+        key, scheduled = plan.key(), plan.plan.scheduled
         if key == self._key and computed is None:
-            by_name = {each.request: each for each in plan.plan.scheduled}
-            return [by_name[name] for name in self._order]
+            return [scheduled[place] for place in self._places]
         batch = plan.in_order(read(), rows, computed)
-        self._key, self._order = key, [each.request for each in batch]
+        places = {each.request: place for place, each in enumerate(scheduled)}
+        self._key, self._places = key, [places[each.request] for each in batch]
         return batch
 
 
@@ -97,18 +97,21 @@ class Planner:
             self._blocks.pop(request, None)
         rows: Dict[str, Tuple[int, int]] = {}
         written: Dict[int, str] = {}
-        for each in given:
-            held = [] if each.begins else self._blocks.setdefault(each.request, [])
-            held.extend(each.blocks)
-            self._blocks[each.request] = held
-            if not each.new:
+        first: Dict[str, int] = {}
+        size, drafts = self._block_size, self._drafts
+        for request, computed, new, blocks, begins in given:
+            held = None if begins else self._blocks.get(request)
+            if held is None:
+                held = self._blocks[request] = []
+            held.extend(blocks)
+            if not new:
                 continue
-            rows[each.request] = each.computed, each.new
-            begin = max(0, each.computed - self._drafts) // self._block_size
-            end = (each.computed + each.new - 1) // self._block_size
-            written.update(dict.fromkeys(held[begin:end + 1], each.request))
-        plan = self.admission.plan(rows, left)
-        return BatchPlan(plan, written, {request: self._blocks[request][0] for request in rows})
+            rows[request] = computed, new
+            first[request] = held[0]
+            end = (computed + new - 1) // size
+            for block in held[max(0, computed - drafts) // size:end + 1]:
+                written[block] = request
+        return BatchPlan(self.admission.plan(rows, left), written, first)
 
     def held(self, blocks: Iterable[int], names: Mapping[str, Any]) -> List[str]:
         """Those of the requests whose first block is one of `blocks`."""

@@ -41,7 +41,7 @@ class Layers:
 
     def __init__(self) -> None:
         self._kept: Dict[int, Any] = {}
-        self._places: Dict[int, int] = {}
+        self.places: Dict[int, int] = {}  # of layers among those of this process, by their numbers
         self._like: Optional[Tuple[Geometry, float]] = None
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class Layers:
                 f"{name}: it differs from layers before it in dimensions or scale: {geometry}, "
                 f"scale {scale}; before: {self._like[0]}, scale {self._like[1]}")
         self._kept[number] = kept
-        self._places = {layer: place for place, layer in enumerate(sorted(self._kept))}
+        self.places = {layer: place for place, layer in enumerate(sorted(self._kept))}
 
     def check_whole(self, count: int = 0) -> None:
         """Unimplemented if the layers are not numbered from 0, up to `count` if it is given."""
@@ -65,10 +65,6 @@ class Layers:
             raise errors.Unimplemented(
                 f"attention layers {numbers}: must be numbered from 0"
                 + (f" to {count - 1}" if count else ""))
-
-    def place(self, number: int) -> int:
-        """The number of a layer among those of this process."""
-        return self._places[number]
 
     def at(self, number: int) -> Any:
         """What was kept of a layer."""

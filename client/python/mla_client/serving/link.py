@@ -271,8 +271,9 @@ class Room:
         is room for them. Asks the server if that was not done lately, or there seems to be none."""
         model = entries[0][0].model
         page = model.spec.page_size or 1
-        need = sum(-(-(sequence.length + rows) // page) - -(-sequence.length // page)
-                   for sequence, rows in entries)
+        need = 0
+        for sequence, rows in entries:
+            need += (sequence.length + rows - 1) // page - (sequence.length - 1) // page
         if need > self._groups or time.monotonic() - self._asked > ROOM_S:
             self._groups = self._free(model)
             self._asked = time.monotonic()

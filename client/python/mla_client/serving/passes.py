@@ -55,6 +55,9 @@ class Passes:
         self._generation = link.generation if link.client is not None else 0
         # False where a worker cannot compute a part by itself, though it has all keys of it.
         self.computes_locally = True
+        # False where the engine keeps the first token of a request even if the request is lost in
+        # the pass that made it. Then such a pass must be known to be good layer by layer.
+        self.drops_first_tokens = True
         # The rotations of all positions, [positions, rope_dim]; None unless PROJECTED is used.
         self.rotations: Optional[npt.NDArray] = None
         self.last_error: Optional[errors.MlaError] = None
@@ -80,19 +83,20 @@ class Passes:
         """Ends the pass before, if it has not ended, releases the requests that are gone and begins
         a pass with rows of `scheduled`, in this order. `said`: what the rows of requests that are
         gone stand for, by which others find them. `number`: of the pass, equal on all ranks."""
-        names = [each.request for each in scheduled]
-        if len(set(names)) != len(names):
-            raise errors.Internal(f"pass {number}: a request is in it twice: {names}")
-        self._finish({each.request: each.computed for each in scheduled})
+        computed = {each.request: each.computed for each in scheduled}
+        if len(computed) != len(scheduled):
+            raise errors.Internal(f"pass {number}: a request is in it twice: "
+                                  f"{[each.request for each in scheduled]}")
+        self._finish(computed)
         for name, prefix in said.items():
             self._say(name, prefix)
         self.release(gone)
-        ends, end = [], 0
-        for each in scheduled:
-            end += each.new
-            ends.append(end)
-        made = Pass(number, [Part(each.request, end - each.new, end, each.computed)
-                             for each, end in zip(scheduled, ends)])
+        parts, begin = [], 0
+        for request, before, new, _, _ in scheduled:
+            parts.append(Part(request, begin, begin + new, before))
+            begin += new
+        made = Pass(number, parts)
+        made.may_chain = self.drops_first_tokens or 0 not in computed.values()
         self._open.append(made)
         self.counts["passes"] += 1
         for again in (True, False):  # the connection may be one to a server that has restarted
@@ -159,7 +163,9 @@ class Passes:
     def lost(self, among: Optional[Iterable[str]] = None) -> List[str]:
         """Requests that the engine must begin again from nothing, each once; `among`: of these."""
         self.settle()
-        return [name for name in tuple(self._requests if among is None else among)
+        if among is None:  # after each pass, of all requests
+            return [name for name, request in self._requests.items() if request.tell()]
+        return [name for name in among
                 if name in self._requests and self._requests[name].tell()]
 
     def recall(self, names: Iterable[str]) -> None:
@@ -188,10 +194,15 @@ class Passes:
 
     def _try(self, made: Pass, scheduled: Seq[Scheduled]) -> None:
         """Gives the requests their sequences and begins the step with all that have theirs."""
-        model = self._model()
+        model, requests = self._model(), self._requests
         for each, part in zip(scheduled, made.parts):
             part.how = How.SENT
-            if not self._ready(each, model if self._link.client is not None else None):
+            request = requests.get(each.request)
+            # Most requests have gone on by the rows of the pass before, and no call is needed.
+            if (request is None or request.state is not State.READY or each.sequence is not None
+                    or request.turn != each.turn or not each.computed
+                    or request.length != each.computed) and not self._ready(
+                        each, model if self._link.client is not None else None):
                 self._give_up(part)
         self._start(made)
 
@@ -309,8 +320,10 @@ class Passes:
         deadline = time.monotonic() + RANKS_WAIT_S
         while True:
             steps = self._link.fleet or entries[0][0].model.service
+            rotations = (None if self.rotations is None
+                         else rotations_of(self.rotations, made.sent()))
             step = steps.step(entries, participants=size, step_id=number, lease_ms=self._lease_ms,
-                              rotations=rotations_of(self.rotations, made.sent()))
+                              rotations=rotations)
             try:
                 step.begin(self._goes_ahead(made, entries))
                 made.leads = step.joined <= 1
@@ -434,11 +447,11 @@ class Passes:
                 assert sequence is not None
                 sequence.length += count
         elif any(kept) and ahead:
-            step.end_ahead(kept)
+            step.end_ahead(None if kept == step.rows else kept)
             self._ending.append((made, kept))
             return
         elif any(kept):
-            step.end(kept)
+            step.end(None if kept == step.rows else kept)
         else:
             step.abort()
         self._note_ended(made, kept)

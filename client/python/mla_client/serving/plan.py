@@ -61,6 +61,7 @@ class Pass:
     step: Optional[Step] = None  # None: nothing is sent
     layers: int = 0              # that are done
     leads: bool = True           # this process began the step, and ends it
+    may_chain: bool = True
     chained: bool = False        # whether its outputs are good is known at its end alone
     given_up: bool = False       # parts of it are not sent
 

@@ -134,7 +134,7 @@ class Request:
 
     def tell(self) -> bool:
         """Returns true if the engine does not know yet that it must begin again; then it does."""
-        if self.state != State.LOST:
+        if self.state is not State.LOST:
             return False
         self.move(Event.TELL)
         return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -22,12 +22,10 @@ from mla_client.shm import ring
 from mla_client.shm.native_memory import NativeMemory
 from mla_client.shm.shared_memory import Placement
 from mla_client.streams import stream
+from mla_client.streams.chains import LONGEST_WAIT_MS, Captured, Chain
 from mla_client.types import AttendArgs, Buffers, DType, Geometry, Profile, Timings
 
-# A wait in the library returns at least this often.
-LONGEST_WAIT_MS = 100
 CHAINED = 128
-MOST_COPIES = 8
 
 
 class _NativeRequest(stream.Request):
@@ -117,163 +115,6 @@ class _NativeRequest(stream.Request):
         return Timings(int((time.monotonic() - self.sent) * 1e6), times.queue_us, times.plan_us,
                        times.kernel_us, times.write_us, times.launch_requests,
                        times.launch_layers, times.launch_clients, bool(times.plan_reused))
-
-
-class Chain:
-    """Calls of one step and one shape for which a GPU's stream waits and no thread. The work on the
-    stream before a call writes the tensors, and the work after it reads the outputs. Only when
-    `collect` has returned is it known that these are good. Belongs to one thread at a time."""
-
-    def __init__(self, owner: "NativeStream", entry: native.Entry, timeout_s: float) -> None:
-        self._owner = owner
-        self._entry = entry
-        self._entry_at = ctypes.byref(entry)
-        arrays = (native.Copy * MOST_COPIES)(), (native.Copy * MOST_COPIES)()
-        entry.copies_in, entry.copies_out = arrays
-        self._arrays = arrays
-        # Views of their elements, of which each index into an array would make one.
-        self._in, self._out = list(arrays[0]), list(arrays[1])
-        self._handles: List[int] = []  # of the library's requests
-        self._timeout_s = timeout_s
-        # Kept for all calls: looking these up for each layer would cost as much as the call.
-        memory = owner.memory
-        self._call, self._ring = memory.lib.mla_ring_attend, memory.ring
-        self._handle, self._error = ctypes.c_void_p(), ctypes.c_void_p()
-        self._handle_at, self._error_at = ctypes.byref(self._handle), ctypes.byref(self._error)
-
-    def clear(self, from_gpu: bool = False) -> None:
-        """No copies. `from_gpu`: those to come copy from memory of the ring's GPU."""
-        self._entry.in_count = self._entry.out_count = 0
-        self._entry.in_on_gpu = from_gpu
-
-    def copy_in(self, to: int, width: int, rows: int = 1, to_pitch: int = 0,
-                from_pitch: int = 0) -> None:
-        """A further copy that the stream makes before a call's tensors are there: `rows` of `width`
-        bytes, to an address of the GPU or of memory that its driver knows."""
-        _set(self._in[self._entry.in_count], width, rows, to_pitch, from_pitch).to = to
-        self._entry.in_count += 1
-
-    def copy_out(self, source: int, width: int) -> None:
-        """The copy that the stream makes when the outputs are there."""
-        _set(self._out[0], width, 1, 0, 0).source = source
-        self._entry.out_count = 1
-
-    def attend(self, layer: int, gpu_stream: int, sources: Sequence[int] = (),
-               to: int = 0) -> None:
-        """The next layer. Waits only for room in the ring. `sources`: addresses that are copied
-        from, in the order of copy_in; `to`: where to copy_out copies."""
-        owner = self._owner
-        self._place(layer, gpu_stream, sources, to)
-        try:
-            if owner.ended is not None:
-                raise owner.ended.again()
-            if self._call(self._ring, self._entry_at, 0, self._handle_at, self._error_at):
-                owner.check_room(self._error)
-                self._handles.append(owner.send(self._send,
-                                                time.monotonic() + self._timeout_s).value)
-            else:
-                self._handles.append(self._handle.value)  # type: ignore[arg-type]
-        except errors.MlaError:
-            raise
-        except BaseException as error:
-            owner.fail(stream.interrupted(error))
-            raise
-
-    def _place(self, layer: int, gpu_stream: int, sources: Sequence[int], to: int) -> None:
-        entry = self._entry
-        entry.layer, entry.stream = layer, gpu_stream or None
-        for copy, source in zip(self._in, sources):
-            copy.source = source
-        self._out[0].to = to or None
-
-    def _send(self, room_ms: int, out: Any, error: Any) -> int:
-        code: int = self._call(self._ring, self._entry_at, room_ms, out, error)
-        return code
-
-    def collect(self) -> None:
-        """Waits for all calls so far. Raises the first one's error that has failed."""
-        count = len(self._handles)
-        if not count:
-            return
-        memory, deadline = self._owner.memory, time.monotonic() + self._timeout_s
-        handles = (ctypes.c_void_p * count)(*self._handles)
-        try:
-            while not self._all_came(handles, deadline):
-                if time.monotonic() >= deadline:
-                    raise stream.no_reply()
-        except errors.MlaError as error:
-            raise self._owner.why(error).again()
-        except BaseException as interrupt:
-            self._owner.fail(stream.interrupted(interrupt))
-            raise
-        finally:
-            self._handles.clear()
-            if not memory._home.left:
-                memory.lib.mla_requests_free(handles, count)
-
-    def _all_came(self, handles: Any, deadline: float) -> bool:
-        memory, pointer = self._owner.memory, ctypes.c_void_p()
-        left = min(max(int((deadline - time.monotonic()) * 1e3) + 1, 0), LONGEST_WAIT_MS)
-        code = memory.lib.mla_requests_wait(handles, len(handles), left, ctypes.byref(pointer))
-        if not code:
-            return True
-        waits = (code == native.DEADLINE_EXCEEDED
-                 and memory.lib.mla_error_reason(pointer) == native.NO_REPLY_YET)
-        error = memory.lib.error(pointer)
-        if not waits:
-            raise error
-        return False
-
-    def __del__(self) -> None:
-        if self._handles and not self._owner.memory._home.left:
-            handles = (ctypes.c_void_p * len(self._handles))(*self._handles)
-            self._owner.memory.lib.mla_requests_free(handles, len(self._handles))
-
-
-class Captured(Chain):
-    """Calls in a graph of the GPU's runtime. `attend`, while the stream captures the graph, sends
-    nothing. Before each launch of an instance of the graph, `replay` sends all of them."""
-
-    def __init__(self, owner: "NativeStream", entry: native.Entry, timeout_s: float) -> None:
-        super().__init__(owner, entry, timeout_s)
-        self._calls = 0
-        self._graph, error = ctypes.c_void_p(), ctypes.c_void_p()
-        memory = owner.memory
-        memory.lib.check(memory.lib.mla_graph_new(memory.ring, ctypes.byref(self._graph),
-                                                  ctypes.byref(error)), error)
-
-    def attend(self, layer: int, gpu_stream: int, sources: Sequence[int] = (),
-               to: int = 0) -> None:
-        self._place(layer, gpu_stream, sources, to)
-        memory, error = self._owner.memory, ctypes.c_void_p()
-        memory.lib.check(memory.lib.mla_graph_capture(self._graph, self._entry_at,
-                                                      ctypes.byref(error)), error)
-        self._calls += 1
-
-    def replay(self, step_id: int, graph_exec: int, gpu_stream: int) -> None:
-        """Sends the calls as calls of that step. `graph_exec`: the handle of the instance, as
-        `torch.cuda.CUDAGraph.raw_cuda_graph_exec` gives it, which is launched next on this stream.
-        """
-        handles = (ctypes.c_void_p * self._calls)()
-
-        def send(room_ms: int, _: Any, error: Any) -> int:
-            memory = self._owner.memory
-            code: int = memory.lib.mla_graph_send(self._graph, step_id, graph_exec,
-                                                  gpu_stream or None, room_ms, handles, error)
-            return code
-        try:
-            self._owner.send(send, time.monotonic() + self._timeout_s)
-            self._handles.extend(handles)
-        except errors.MlaError:
-            raise
-        except BaseException as interrupt:
-            self._owner.fail(stream.interrupted(interrupt))
-            raise
-
-    def __del__(self) -> None:
-        super().__del__()
-        if self._graph and not self._owner.memory._home.left:
-            self._owner.memory.lib.mla_graph_free(self._graph)
 
 
 class NativeStream(stream.StepStream):
@@ -463,13 +304,6 @@ class NativeStream(stream.StepStream):
         if self._home.left:
             return
         self.fail(errors.Cancelled("the Attend stream was cancelled"))
-
-
-def _set(copy: native.Copy, width: int, rows: int, to_pitch: int,
-         from_pitch: int) -> native.Copy:
-    copy.width, copy.rows = width, rows
-    copy.to_pitch, copy.from_pitch = to_pitch or width, from_pitch or width
-    return copy
 
 
 def _entry(step_id: int, layer: int, row_begin: int, rows: int, head_offset: int, heads: int,

@@ -45,12 +45,14 @@ def _given(output: Any) -> List[Given]:
                                tuple(new.block_ids[0]), begins=True)
              for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
+    resumed = cached.resumed_req_ids
     for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids,
                                       cached.num_computed_tokens):
-        found[name] = Given(name, computed, rows.get(name, 0), tuple(blocks[0] if blocks else ()),
-                            begins=name in cached.resumed_req_ids)
-    places = {name: place for place, name in enumerate(rows)}
-    return sorted(found.values(), key=lambda each: places.get(each.request, len(places)))
+        found[name] = Given(name, computed, rows.get(name, 0), tuple(blocks[0]) if blocks else (),
+                            name in resumed)
+    ordered = [found.pop(name) for name in rows if name in found]
+    ordered.extend(found.values())
+    return ordered
 
 
 # vLLM's word for the memory that rows lie in first; routers weigh blocks by it.

@@ -111,6 +111,8 @@ class Runtime:
 
         def exchange(passes: Passes) -> Exchange:
             passes.rotations = table
+            # vLLM looks at blocks whose rows were there before the pass alone.
+            passes.drops_first_tokens = False
             return Exchange.of(passes, ranks, spec, lambda place: layers[place].weights(),
                                projections.__getitem__ if projections else None)
         worker.start(spec, weights_of(layers, Layer.uploaded), exchange,
@@ -122,11 +124,12 @@ class Runtime:
         `output` [rows, heads * v]; with projections on the server q [rows, 1, q_lora_rank] ->
         [rows, hidden_size]. Zeros in a pass without a plan. With `chosen` [rows, top_k], the
         positions of each row, q and `output` are absorbed."""
-        if self.plan is None or self.worker is None or self.worker.exchange is None:
+        plan, worker = self.plan, self.worker
+        if plan is None or worker is None or worker.exchange is None:
             output.zero_()
             return
-        made = self.worker.made or self._begin(self.worker, self.plan, metadata)
-        self.worker.exchange.attend(made, self.layers.place(number), q, kv, output, chosen)
+        made = worker.made or self._begin(worker, plan, metadata)
+        worker.exchange.attend(made, self.layers.places[number], q, kv, output, chosen)
 
     def finish(self) -> None:
         """The pass is over: commits it, unless a later one is to say what of it was right."""

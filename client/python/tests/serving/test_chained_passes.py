@@ -68,6 +68,18 @@ class ChainedPassesTest(unittest.TestCase):
                     self.assertEqual(passes.last_error.message, error.message)
                     self.assertEqual(passes.state("new"), State.AGAIN)
 
+    def test_an_engine_that_keeps_first_tokens_awaits_the_pass_that_makes_them(self):
+        passes = self.passes()
+        passes.drops_first_tokens = False
+        self.old(passes)
+        for scheduled, chains in (([Scheduled("old", 3, 1)], True),
+                                  ([Scheduled("old", 4, 1), Scheduled("new", 0, 2)], False)):
+            made = passes.begin(scheduled)
+            self.assertEqual(made.may_chain, chains)
+            for _ in range(SPEC.layers):
+                passes.layer_done(made)
+            passes.end()
+
     def test_outputs_that_are_good_commit(self):
         passes = self.passes()
         self.old(passes)

@@ -34,7 +34,7 @@ class LayersTest(unittest.TestCase):
         layers = Layers()
         for number in (3, 1):
             layers.add(f"a.{number}", number, SMALL, 0.5, f"kept {number}")
-        self.assertEqual((layers.place(1), layers.place(3)), (0, 1))
+        self.assertEqual(layers.places, {1: 0, 3: 1})
         self.assertEqual(layers.in_order(), ["kept 1", "kept 3"])
         with self.assertRaisesRegex(errors.Unimplemented, r"layers \[1, 3\]: must be numbered"):
             layers.check_whole()

@@ -1,7 +1,6 @@
 """Rings of the C library: the same steps as over Python's own, and calls that are chained."""
 
 import ctypes
-import itertools
 import os
 import threading
 import time
@@ -13,85 +12,11 @@ import numpy as np
 import server_binary
 from mla_client import Profile, errors, native
 from mla_client.gen import attention_pb2
-from mla_client.streams.over_native import NativeStream
-from service_contract import GEOMETRY, LAYERS, SCALE, Worker
-
-LIBRARY = server_binary.ROOT / ".bazel/bin/client/c/libmla_client.so"
-FAKE = server_binary.ROOT / ".bazel/bin/tests/fake_hip/libfake_hip.so"
-WAIT_S = 30
-SERVER = None
+from service_contract import GEOMETRY, LAYERS, SCALE
+from shared_memory.native_ring import FAKE, WAIT_S, Gpu, RingCase
 
 
-def setUpModule():
-    global SERVER
-    with mock.patch.dict(os.environ, {native.VARIABLE: str(LIBRARY)}):
-        native._found = None
-        assert native.library() is not None, native.why_not()
-    SERVER = server_binary.start()
-
-
-def tearDownModule():
-    native._found = None
-    SERVER.stop()
-
-
-class Gpu:
-    """A stream of the fake GPU, on which a thread waits."""
-
-    def __init__(self):
-        self.library = ctypes.CDLL(str(FAKE))
-        self.stream = ctypes.c_void_p()
-        self.call("hipStreamCreateWithFlags", ctypes.byref(self.stream), 1)
-
-    def call(self, name, *arguments):
-        code = getattr(self.library, name)(*arguments)
-        if code:
-            raise OSError(f"{name}: {code}")
-
-    def finish(self):
-        """Waits until the stream has done what it was given."""
-        self.call("hipStreamSynchronize", self.stream)
-
-    def capture(self, work):
-        """The graph of what `work` gives the stream; it is its only instance, too."""
-        self.call("fake_hip_begin_capture", self.stream)
-        try:
-            work()
-        finally:
-            self.library.fake_hip_end_capture.restype = ctypes.c_void_p
-            graph = self.library.fake_hip_end_capture(self.stream)
-        return graph
-
-    def launch(self, graph):
-        """Gives the stream the graph's work."""
-        self.call("fake_hip_launch_captured", ctypes.c_void_p(graph), self.stream)
-
-
-class NativeTest(unittest.TestCase):
-    steps = itertools.count(1)
-
-    def setUp(self):
-        self.worker = Worker()
-        self.q, self.kv = self.worker.queries(3, Profile.ABSORBED), self.worker.kv(3)
-        self.want, _ = self.worker.expected(0, self.q, self.kv, Profile.ABSORBED)
-
-    def connect(self, **options):
-        client = mla_client.Client.connect(SERVER.target, transport="ring", timeout_s=WAIT_S,
-                                           shared_bytes=1 << 20, **options)
-        self.addCleanup(client.close)
-        model = client.register_model(mla_client.ModelSpec("native", GEOMETRY, LAYERS, SCALE, 4))
-        self.assertIsInstance(client._own_stream(), NativeStream)
-        return client, model
-
-    def pinned(self):
-        return self.connect(pinned=True, device_library=str(FAKE))
-
-    def filled(self, client, model):
-        buffers = client.buffers(model, 3, Profile.ABSORBED)
-        buffers.q[...] = mla_client.bf16.to_bf16(self.q)
-        buffers.kv[...] = mla_client.bf16.to_bf16(self.kv)
-        return buffers
-
+class NativeTest(RingCase):
     def test_a_step(self):
         client, model = self.connect()
         with model.open_sequence() as sequence:
@@ -277,6 +202,46 @@ class NativeTest(unittest.TestCase):
                 step.attend(0, self.q, self.kv, Profile.ABSORBED)
                 step.abort()
 
+    def test_a_reply_that_has_come_is_taken_even_if_its_time_is_up(self):
+        """An engine may be away for longer than calls may take, between an end and its reply. No
+        thread of the library looks for replies where nothing is chained."""
+        client, model = self.connect()
+        with model.open_sequence() as sequence:
+            step = client.step([(sequence, 3)]).begin()
+            for layer in range(LAYERS):
+                step.attend(layer, self.q, self.kv, Profile.ABSORBED)
+            with mock.patch.object(client, "timeout_s", -1.0):
+                step.end_ahead()
+            begun = time.monotonic()
+            while True:
+                try:
+                    step._ending()
+                    break
+                except errors.DeadlineExceeded:
+                    self.assertLess(time.monotonic(), begun + WAIT_S)
+
+    def test_a_chain_whose_copies_change(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            found = np.zeros((2, *buffers.o.shape), buffers.o.dtype)
+            with client.step([(sequence, 3)]) as step:
+                chain = step.chain(buffers, Profile.ABSORBED)
+                chain.attend(0, gpu.stream.value)  # without any
+                chain.clear()
+                chain.copy_out(buffers.o.ctypes.data, buffers.o.nbytes)
+                for layer in range(1, LAYERS):
+                    chain.attend(layer, gpu.stream.value, (), found[layer % 2].ctypes.data)
+                chain.collect()
+                gpu.finish()
+                for layer in range(max(1, LAYERS - 2), LAYERS):
+                    want, _ = self.worker.expected(layer, self.q, self.kv, Profile.ABSORBED)
+                    np.testing.assert_allclose(mla_client.from_bf16(found[layer % 2]), want,
+                                               atol=2e-2, rtol=2e-2)
+                chain.collect()  # nothing is left to wait for
+                step.abort()
+
     def test_the_stream_copies(self):
         client, model = self.pinned()
         gpu = Gpu()
@@ -320,89 +285,6 @@ class NativeTest(unittest.TestCase):
                 gpu.finish()
                 np.testing.assert_allclose(mla_client.from_bf16(buffers.o), self.want, atol=2e-2,
                                            rtol=2e-2)
-
-    def captured(self, client, model, gpu, layers=range(LAYERS)):
-        """A graph with a call for each layer, which copies q in and o out; its calls, the source of
-        q and what o is copied to."""
-        buffers = self.filled(client, model)
-        calls = client.capture(buffers, Profile.ABSORBED)
-        q, found = buffers.q.copy(), np.zeros((LAYERS, *buffers.o.shape), buffers.o.dtype)
-        calls.copy_in(buffers.q.ctypes.data, q.nbytes)
-        calls.copy_out(buffers.o.ctypes.data, buffers.o.nbytes)
-
-        def work():
-            for place, layer in enumerate(layers):
-                calls.attend(layer, gpu.stream.value, [q.ctypes.data], found[place].ctypes.data)
-        graph = gpu.capture(work)
-        self.addCleanup(gpu.library.fake_hip_free_captured, ctypes.c_void_p(graph))
-        self.addCleanup(lambda: buffers)  # as long as the graph
-        return graph, calls, q, found
-
-    def test_a_graph_is_launched_again_and_again(self):
-        client, model = self.pinned()
-        gpu = Gpu()
-        graph, calls, q, found = self.captured(client, model, gpu)
-        with model.open_sequence() as sequence:
-            for turn in range(30):  # many times around the ring, at other slots each time
-                found[...] = 0
-                step = client.step([(sequence, 3)]).begin(ahead=turn % 2 == 1)
-                step.replay(calls, graph, gpu.stream.value)
-                gpu.launch(graph)
-                gpu.finish()
-                step.end_ahead([0])
-                for layer in range(LAYERS):
-                    np.testing.assert_allclose(mla_client.from_bf16(found[layer]),
-                                               self.expected_of(layer), atol=2e-2, rtol=2e-2)
-                step.finish()
-            # Calls of a chain go between launches of graphs.
-            buffers = self.filled(client, model)
-            with client.step([(sequence, 3)]) as step:
-                chain = step.chain(buffers, Profile.ABSORBED)
-                chain.attend(0, gpu.stream.value)
-                gpu.finish()
-                np.testing.assert_allclose(mla_client.from_bf16(buffers.o), self.expected_of(0),
-                                           atol=2e-2, rtol=2e-2)
-                step.abort()
-
-    def expected_of(self, layer):
-        return self.worker.expected(layer, self.q, self.kv, Profile.ABSORBED)[0]
-
-    def test_a_graph_whose_call_fails_lets_the_stream_go_on_and_says_so(self):
-        client, model = self.pinned()
-        gpu = Gpu()
-        graph, calls, _, _ = self.captured(client, model, gpu, layers=(0, LAYERS))
-        with model.open_sequence() as sequence:
-            step = client.step([(sequence, 3)]).begin()
-            step.replay(calls, graph, gpu.stream.value)
-            gpu.launch(graph)
-            gpu.finish()
-            with self.assertRaises(errors.InvalidArgument) as caught:
-                step.collect()
-            self.assertEqual(caught.exception.detail.field, "attend.layer")
-            step.abort()
-
-    def test_a_stream_that_captures_nothing_is_refused(self):
-        client, model = self.pinned()
-        buffers, gpu = self.filled(client, model), Gpu()
-        calls = client.capture(buffers, Profile.ABSORBED)
-        with self.assertRaises(errors.FailedPrecondition) as caught:
-            calls.attend(0, gpu.stream.value)
-        self.assertIn("captures no graph", caught.exception.message)
-
-    def test_a_graph_of_more_calls_than_the_ring_has_entries_is_refused(self):
-        client, model = self.pinned()
-        gpu = Gpu()
-        buffers = self.filled(client, model)
-        calls = client.capture(buffers, Profile.ABSORBED)
-        entries = client._own_stream().memory.ring_entries
-        graph = gpu.capture(lambda: [calls.attend(0, gpu.stream.value)
-                                     for _ in range(entries + 1)])
-        with model.open_sequence() as sequence, client.step([(sequence, 3)]) as step:
-            with self.assertRaises(errors.ResourceExhausted) as caught:
-                step.replay(calls, graph, gpu.stream.value)
-            self.assertIn(f"the ring has {entries} entries", caught.exception.message)
-            step.abort()
-        gpu.library.fake_hip_free_captured(ctypes.c_void_p(graph))
 
     def test_without_a_gpu_nothing_is_chained(self):
         client, model = self.connect()
@@ -465,6 +347,40 @@ class NativeTest(unittest.TestCase):
                                      ctypes.byref(opened), ctypes.byref(error))
             self.assertEqual(code, 3)
             self.assertEqual(lib.error(error).detail.field, field)
+
+    def test_a_chain_refuses_bad_input_with_its_field(self):
+        client, model = self.pinned()
+        lib, ring = native.library(), client._own_stream().memory.ring
+        copies = (native.Copy * 9)(*[native.Copy(1, 1, 2, 1, 2, 2)] * 9)
+        made = ctypes.c_void_p()
+
+        def field_of(call, *arguments):
+            error = ctypes.c_void_p()
+            self.assertEqual(call(*arguments, ctypes.byref(error)), 3)
+            return lib.error(error).detail.field
+
+        def new(of=ring, **fields):
+            entry = native.sized(native.Entry, profile=1, q_dtype=1, o_dtype=1, copies_in=copies,
+                                 **fields)
+            return field_of(lib.mla_chain_new, of, ctypes.byref(entry), ctypes.byref(made))
+        self.assertEqual(new(flags=0), "entry.flags")
+        self.assertEqual(new(flags=128, in_count=9), "entry.in")
+        self.assertEqual(new(of=None, flags=128), "ring")
+        entry = native.sized(native.Entry, flags=128, profile=1, q_dtype=1, o_dtype=1,
+                             copies_in=copies, in_count=1)
+        error = ctypes.c_void_p()
+        lib.check(lib.mla_chain_new(ring, ctypes.byref(entry), ctypes.byref(made),
+                                    ctypes.byref(error)), error)
+        try:
+            self.assertEqual(field_of(lib.mla_chain_attend, made, 1, 0, None, None, 0), "addresses")
+            somewhere = (ctypes.c_void_p * 1)()
+            self.assertEqual(field_of(lib.mla_chain_attend, made, 1, 0, None, somewhere, -1),
+                             "room_ms")
+            self.assertEqual(field_of(lib.mla_chain_attend, None, 1, 0, None, None, 0), "chain")
+            self.assertEqual(field_of(lib.mla_chain_wait, made, -1), "wait_ms")
+            lib.check(lib.mla_chain_wait(made, 0, ctypes.byref(error)), error)  # nothing was sent
+        finally:
+            lib.mla_chain_free(made)
 
     def test_what_the_environment_names_must_be_there(self):
         with mock.patch.dict(os.environ, {native.VARIABLE: "/nowhere.so"}):
