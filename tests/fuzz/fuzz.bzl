@@ -1,5 +1,7 @@
 """A fuzz target: a test with the harness's driver, and a binary with libFuzzer for ./dev fuzz."""
 
+load("//third_party/precompiled:rules.bzl", "mla_library")
+
 def fuzz_target(name, src, deps, size = "small"):
     """Defines the test NAME_fuzz_test and the binary NAME_fuzz.
 
@@ -9,7 +11,7 @@ def fuzz_target(name, src, deps, size = "small"):
       deps: what src needs.
       size: of the test.
     """
-    native.cc_library(
+    mla_library(
         name = name + "_target",
         testonly = True,
         srcs = [src],
