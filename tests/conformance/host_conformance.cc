@@ -345,7 +345,7 @@ SuiteOptions Suite(const Flags& flags, const kernels::hip::HipBackendOptions& de
   suite.plan = SchedulerPlanBuilder;
   suite.threads = 1;  // the fake device has one
   suite.runner.kv_pool_bytes = int64_t{64} << 20;
-  suite.runner.staging_bytes = int64_t{24} << 20;
+  suite.runner.staging_bytes = int64_t{64} << 20;
   suite.runner.slot_workspace_bytes = int64_t{24} << 20;
   suite.runner.partial_rows = 40000;
   suite.runner.weights_bytes = int64_t{256} << 20;

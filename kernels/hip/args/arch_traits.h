@@ -201,7 +201,7 @@ inline constexpr ArchTraits kGfx950Traits{
     .expanded = kGfx950Expanded,
     .fp8_compute =
         "8-bit products over fp8_tensor from 65 packed rows (heads x query rows) on, where bf16 "
-        "products are counted to take 1.6 times as long; bf16 products below, where reading the "
+        "products are counted to take 1.7 times as long; bf16 products below, where reading the "
         "rows takes the time, and over other rows",
     .expanded_products_keys = 2048,
     .indexer = true,

@@ -123,7 +123,10 @@ struct WaveBase {
   };
 
   MLA_DEVICE static int row(int lane, int) { return lane & (kRows - 1); }
-  MLA_DEVICE static int group(int lane) { return lane / kRows; }
+  // A shift: dividing a number whose sign the compiler does not know takes four instructions.
+  MLA_DEVICE static int group(int lane) {
+    return static_cast<int>(static_cast<unsigned>(lane) / kRows);
+  }
   // Returns the row of element i of a transposed accumulator.
   MLA_DEVICE static int acc_row(int lane, int i) {
     return 4 * kGroups * (i >> 2) + 4 * group(lane) + (i & 3);

@@ -46,7 +46,7 @@ struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCo
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCodesBase {
   // The compiler spills with most other values.
-  static constexpr int kWaveRows = 32, kKeysAhead = kKind == AttentionKind::kSparse ? 4 : 3;
+  static constexpr int kWaveRows = 32, kKeysAhead = kKind == AttentionKind::kSparse ? 3 : 4;
   static constexpr int kValuesAhead = 3;
 };
 

@@ -46,17 +46,20 @@ template <AttentionKind kKind>
 struct AttendConfig<64, KvFormat::kFp8Page, DType::kBf16, kKind> : AttendGrid {
   static constexpr KvFormat kFormat = KvFormat::kFp8Page;
   static constexpr int kRope = 0, kStages = 2;
+  // Pieces of work for later tiles (KvStream::bring_piece) between products of values.
+  static constexpr int kPiecesOfValues = 8;
 };
 template <KvFormat kFormat_, AttentionKind kKind>
 struct AttendConfig<128, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 5;
 };
-// Other values make the compiler move accumulators in every iteration.
+// Other values make the compiler spill, or move accumulators in every iteration.
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
-  static constexpr int kWaveRows = 32, kKeysAhead = 4, kValuesAhead = 6;
+  static constexpr int kWaveRows = 32, kKeysAhead = kKind == AttentionKind::kSparse ? 3 : 4;
+  static constexpr int kValuesAhead = 5;
 };
 
 // With 8-bit products, whose operands of values are 64 KV rows deep.

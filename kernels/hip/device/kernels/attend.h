@@ -15,13 +15,14 @@
 #ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_ATTEND_H_
 #define MLA_KERNELS_HIP_DEVICE_KERNELS_ATTEND_H_
 
+#include "kernels/hip/device/kernels/attend_results.h"
+#include "kernels/hip/device/kernels/turn_pieces.h"
 #include "kernels/hip/device/kv/kv_stream.h"
 #include "kernels/hip/device/kv/visibility.h"
 #include "kernels/hip/device/kv/window_source.h"
 #include "kernels/hip/device/primitives/item.h"
 #include "kernels/hip/device/primitives/memory.h"
 #include "kernels/hip/device/primitives/query_loader.h"
-#include "kernels/hip/device/primitives/row_writer.h"
 #include "kernels/hip/device/primitives/softmax.h"
 #include "kernels/hip/device/primitives/wave_exchange.h"
 #if MLA_AMD
@@ -72,8 +73,10 @@ class Attend {
   // takes no extra time.
   static constexpr bool kCopiesBetween = C::kKeysAhead > 0 && !Copies::kThroughRegisters;
   static constexpr int kProductsBefore = 2;
+  static constexpr int kAhead = C::kStages - 1;  // tiles
   // Such a wave also writes tiles that come through registers to shared memory one tile ahead.
   static constexpr bool kLandsAhead = Copies::kThroughRegisters && C::kStages > 1;
+  static constexpr bool kInPieces = kLandsAhead && Stream::kInPieces;
   // Waves of a row exchange maxima only in tiles that move an origin.
   static constexpr bool kLazyShare = kSharedP && C::kOriginSlack > 0;
   static constexpr bool kHeldP = C::kValuesAhead > 0;  // registers hold P of all steps
@@ -119,7 +122,10 @@ class Attend {
     Stream kv(source, stages, entries, wave);
     State state;
     state.visible.begin(item);
-    if (tiles > 0) kv.look_up_first();
+    if (tiles > 0) {
+      kv.look_up_first();
+      state.visible.look_at_first(kv);
+    }
     if constexpr (kOwnQueries) {
       scale *= load_queries(item, kv, queries);
       clear(item, state);
@@ -135,41 +141,17 @@ class Attend {
     }
 
     for (int t = 0; t < tiles; ++t) {
-      const int ahead = t + C::kStages - 1;
-      if constexpr (kLandsAhead) {
-        block_barrier();
-      } else if constexpr (Copies::kThroughRegisters) {
-        kv.land(t);
-        block_barrier();
-        if (t + 1 < tiles) kv.issue(t + 1);
-        kv.look_up_and_fetch(t + 2);
-      } else {
-        // At the end fewer copies are in flight than a wait by count assumes.
-        if (tiles - 1 - t >= C::kStages - 2) {
-          kv.template wait<C::kStages - 2>();
-        } else {
-          exclude_from_report_begin();
-          kv.template wait<0>();
-          exclude_from_report_end();
-        }
-        block_barrier();
-        if constexpr (!kCopiesBetween) {
-          if (ahead < tiles) kv.issue(ahead);
-          kv.close_stage();
-          kv.look_up_and_fetch(ahead + Stream::kLookAhead);
-        }
-      }
+      await_tile(kv, t, tiles);
       state.visible.of_tile(kv, t);
       const lds_t tile_base = stages + t % C::kStages * kStageBytes;
-      step(tile_base, queries, state, scale, [&] {
-        state.visible.look_ahead(kv, t + 1);
-        if constexpr (kLandsAhead) kv.bring_next(t, tiles);
-        if constexpr (kCopiesBetween) {
-          if (ahead >= tiles) return;
-          kv.issue(ahead);
-          kv.look_up_and_fetch(ahead + Stream::kLookAhead);
-        }
-      });
+      typename Stream::Ahead next;
+      state.visible.read_ahead(kv, t + 1);
+      if constexpr (kCopiesBetween) {
+        kv.read_ahead(t + kAhead, next);
+        schedule_fence();
+      }
+      step(tile_base, queries, state, scale,
+           [&](auto read) { bring_later<read>(kv, t, tiles, state, next); });
       if constexpr (Copies::kThroughRegisters && !kLandsAhead) block_barrier();
     }
     if constexpr (!Copies::kThroughRegisters) kv.template wait<0>();
@@ -178,6 +160,46 @@ class Attend {
 
  private:
   using lds_t = tile::lds_t;
+
+  // --- Tiles.
+  // Waits until tile t is in its stage and all readers of the one before are done.
+  MLA_DEVICE void await_tile(Stream& kv, int t, int tiles) const {
+    if constexpr (kLandsAhead) {
+      block_barrier();
+    } else if constexpr (Copies::kThroughRegisters) {
+      kv.land(t);
+      block_barrier();
+      if (t + 1 < tiles) kv.issue(t + 1);
+      kv.look_up_and_fetch(t + 2);
+    } else {
+      kv.await(tiles - 1 - t);
+      block_barrier();
+      if constexpr (!kCopiesBetween) {
+        if (t + kAhead < tiles) kv.issue(t + kAhead);
+        kv.close_stage();
+        kv.look_up_and_fetch(t + kAhead + Stream::kLookAhead);
+      }
+    }
+  }
+
+  // Work for later tiles that follows read kRead of tile t.
+  template <int kRead>
+  MLA_DEVICE void bring_later(Stream& kv, int t, int tiles, State& state,
+                              typename Stream::Ahead& next) const {
+    if constexpr (kRead == kProductsBefore) {
+      state.visible.look_ahead(kv, t + 1);
+      if constexpr (kLandsAhead && !kInPieces) kv.bring_next(t, tiles);
+      if constexpr (kCopiesBetween) {
+        if (t + kAhead < tiles) kv.bring(t + kAhead, next);
+      }
+    }
+    if constexpr (kInPieces) {
+      using Pieces = TurnPieces<Format::Keys::kReads, Format::Values::kReads, Stream::kPieces,
+                                C::kPiecesOfValues, kProductsBefore>;
+      constexpr int kFirst = Pieces::first(kRead), kCount = Pieces::first(kRead + 1) - kFirst;
+      for_constants<kCount>([&](auto i) { kv.template bring_piece<kFirst + i>(t, next); });
+    }
+  }
 
   // --- Queries. If several waves need the same queries, they pass through the last stage. No copy
   // of KV rows fills that stage before the first tile is consumed.
@@ -220,7 +242,8 @@ class Attend {
     state.visible.begin(item, row_wave * C::kWaveRows, lane);
   }
 
-  // --- One tile. `start_next()` starts the copies of a later tile if kCopiesBetween.
+  // --- One tile. `start_next(n)` is called after the read of keys n has been used, for work on
+  // later tiles.
   template <class StartNext>
   MLA_DEVICE void step(lds_t tile_base, const Queries& queries, State& state, float scale,
                        const StartNext& start_next) {
@@ -250,9 +273,10 @@ class Attend {
       between.store_p(s);
       block_barrier();
       between.load_p(p.of_step);
+      const float flags = between.read_flags();
       begin_reads(values, reads);
       bool some_moves;
-      between.load_flags(some_moves, odd);
+      between.take_flags(flags, some_moves, odd);
       if (some_moves) {
         exclude_from_report_begin();
         follow(state, scale, s, odd, moves);
@@ -271,12 +295,12 @@ class Attend {
     if constexpr (Layout::kRowScales) {
       if (odd) {
         exclude_from_report_begin();
-        accumulate<true>(values, reads, s, p, state);
+        accumulate<true>(values, reads, s, p, state, start_next);
         exclude_from_report_end();
         return;
       }
     }
-    accumulate<false>(values, reads, s, p, state);
+    accumulate<false>(values, reads, s, p, state, start_next);
   }
 
   // Computes scores, -inf where a row does not see the key. Returns true if scales were odd.
@@ -292,7 +316,7 @@ class Attend {
       if constexpr (!Format::Keys::kLooksAtCodes) odd = keys.odd();
       if (odd || keys.odd_codes()) {
         exclude_from_report_begin();
-        score<true>(keys, queries, s, [] {});
+        score<true>(keys, queries, s, [](auto) {});
         exclude_from_report_end();
       }
     }
@@ -363,14 +387,13 @@ class Attend {
         Raw raw;
         keys.load(raw, n);
         use(raw, n);
+        start_next(n);
       });
     } else {
       read_ahead<Raw, Keys::kReads, C::kKeysAhead>([&](Raw& raw, int n) { keys.load(raw, n); },
                                                    [&](const Raw& raw, auto n) {
                                                      use(raw, n);
-                                                     if constexpr (n == kProductsBefore) {
-                                                       start_next();
-                                                     }
+                                                     start_next(n);
                                                    });
     }
   }
@@ -385,10 +408,10 @@ class Attend {
           reads.first, [&](typename Format::Values::Raw& raw, int n) { values.load(raw, n); });
     }
   }
-  template <bool kExact>
+  template <bool kExact, class StartNext>
   MLA_DEVICE void accumulate(const typename Format::Values& values, ValueReads& reads,
                              const typename W::Scores (&s)[kScoreFragments], Probabilities& held,
-                             State& state) const {
+                             State& state, const StartNext& start_next) const {
     using Values = typename Format::Values;
     using Raw = typename Values::Raw;
     constexpr bool kScaledP = Values::kScalesP && !kExact;
@@ -432,6 +455,7 @@ class Attend {
         values.template widen<kExact>(v[n % (kLag + 1)][j], raw, n, j);
       }
       if constexpr (n >= kLag) multiply(Constant<n - kLag>());
+      start_next(Constant<Format::Keys::kReads + n>());
     };
     if constexpr (C::kValuesAhead == 0) {
       for_constants<Values::kReads>([&](auto n) {
@@ -454,35 +478,14 @@ class Attend {
       state.softmax.sum[slot] = W::row_sum(state.softmax.sum[slot]);
     if constexpr (kSharedP) between.add(state.softmax.sum);
     // Opaque copies: without them the compiler keeps derived values in scalar registers all loop.
-    const int columns = kSharedP ? tile::again(col_wave) : col_wave;
+    const int columns = (kSharedP ? tile::again(col_wave) : col_wave) * kOutFragments;
+    const int first = row_wave * C::kWaveRows;
     if constexpr (Source::kLists) {
       Args again = args;
       again.o_is_f32 = tile::again(args.o_is_f32);
-      write(again, item, state, columns);
+      write_results<Format, kOutFragments, C::kLora, kKind>(again, item, state, first, columns);
     } else {
-      write(args, item, state, columns);
-    }
-  }
-  MLA_DEVICE void write(const Args& to, const Item& item, const State& state, int columns) const {
-    const RowWriter<W, kOutFragments, Args> writer(to, item, C::kLora, columns * kOutFragments);
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) {
-      const int lane = tile::lane_again();
-      const int p = row_wave * C::kWaveRows + W::row(lane, slot);
-      RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
-      if constexpr (kCodes) {
-        const float total = state.rounded.total();  // computed by all lanes together
-        scale.inverse = scale.empty ? 0.0f : 1.0f / total;
-      }
-      if (p >= item.rows) continue;
-      if constexpr (Layout::kLayerScale) scale.inverse *= item.segment->kv_scale;
-      if constexpr (kKind == AttentionKind::kWindow) {
-        // In split tiles, the merge applies the sink.
-        if (item.work.partial_row < 0) {
-          scale.inverse *= sink_factor(to.windows[item.work.segment], item.head(p), scale.lse);
-        }
-      }
-      writer.write(state.o, scale, slot, p, lane);
+      write_results<Format, kOutFragments, C::kLora, kKind>(args, item, state, first, columns);
     }
   }
 

@@ -20,6 +20,10 @@ namespace mla::kernels::hip {
 //
 // An index list adds one more step: every wave fetches the list's entries earlier still, a tile of
 // them at a time, into a ring of its own in LDS.
+//
+// A wave that reads such a word and uses it at once waits for the whole latency of LDS.
+// read_ahead() therefore reads all words that a turn needs at its beginning, together with its
+// first keys.
 template <class Source, class Layout, int kStages, int kWaves, class Copies = tile::Copies>
 class KvStream {
  public:
@@ -62,6 +66,16 @@ class KvStream {
 
   // Looks up where the rows of the first of `tiles` > 0 tiles lie.
   MLA_DEVICE void look_up_first() {
+#if MLA_AMD
+    if constexpr (kInPieces) {
+      lane = tile::lane_again();
+#pragma unroll
+      for (int g = 0; g < kCopyRows; ++g) own_chunk[g] = tile::opaque(chunk(g));
+    }
+    // An opaque copy: the compiler would keep numbers made from it in scalar registers over all
+    // items.
+    if constexpr (kLists) wave = tile::again(wave);
+#endif
     if constexpr (kLists) fetch_first();
     look_up(0);
     if constexpr (kInLds) {
@@ -90,6 +104,40 @@ class KvStream {
     });
   }
 
+  // What a turn knows of the tile that it brings. `words` are read from LDS: the page table's
+  // entries of that tile, and with lists the entries of that tile and of the one to be looked up.
+  struct Words {
+    uint32_t granules[kLookUps];
+    int issued[kLookUps];
+    int looked_up[kLookUps];
+  };
+  struct Ahead {
+    Words words;
+    const uint8_t* from[kLookUps];  // rows
+    int chunk[kLookUps];            // the chunk that this lane copies of each column block
+  };
+  // Reads the words for bring(n). REQUIRES: tile n has been looked up, and the entries of tile n +
+  // kLookAhead have been fetched.
+  MLA_DEVICE void read_ahead(int n, Ahead& ahead) {
+    static_assert(kInLds);
+    lane = tile::lane_again();
+#pragma unroll
+    for (int g = 0; g < kLookUps; ++g) ahead.words.granules[g] = granule_word(n, g);
+    if constexpr (kLists) {
+      read_entries(n, ahead.words.issued);
+      read_entries(n + kLookAhead, ahead.words.looked_up);
+    }
+  }
+  // As issue(n) and look_up_and_fetch(n + kLookAhead), with words that have been read ahead.
+  MLA_DEVICE void bring(int n, Ahead& ahead) {
+    static_assert(kInLds);
+    lane = tile::lane_again();
+    issue(n, ahead);
+    schedule_fence();
+    copy_entries(n + kLookAhead, ahead.words.looked_up);
+    if constexpr (kLists) fetch(n + kLookAhead + kFetchAhead);
+  }
+
   // Work done ahead for tile n: its look-up, and the fetch that a later look-up needs.
   MLA_DEVICE void look_up_and_fetch(int n) {
     look_up(n);
@@ -100,60 +148,43 @@ class KvStream {
   MLA_DEVICE int first(int n) const { return source.begin + n * kTileKv; }
   MLA_DEVICE int left(int n) const { return source.end - first(n); }
 #if MLA_AMD
+  // Returns the word of the lane's entry of tile n, for seen(). REQUIRES: it has been fetched.
+  MLA_DEVICE int seen_word(int n) const {
+    return entry_word(n, tile::lane_again() & (kTileKv - 1));
+  }
   // Bit i of the result is set if the query row sees the entry at place i of tile n. Every lane
-  // gets the same result. REQUIRES: tile n has been looked up.
+  // gets the same result.
   using Bits = std::conditional_t<kTileKv == 64, uint64_t, uint32_t>;
-  MLA_DEVICE Bits seen(int n) const {
+  MLA_DEVICE Bits seen(int n, int word) const {
     static_assert(kLists && (kTileKv == 64 || kTileKv == 32));
-    return static_cast<Bits>(
-        tile::ballot(source.sees_entry(entry(n, tile::lane_again() & (kTileKv - 1)))));
+    const int at = first(n) + (tile::lane_again() & (kTileKv - 1));
+    return static_cast<Bits>(tile::ballot(source.sees_entry(source.entry_of(at, word))));
   }
 #endif
 
   // Looks up where this lane's rows of tile n lie. REQUIRES: the tile has places.
   MLA_DEVICE void look_up(int n) {
     lane = tile::lane_again();
+    int entry[kLookUps];
+    if constexpr (kLists) read_entries(n, entry);
     if constexpr (kInLds) {
-      copy_entries(n);
+      copy_entries(n, entry);
     } else {
 #pragma unroll
-      for (int g = 0; g < kLookUps; ++g) found[g] = find(position(n, g));
+      for (int g = 0; g < kLookUps; ++g) found[g] = find(position(n, g, entry[g]));
     }
   }
 
   // Starts the copies of tile n. REQUIRES: it was looked up last.
   MLA_DEVICE void issue(int n) {
+    Ahead ahead;
     lane = tile::lane_again();
-    const uint8_t* from[kLookUps];
+    if constexpr (kInLds) {
 #pragma unroll
-    for (int g = 0; g < kLookUps; ++g) {
-      if constexpr (kInLds) {
-        const tile::lds_t entry = entry_base(n) + g * tile::kWave * 4 + lane * 4;
-        const uint32_t granule = float_to_bits(tile::load_float(entry));
-        from[g] = source.address(granule, source.inside(position(n, g)));
-      } else {
-        from[g] = address(found[g]);
-      }
+      for (int g = 0; g < kLookUps; ++g) ahead.words.granules[g] = granule_word(n, g);
+      if constexpr (kLists) read_entries(n, ahead.words.issued);
     }
-    const lds_t to = base(n % kStages);
-    for_constants<kCopies>([&](auto index) {
-      constexpr int kRow = index / kBlocks, kBlock = index % kBlocks;
-      // Lanes past the chunks of a half block copy its first chunks again.
-      const int place = chunk(kRow) & (Layout::chunks(kBlock) - 1);
-      copies.template issue<index, offset(kRow, kBlock)>(
-          to, lane, from[kRow] + (place * Layout::chunk_bytes(kBlock) + Layout::source(kBlock)));
-    });
-    if constexpr (Layout::kPageScales) {
-      static_assert(!kInLds);
-      for_constants<kCopyRows>([&](auto row) {
-        copies.template issue_exponents<row>(
-            source.exponents(found[row].granule, found[row].inside));
-      });
-    }
-    if constexpr (kScales) {
-      copies.template issue_word<0>(scales(n % kStages), lane,
-                                    from[kCopyRows] + (Layout::kRow.scales_at + scale_group() * 4));
-    }
+    issue(n, ahead);
   }
   MLA_DEVICE void close_stage() { copies.close_stage(); }
   // Waits until all but the kYounger youngest tiles, and the look-ups made with them, have landed.
@@ -161,10 +192,22 @@ class KvStream {
   MLA_DEVICE void wait() {
     copies.template wait<kYounger, kCopiesOfGroup>();
   }
+  // Waits for a tile that `later` tiles follow. At the end fewer copies are in flight than a wait
+  // by count assumes.
+  MLA_DEVICE void await(int later) {
+    if (later >= kStages - 2) {
+      wait<kStages - 2>();
+    } else {
+      exclude_from_report_begin();
+      wait<0>();
+      exclude_from_report_end();
+    }
+  }
   // For copies through registers: writes the issued tile n to its stage.
   MLA_DEVICE void land(int n) {
     lane = tile::lane_again();
-    land_from<0>(base(n % kStages));
+    for_constants<kCopies>([&](auto index) { land_copy<index>(n); });
+    for_constants<kCopyRows>([&](auto row) { finish_landing<row>(n); });
     if constexpr (kScales) copies.land_word(scales(n % kStages), lane);
     if constexpr (kLists) land_entry(n + kLookAhead + kFetchAhead);
   }
@@ -172,33 +215,74 @@ class KvStream {
   // While tile n of `tiles` is computed: writes the next tile to its stage and starts the one after
   // it.
   MLA_DEVICE void bring_next(int n, int tiles) {
-    // Tiles after the last one repeat its last row. Pages take them too: branches around them would
-    // make the compiler wait for loads in every turn.
-    constexpr bool kAll = Layout::kPageScales;
-    if (kAll || n + 1 < tiles) land(n + 1);
-    if constexpr (kLists) copies.meet();
-    if (kAll || n + 2 < tiles) issue(n + 2);
-    look_up_and_fetch(n + 3);
+    if constexpr (kInPieces) {
+      Ahead ahead;
+      for_constants<kPieces>([&](auto piece) { bring_piece<piece>(n, ahead); });
+    } else {
+      if (n + 1 < tiles) land(n + 1);
+      if constexpr (kLists) copies.meet();
+      if (n + 2 < tiles) issue(n + 2);
+      look_up_and_fetch(n + 3);
+    }
+  }
+  // The same in pieces, which a turn does between its products: a lump of as many instructions
+  // would leave the matrix pipe and LDS idle. Tiles after the last one repeat its last row:
+  // branches around them would make the compiler wait for loads in every turn.
+  static constexpr bool kInPieces = Layout::kPageScales;
+  static constexpr int kLanePieces = 4;  // pieces that use one lane number
+  static constexpr int kRowPieces = 2 * kBlocks + 3;
+  static constexpr int kPieces = kCopyRows * kRowPieces;
+  template <int kPiece>
+  MLA_DEVICE void bring_piece(int n, Ahead& ahead) {
+    constexpr int kRow = kPiece / kRowPieces, kPart = kPiece % kRowPieces;
+    if constexpr (kPart % kLanePieces == 0) lane = tile::lane_again();
+    if constexpr (kPart < kBlocks) {
+      land_copy<kRow * kBlocks + kPart>(n + 1);
+    } else if constexpr (kPart == kBlocks) {
+      finish_landing<kRow>(n + 1);
+      if constexpr (kRow == 0) {
+        land_entry(n + 1 + kLookAhead + kFetchAhead);
+        copies.meet();
+        read_entries(n + 3, ahead.words.looked_up);
+      }
+    } else if constexpr (kPart == kBlocks + 1) {
+      find_row<kRow>(n + 2, ahead);
+    } else if constexpr (kPart == kBlocks + 2) {
+      found[kRow] = find(position(n + 3, kRow, ahead.words.looked_up[kRow]));
+      if constexpr (kRow == 0) fetch(n + 3 + kFetchAhead);
+    } else {
+      copy<kRow * kBlocks + kPart - kBlocks - 3>(n + 2, ahead);
+    }
   }
 
  private:
-  // Returns the position of this lane's row g of tile n. The last g is the row whose scale the lane
-  // copies.
-  MLA_DEVICE int position(int n, int g) const {
-    const int row = g < kCopyRows ? (g * kWaves + wave) * kRowsPerCopy + (lane >> 3)
-                                  : (wave * tile::kWave + lane) % kTileKv;
+  // Returns this lane's row g of a tile. The last g is the row whose scale the lane copies.
+  MLA_DEVICE int row(int g) const {
+    return g < kCopyRows ? (g * kWaves + wave) * kRowsPerCopy + (lane >> 3)
+                         : (wave * tile::kWave + lane) % kTileKv;
+  }
+  // Returns the position of that row of tile n; `word` is of its entry in the list, if there is
+  // one.
+  MLA_DEVICE int position(int n, int g, int word) const {
+    const int at = first(n) + row(g);
     if constexpr (kLists) {
-      return source.position_of(entry(n, row));
+      return source.position_of(source.entry_of(at, word));
     } else {
-      return source.place(source.begin + n * kTileKv + row);
+      return source.place(at);
     }
+  }
+  MLA_DEVICE uint32_t granule_word(int n, int g) const {
+    return float_to_bits(tile::load_float(entry_base(n) + g * tile::kWave * 4 + lane * 4));
   }
 
   // --- Entries of lists: one lane holds one entry of tile n.
   MLA_DEVICE lds_t fetched_base(int n) const { return fetched + n % kFetchedTiles * kFetchedBytes; }
-  MLA_DEVICE int entry(int n, int row) const {
-    const float word = tile::load_float(fetched_base(n) + row * 4);
-    return source.entry_of(first(n) + row, static_cast<int>(float_to_bits(word)));
+  MLA_DEVICE int entry_word(int n, int of_row) const {
+    return static_cast<int>(float_to_bits(tile::load_float(fetched_base(n) + of_row * 4)));
+  }
+  MLA_DEVICE void read_entries(int n, int (&words)[kLookUps]) const {
+#pragma unroll
+    for (int g = 0; g < kLookUps; ++g) words[g] = entry_word(n, row(g));
   }
   MLA_DEVICE void fetch(int n) { fetch_to<0>(fetched_base(n), n); }
   template <int kOffset>
@@ -233,7 +317,8 @@ class KvStream {
     int inside;
   };
   MLA_DEVICE Found find(int at) const {
-    return Found{*as_global<const uint32_t>(source.table_at(at)), source.inside(at)};
+    const RowSpot spot = source.spot(at);
+    return Found{*as_global<const uint32_t>(spot.entry), spot.inside};
   }
   MLA_DEVICE const uint8_t* address(const Found& f) const {
     return source.address(f.granule, f.inside);
@@ -246,19 +331,73 @@ class KvStream {
 
   MLA_DEVICE lds_t entry_base(int n) const { return entries + n % kStages * kEntryBytes; }
   template <int kRow = 0>
-  MLA_DEVICE void copy_entries(int n) {
+  MLA_DEVICE void copy_entries(int n, const int (&words)[kLookUps]) {
     if constexpr (kRow < kLookUps) {
-      copies.template issue_word<kRow * tile::kWave * 4>(entry_base(n), lane,
-                                                         source.table_at(position(n, kRow)));
-      copy_entries<kRow + 1>(n);
+      copy_entry<kRow>(n, words[kRow]);
+      copy_entries<kRow + 1>(n, words);
+    }
+  }
+  template <int kRow>
+  MLA_DEVICE void copy_entry(int n, int word) {
+    copies.template issue_word<kRow * tile::kWave * 4>(entry_base(n), lane,
+                                                       source.table_at(position(n, kRow, word)));
+  }
+
+  // --- Copies of rows.
+  MLA_DEVICE void issue(int n, Ahead& ahead) {
+    for_constants<kLookUps>([&](auto g) { find_row<g>(n, ahead); });
+    for_constants<kCopies>([&](auto index) { copy<index>(n, ahead); });
+    copy_scales(n, ahead);
+  }
+  // Finds where row kRow lies, and starts the load of its exponents.
+  template <int kRow>
+  MLA_DEVICE void find_row(int n, Ahead& ahead) {
+    if constexpr (kInLds) {
+      const int at = source.inside(position(n, kRow, ahead.words.issued[kRow]));
+      ahead.from[kRow] = source.address(ahead.words.granules[kRow], at);
+    } else {
+      ahead.from[kRow] = address(found[kRow]);
+    }
+    if constexpr (kRow < kCopyRows) ahead.chunk[kRow] = kInPieces ? own_chunk[kRow] : chunk(kRow);
+    if constexpr (Layout::kPageScales) {
+      static_assert(!kInLds);
+      copies.template issue_exponents<kRow>(
+          source.exponents(found[kRow].granule, found[kRow].inside));
+    }
+  }
+  template <int kIndex>
+  MLA_DEVICE void copy(int n, const Ahead& ahead) {
+    constexpr int kRow = kIndex / kBlocks, kBlock = kIndex % kBlocks;
+    // Lanes past the chunks of a half block copy its first chunks again.
+    const int place = ahead.chunk[kRow] & (Layout::chunks(kBlock) - 1);
+    copies.template issue<kIndex, offset(kRow, kBlock)>(
+        base(n % kStages), lane,
+        ahead.from[kRow] + (place * Layout::chunk_bytes(kBlock) + Layout::source(kBlock)));
+  }
+  MLA_DEVICE void copy_scales(int n, const Ahead& ahead) {
+    if constexpr (kScales) {
+      copies.template issue_word<0>(
+          scales(n % kStages), lane,
+          ahead.from[kCopyRows] + (Layout::kRow.scales_at + scale_group() * 4));
     }
   }
 
   template <int kIndex>
-  MLA_DEVICE void land_from(lds_t to) {
-    if constexpr (kIndex < kCopies) {
-      copies.template land<kIndex, offset(kIndex / kBlocks, kIndex % kBlocks)>(to, lane);
-      land_from<kIndex + 1>(to);
+  MLA_DEVICE void land_copy(int n) {
+    copies.template land<kIndex, offset(kIndex / kBlocks, kIndex % kBlocks)>(base(n % kStages),
+                                                                             lane);
+  }
+  // Writes a row's chunks again if its exponents are odd.
+  template <int kRow>
+  MLA_DEVICE void finish_landing(int n) {
+    if constexpr (Layout::kPageScales) {
+      if (!tile::any(copies.template odd<kRow>())) return;
+      exclude_from_report_begin();
+      for_constants<kBlocks>([&](auto block) {
+        copies.template land_again<kRow * kBlocks + block, offset(kRow, block)>(base(n % kStages),
+                                                                                lane);
+      });
+      exclude_from_report_end();
     }
   }
   // Returns the offset of copy (g, block) of a wave from its first copy; a constant.
@@ -284,6 +423,8 @@ class KvStream {
   int wave, lane = 0;  // the latter is recomputed where it is needed
   Copies copies;
   Found found[kInLds ? 1 : kLookUps];
+  int own_chunk[kInPieces ? kCopyRows
+                          : 1];  // of each row; kept, since there are registers for them
   int held_entry = 0;
 };
 

@@ -17,6 +17,12 @@ namespace mla::kernels::hip {
 // In sparse attention an item has one query row, and a place is visible if that row sees its entry;
 // Item::limit does not apply. If a list is shorter than the plan assumes, `end` is the list's end,
 // and an item may have no places (begin >= end).
+// What a look-up says of a row: its page's entry in the page table, and its number in the page.
+struct RowSpot {
+  const uint32_t* entry;
+  int inside;
+};
+
 template <AttentionKind kKind>
 class RowSource {
  public:
@@ -62,6 +68,10 @@ class RowSource {
     return pages.table + pages.place(position).page;
   }
   MLA_DEVICE int inside(int position) const { return pages.place(position).inside; }
+  MLA_DEVICE RowSpot spot(int position) const {
+    const PagedRows::Place at = pages.place(position);
+    return {pages.table + at.page, at.inside};
+  }
   MLA_DEVICE const uint8_t* address(uint32_t granule, int row_inside) const {
     return pages.address(granule, row_inside);
   }

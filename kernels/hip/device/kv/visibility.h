@@ -29,6 +29,10 @@ class Visibility {
     first = kv.first(n);
   }
   template <class Stream>
+  MLA_DEVICE void look_at_first(const Stream&) {}
+  template <class Stream>
+  MLA_DEVICE void read_ahead(const Stream&, int) {}
+  template <class Stream>
   MLA_DEVICE void look_ahead(const Stream&, int) {}
 
   // Returns true if some packed row does not see some key of the tile.
@@ -56,15 +60,25 @@ class ListVisibility {
  public:
   MLA_DEVICE void begin(const Item&, int, int) {}
   MLA_DEVICE void begin(const Item&) {}
+  // Before the first tile. REQUIRES: the stream has looked it up.
+  template <class Stream>
+  MLA_DEVICE void look_at_first(const Stream& kv) {
+    next = kv.seen(0, kv.seen_word(0));
+  }
   template <class Stream>
   MLA_DEVICE void of_tile(const Stream& kv, int n) {
-    entries = n == 0 ? kv.seen(0) : next;
+    entries = next;
     left = kv.left(n);
   }
-  // Entries of the next tile are checked while products of this tile run.
+  // Entries of the next tile, n, are checked while products of this tile run. Their words are read
+  // before those products, so that nothing waits for them.
+  template <class Stream>
+  MLA_DEVICE void read_ahead(const Stream& kv, int n) {
+    word_of_next = kv.seen_word(n);
+  }
   template <class Stream>
   MLA_DEVICE void look_ahead(const Stream& kv, int n) {
-    next = kv.seen(n);
+    next = kv.seen(n, word_of_next);
   }
   MLA_DEVICE bool masked() const { return left < C::kTileKv || entries != kAll; }
   MLA_DEVICE bool hides_values() const { return kHidesValues && entries != kAll; }
@@ -80,6 +94,7 @@ class ListVisibility {
   int left;      // places from the first of this tile on
   Bits entries;  // seen entries of this tile
   Bits next;     // seen entries of the next tile
+  int word_of_next;
 };
 template <class C, class W>
 class Visibility<AttentionKind::kSparse, C, W> : public ListVisibility<C, W, true> {};

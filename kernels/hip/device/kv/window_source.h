@@ -36,32 +36,19 @@ class RowSource<AttentionKind::kWindow> {
   }
 
   // REQUIRES begin < end, also for the calls below.
+  MLA_DEVICE static bool sees_entry(int of_place) { return of_place != kNone; }
+  // A *position* is the number of an entry, or for a row the complement of RowSource's position.
+  MLA_DEVICE int position_of(int of_place) const {
+    return sees_entry(of_place) ? of_place : ~(seen - 1);
+  }
+
+#if !MLA_AMD
   MLA_DEVICE int entry(int at) const {
     const int place = place_of(at);
     if (place < held) return ~(seen - held + place);
     const int of_list = place - held;
     return visible(memory.listed() ? as_global<const int32_t>(memory.list())[of_list] : of_list);
   }
-  MLA_DEVICE static bool sees_entry(int of_place) { return of_place != kNone; }
-  // Returns the address of the word that gives a place's entry, and the entry made from that word.
-  // The word may have any value if no list names the entry.
-  MLA_DEVICE const int32_t* entry_at(int at) const {
-    const int32_t* const of_any = reinterpret_cast<const int32_t*>(memory.rows().table);
-    const int32_t* const of_row = memory.list();
-    const int of_list = place_of(at) - held;
-    return memory.listed() && of_list >= 0 ? of_row + of_list : of_any;
-  }
-  MLA_DEVICE int entry_of(int at, int word) const {
-    const int place = place_of(at);
-    const int numbered = visible(memory.listed() ? word : place - held);
-    return place < held ? ~(seen - held + place) : numbered;
-  }
-
-  // A *position* is the number of an entry, or for a row the complement of RowSource's position.
-  MLA_DEVICE int position_of(int of_place) const {
-    return sees_entry(of_place) ? of_place : ~(seen - 1);
-  }
-
   // Returns the address of a row or an entry, and of its exponents if the format keeps them after
   // the page's rows.
   MLA_DEVICE const uint8_t* row_of(int of_place, const uint8_t*& exponents) const {
@@ -77,31 +64,39 @@ class RowSource<AttentionKind::kWindow> {
     const uint8_t* exponents;
     return row_of(of_place, exponents);
   }
-  // The same look-up in steps, as in RowSource; inside() is a complement for rows, too.
-  MLA_DEVICE const uint32_t* table_at(int position) const {
-    const PagedRows rows = memory.rows(), entries = memory.entries();
-    const int of_rows = rows.place(~position).page, of_entries = entries.place(position).page;
-    return position < 0 ? rows.table + of_rows : entries.table + of_entries;
+#else
+  // Returns the address of the word that gives a place's entry, and the entry made from that word.
+  // The word may have any value if no list names the entry.
+  MLA_DEVICE const int32_t* entry_at(int at) const {
+    const int of_list = place_of(at) - held;
+    const bool named = memory.listed() && of_list >= 0;
+    return memory.list_or_any(named) + (named ? of_list : 0);
   }
-  MLA_DEVICE int inside(int position) const {
-    const int of_rows = memory.rows().place(~position).inside;
-    const int of_entries = memory.entries().place(position).inside;
-    return position < 0 ? ~of_rows : of_entries;
+  MLA_DEVICE int entry_of(int at, int word) const {
+    const int place = place_of(at);
+    const int numbered = visible(memory.listed() ? word : place - held);
+    return place < held ? ~(seen - held + place) : numbered;
   }
+  // The same look-up in steps, as in RowSource; a spot's row is a complement for rows, too.
+  MLA_DEVICE RowSpot spot(int position) const {
+    const bool is_row = position < 0;
+    const PagedRows::Place at = memory.place(is_row, counted(position));
+    return {memory.table(is_row) + static_cast<uint32_t>(at.page), is_row ? ~at.inside : at.inside};
+  }
+  MLA_DEVICE const uint32_t* table_at(int position) const { return spot(position).entry; }
+  MLA_DEVICE int inside(int position) const { return spot(position).inside; }
   MLA_DEVICE const uint8_t* address(uint32_t granule, int row_inside) const {
-    const PagedRows rows = memory.rows(), entries = memory.entries();
     const bool is_row = row_inside < 0;
-    return (is_row ? rows.base : entries.base) + int64_t{granule} * kPageGranuleBytes +
-           (is_row ? ~row_inside : row_inside) * (is_row ? rows.row_stride : entries.row_stride);
+    return memory.base(is_row) + uint64_t{granule} * kPageGranuleBytes +
+           uint64_t{counted(row_inside)} * memory.row_stride(is_row);
   }
   MLA_DEVICE const uint8_t* exponents(uint32_t granule, int row_inside) const {
-    const PagedRows rows = memory.rows(), entries = memory.entries();
     const bool is_row = row_inside < 0;
-    return (is_row ? rows.base + rows.page_size * rows.row_stride
-                   : entries.base + entries.page_size * entries.row_stride) +
-           int64_t{granule} * kPageGranuleBytes +
-           (is_row ? ~row_inside : row_inside) * kExponentBytes;
+    return memory.base(is_row) + uint64_t{granule} * kPageGranuleBytes +
+           uint64_t{memory.page_size(is_row)} * memory.row_stride(is_row) +
+           counted(row_inside) * kExponentBytes;
   }
+#endif
 
   const int begin;
   int end;
@@ -125,9 +120,32 @@ class RowSource<AttentionKind::kWindow> {
 #endif
     }
 #if MLA_AMD
-    MLA_DEVICE PagedRows rows() const { return get(0); }
-    MLA_DEVICE PagedRows entries() const { return get(kWords); }
-    MLA_DEVICE const int32_t* list() const { return pointer<int32_t>(kListAt); }
+    // Of rows or entries, a choice of each lane.
+    MLA_DEVICE const uint32_t* table(bool of_rows) const { return pointer<uint32_t>(0, of_rows); }
+    MLA_DEVICE const uint8_t* base(bool of_rows) const { return pointer<uint8_t>(2, of_rows); }
+    MLA_DEVICE uint32_t row_stride(bool of_rows) const { return word(4, of_rows); }
+    MLA_DEVICE uint32_t page_size(bool of_rows) const { return word(5, of_rows); }
+    MLA_DEVICE PagedRows::Place place(bool of_rows, uint32_t number) const {
+      const uint32_t size = page_size(of_rows);
+      uint32_t page, inside;
+      if (powers) {
+        page = number >> word(6, of_rows);
+        inside = number & (size - 1);
+      } else {
+        exclude_from_report_begin();
+        page = number / size;
+        inside = number - page * size;
+        exclude_from_report_end();
+      }
+      return {static_cast<int>(page), static_cast<int>(inside)};
+    }
+    // The list if `named`, a choice of each lane; otherwise any address that may be loaded from.
+    MLA_DEVICE const int32_t* list_or_any(bool named) const {
+      const uint32_t low = words[kListAt], high = words[kListAt + 1];
+      const uint32_t any_low = words[0], any_high = words[1];
+      return reinterpret_cast<const int32_t*>(
+          address(named ? low : any_low, named ? high : any_high));
+    }
     MLA_DEVICE void set_list(const int32_t* at) {
       put(at, kListAt);
       has_list = true;
@@ -149,35 +167,39 @@ class RowSource<AttentionKind::kWindow> {
     }
 #if MLA_AMD
     // Loads of records would be waited for in every iteration, and there are too many words for
-    // scalar registers. So lane i of one register holds word i.
-    static constexpr int kWords = 6, kListAt = 2 * kWords;
+    // scalar registers. Vector registers have room, and a choice of each lane between two of them
+    // is one instruction, where a choice between two scalars takes three.
+    static constexpr int kWords = 7, kListAt = 2 * kWords;
     MLA_DEVICE void put(const PagedRows& pages, int first) {
+      powers = powers && pages.shift >= 0;
       put(pages.table, first);
       put(pages.base, first + 2);
       put(static_cast<uint32_t>(pages.row_stride), first + 4);
       put(static_cast<uint32_t>(pages.page_size), first + 5);
+      put(static_cast<uint32_t>(pages.shift), first + 6);
     }
     MLA_DEVICE void put(const void* at, int first) {
       const auto bits = reinterpret_cast<uintptr_t>(at);
       put(static_cast<uint32_t>(bits), first);
       put(static_cast<uint32_t>(bits >> 32), first + 1);
     }
-    MLA_DEVICE void put(uint32_t word, int lane) {
-      if (tile::lane_again() == lane) words = static_cast<int>(word);
+    MLA_DEVICE void put(uint32_t word, int place) {
+      words[place] = static_cast<uint32_t>(tile::opaque(static_cast<int>(word)));
     }
-    MLA_DEVICE uint32_t word(int lane) const {
-      return static_cast<uint32_t>(tile::read_lane(words, lane));
+    MLA_DEVICE uint32_t word(int place, bool of_rows) const {
+      const uint32_t rows = words[place], entries = words[kWords + place];
+      return of_rows ? rows : entries;
+    }
+    // From two registers: a shift and an addition would be instructions.
+    MLA_DEVICE static uintptr_t address(uint32_t low, uint32_t high) {
+      return __builtin_bit_cast(uintptr_t, tile::u32x2{low, high});
     }
     template <class T>
-    MLA_DEVICE const T* pointer(int lane) const {
-      return reinterpret_cast<const T*>(static_cast<uintptr_t>(word(lane + 1)) << 32 | word(lane));
+    MLA_DEVICE const T* pointer(int place, bool of_rows) const {
+      return reinterpret_cast<const T*>(address(word(place, of_rows), word(place + 1, of_rows)));
     }
-    MLA_DEVICE PagedRows get(int first) const {
-      return PagedRows(pointer<uint32_t>(first), 0, pointer<uint8_t>(first + 2), 0,
-                       static_cast<int>(word(first + 4)), static_cast<int>(word(first + 5)),
-                       kPageGranuleBytes);
-    }
-    int words = 0;
+    uint32_t words[kListAt + 2] = {};
+    bool powers = true;  // pages of rows and those of entries hold 2^n rows each
     bool has_list = false;
 #else
     const int32_t* the_list = nullptr;
@@ -188,6 +210,8 @@ class RowSource<AttentionKind::kWindow> {
     MLA_RECORD const WindowRecord* window;
   };
 
+  // The number of a row or an entry from its position or complement.
+  MLA_DEVICE static uint32_t counted(int of) { return static_cast<uint32_t>(of < 0 ? ~of : of); }
   MLA_DEVICE int place_of(int at) const { return first + (at < end ? at : end - 1); }
   MLA_DEVICE int visible(int named) const {
     return static_cast<uint32_t>(named) < static_cast<uint32_t>(whole) ? named : kNone;

@@ -32,12 +32,18 @@ struct PagedRows {
   MLA_DEVICE PagedRows(const uint32_t* page_tables, int64_t first_entry, const uint8_t* pool,
                        int64_t layer_offset, int64_t row_stride_bytes, int page_rows,
                        int64_t granule)
-      : table(page_tables + first_entry),
-        base(pool + layer_offset),
+      : PagedRows(page_tables + first_entry, pool + layer_offset, row_stride_bytes, page_rows,
+                  (page_rows & (page_rows - 1)) == 0 ? 31 - leading_zeros(page_rows) : -1,
+                  granule) {}
+  // From members that a caller has kept.
+  MLA_DEVICE PagedRows(const uint32_t* entries, const uint8_t* first, int64_t row_stride_bytes,
+                       int page_rows, int page_shift, int64_t granule)
+      : table(entries),
+        base(first),
         row_stride(row_stride_bytes),
         granule_bytes(granule),
         page_size(page_rows),
-        shift((page_rows & (page_rows - 1)) == 0 ? 31 - leading_zeros(page_rows) : -1) {}
+        shift(page_shift) {}
 
   // Names the place of a row: the index of its page in the table, and its row inside that page.
   struct Place {

@@ -50,8 +50,13 @@ class WaveExchange {
     tile::store_float(flags() + wave * 4, (moves ? 1.0f : 0.0f) + (odd ? 2.0f : 0.0f));
   }
   // Reads the flags: each is true if any wave of the block has stored it.
-  MLA_DEVICE void load_flags(bool& moves, bool& odd) const {
-    const float found = tile::load_float(flags() + tile::lane_again() % kWaves * 4);
+  MLA_DEVICE void load_flags(bool& moves, bool& odd) const { take_flags(read_flags(), moves, odd); }
+  // The same in two steps, for callers that have other reads to start in between.
+  MLA_DEVICE float read_flags() const {
+    static_assert((kWaves & (kWaves - 1)) == 0);
+    return tile::load_float(flags() + (tile::lane_again() & (kWaves - 1)) * 4);
+  }
+  MLA_DEVICE static void take_flags(float found, bool& moves, bool& odd) {
     moves = tile::any(found == 1.0f || found == 3.0f);
     odd = tile::any(found >= 2.0f);
   }
