@@ -278,13 +278,40 @@ typedef struct mla_prefix {
   size_t struct_size;
   const uint32_t* token_ids;  // one a row
   size_t token_count;
-  const void* page_keys;  // 32 bytes for each whole page
+  const void* page_keys;  // page_key_bytes for each whole page
   size_t page_key_count;
   const char* salt;  // rows of other salts are not shared; NULL: ""
   // The most rows of the sequence after the match; 0: all cached rows. So a prompt of which the
   // last row is to be computed, and which has no other, is opened without a prefix.
   uint64_t max_rows;
+  size_t page_key_bytes;  // 16 for names of mla_page_names; 0: 32
 } mla_prefix;
+
+#define MLA_PAGE_NAME_BYTES 16
+// Writes the names of whole pages, MLA_PAGE_NAME_BYTES each, for mla_prefix.page_keys: token_count
+// / page_size of them. All workers that share rows must have the same salt, of 1 to 64 bytes. Rows
+// that are named in this way and rows that are named by token ids do not find each other.
+MLA_API mla_code mla_page_names(const uint32_t* token_ids, size_t token_count, uint32_t page_size,
+                                const void* salt, size_t salt_bytes, void* names,
+                                mla_error** error);
+
+// What a server says before a sequence is opened there.
+typedef struct mla_probe {
+  size_t struct_size;
+  uint64_t boot_id;
+  uint64_t rows_asked;                                // of the prefix's whole pages
+  uint64_t rows_in_pool, rows_in_host, rows_in_file;  // of these, that the server has, by place
+  uint64_t bytes_free, bytes_cached, bytes_total;     // cached ones are free, too
+  uint64_t wait_us;  // that requests lately waited for a launch; 0: none is queued
+  uint32_t sequences, queued_requests;
+  int32_t draining;  // 1: no sequence may be opened there
+} mla_probe;
+
+// Asks the server, or a cluster's home, what a sequence with this prefix would find now. Leaves no
+// trace. `model_id` and `prefix` may be NULL: the answer is about the server alone. Opening a
+// cluster's sequence probes the servers by itself.
+MLA_API mla_code mla_client_probe(mla_client* client, const char* model_id,
+                                  const mla_prefix* prefix, mla_probe* probe, mla_error** error);
 
 typedef enum mla_match_end MLA_INT_ENUM {
   MLA_MATCH_END_NONE = 0,      // no rows were asked for, or the sequence ends inside a page

@@ -1,16 +1,21 @@
 // Sequences and prefixes.
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <string>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "client/c/connection.h"
 #include "client/c/handles.h"
+#include "client/cpp/cluster/placement.h"
 
 namespace mla::capi {
 namespace {
 
 constexpr size_t kPageKeyBytes = 32;
+static_assert(MLA_PAGE_NAME_BYTES == client::kPageNameBytes);
 
 template <typename Sequence>
 absl::Status Give(absl::StatusOr<Sequence> sequence, mla_sequence** out) {
@@ -34,9 +39,12 @@ absl::StatusOr<v1::Prefix> PrefixOf(const mla_prefix* given) {
     absl::Status status = CheckNotNull(known.page_keys, "prefix.page_keys");
     if (!status.ok()) return status;
   }
+  const size_t bytes = known.page_key_bytes == 0 ? kPageKeyBytes : known.page_key_bytes;
+  if (bytes != kPageKeyBytes && bytes != MLA_PAGE_NAME_BYTES) {
+    return Refuse("prefix.page_key_bytes", "0, 16 or 32", std::to_string(bytes));
+  }
   for (size_t i = 0; i < known.page_key_count; ++i) {
-    prefix.add_page_keys(static_cast<const char*>(known.page_keys) + i * kPageKeyBytes,
-                         kPageKeyBytes);
+    prefix.add_page_keys(static_cast<const char*>(known.page_keys) + i * bytes, bytes);
   }
   prefix.set_salt(Text(known.salt));
   prefix.set_max_rows(known.max_rows);
@@ -47,6 +55,51 @@ absl::StatusOr<v1::Prefix> PrefixOf(const mla_prefix* given) {
 
 using mla::capi::CheckNotNull;
 using mla::capi::Guard;
+
+mla_code mla_page_names(const uint32_t* token_ids, size_t token_count, uint32_t page_size,
+                        const void* salt, size_t salt_bytes, void* names, mla_error** error) {
+  return Guard(error, [&]() -> absl::Status {
+    const std::pair<const void*, const char*> given[] = {
+        {token_ids, "token_ids"}, {salt, "salt"}, {names, "names"}};
+    for (const auto& [pointer, field] : given) {
+      if (absl::Status status = CheckNotNull(pointer, field); !status.ok()) return status;
+    }
+    const auto made = mla::client::PageNames({token_ids, token_count}, page_size,
+                                             {static_cast<const char*>(salt), salt_bytes});
+    if (!made.ok()) return made.status();
+    auto* to = static_cast<char*>(names);
+    for (const std::string& name : *made) to = std::copy(name.begin(), name.end(), to);
+    return absl::OkStatus();
+  });
+}
+
+mla_code mla_client_probe(mla_client* client, const char* model_id, const mla_prefix* prefix,
+                          mla_probe* probe, mla_error** error) {
+  return Guard(error, [&] {
+    mla_probe known{};
+    absl::Status status = mla::capi::Read(probe, true, "probe", &known);
+    if (!status.ok()) return status;
+    const auto asked = mla::capi::PrefixOf(prefix);
+    if (!asked.ok()) return asked.status();
+    mla::client::Client& server = client->cluster != nullptr ? *client->home : *client->client;
+    const auto reply = server.Probe(mla::capi::Text(model_id), *asked);
+    if (!reply.ok()) return reply.status();
+    known.boot_id = reply->boot_id();
+    known.rows_asked = reply->rows_asked();
+    known.rows_in_pool = reply->rows_in_pool();
+    known.rows_in_host = reply->rows_in_host();
+    known.rows_in_file = reply->rows_in_file();
+    known.bytes_free = reply->kv_bytes_free();
+    known.bytes_cached = reply->kv_bytes_cached();
+    known.bytes_total = reply->kv_bytes_total();
+    known.wait_us = reply->wait_us();
+    known.sequences = reply->sequences();
+    known.queued_requests = reply->queued_requests();
+    known.draining = reply->draining() ? 1 : 0;
+    mla::capi::Write(known, probe);
+    return absl::OkStatus();
+  });
+}
 
 mla_code mla_sequence_open(mla_client* client, const char* model_id, const mla_prefix* prefix,
                            mla_sequence** out, mla_error** error) {

@@ -49,6 +49,9 @@ inline constexpr Millis kLeastRenewalPause(20);
 inline constexpr int32_t kCopySpinMicros = 1000;
 inline constexpr int32_t kMostCopyThreads = 64;
 
+// The longest question which server answers. Within it two answers count as one.
+inline constexpr Millis kAskTime(1000);
+
 // Timeouts are cut to ten years: a clock can still add ten times as much to its own time.
 inline constexpr int64_t kLongestTimeoutMs = int64_t{10} * 366 * 24 * 3600 * 1000;
 
@@ -86,6 +89,9 @@ struct Client::Impl {
   CondVar stopped;
   bool stop ABSL_GUARDED_BY(mutex) = false;
   absl::Status lost ABSL_GUARDED_BY(mutex);  // an error once another boot id was seen
+  // When the process that was connected to has answered last.
+  std::chrono::steady_clock::time_point answered ABSL_GUARDED_BY(mutex) =
+      std::chrono::steady_clock::now();
   std::map<std::string, v1::ModelSpec> registered ABSL_GUARDED_BY(mutex);  // by this client
   std::thread renewer;
 
@@ -100,10 +106,39 @@ struct Client::Impl {
   // Returns the calling thread's header; "" if it has none.
   std::string Traceparent() const { return options.traceparent ? options.traceparent() : ""; }
 
+  // Takes note of the process that has answered. Returns why it is not the one that was connected
+  // to, also for later calls; the first time it may ask for up to kAskTime.
   absl::Status CheckBoot(uint64_t boot_id) {
+    std::chrono::steady_clock::time_point last;
+    {
+      const MutexLock lock(mutex);
+      if (!lost.ok()) return lost;
+      last = answered;
+      if (boot_id == info.boot_id()) {
+        answered = std::chrono::steady_clock::now();
+        return lost;
+      }
+    }
+    const absl::Status why = WhyReplaced(boot_id, last);
     const MutexLock lock(mutex);
-    if (lost.ok() && boot_id != info.boot_id()) lost = RestartedError(info.boot_id(), boot_id);
+    if (lost.ok()) lost = why;
     return lost;
+  }
+
+  // A process that ran already when the first one answered last is another server, and the address
+  // is a balancer's. So it is if the first one still answers. One that says nothing has just
+  // started.
+  absl::Status WhyReplaced(uint64_t boot_id, std::chrono::steady_clock::time_point last) {
+    const auto since = std::chrono::steady_clock::now() - last;
+    grpc::ClientContext context;
+    Prepare(&context);
+    context.set_deadline(std::chrono::system_clock::now() + kAskTime);
+    v1::GetServerInfoReply now;
+    const grpc::Status asked = Calls()->admin->GetServerInfo(&context, {}, &now);
+    const bool another = asked.ok() && (now.boot_id() == info.boot_id() ||
+                                        Millis(now.uptime_ms()) > since + kAskTime);
+    return another ? AnotherServerError(info.boot_id(), boot_id)
+                   : RestartedError(info.boot_id(), boot_id);
   }
 
   // Returns DATA_LOSS if the server reports another shape for a model that this client has
@@ -140,6 +175,7 @@ struct Client::Impl {
     StreamOptions wanted;
     wanted.tenant = options.tenant;
     wanted.boot_id = info.boot_id();
+    wanted.why_replaced = [this](uint64_t boot_id) { return CheckBoot(boot_id); };
     wanted.message_bytes = info.limits().message_bytes();
     wanted.timeout = Millis(options.request_timeout_ms);
     wanted.spin = options.stream_spin_us >= 0 ? std::chrono::microseconds(options.stream_spin_us)

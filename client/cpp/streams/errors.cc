@@ -21,6 +21,16 @@ absl::StatusCode CodeOf(int32_t code) {
   return known ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown;
 }
 
+absl::Status ReplacedError(uint64_t expected_boot_id, uint64_t got_boot_id,
+                           const std::string& reason, const std::string& message) {
+  v1::ErrorDetail detail;
+  detail.set_field("boot_id");
+  detail.set_limit(absl::StrFormat("%016x", expected_boot_id));
+  detail.set_got(absl::StrFormat("%016x", got_boot_id));
+  detail.set_reason(reason);
+  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kAborted), message, detail);
+}
+
 }  // namespace
 
 std::optional<v1::ErrorDetail> DetailOf(const absl::Status& status) {
@@ -63,13 +73,14 @@ absl::Status ForkedError(int64_t pid) {
 }
 
 absl::Status RestartedError(uint64_t expected_boot_id, uint64_t got_boot_id) {
-  v1::ErrorDetail detail;
-  detail.set_field("boot_id");
-  detail.set_limit(absl::StrFormat("%016x", expected_boot_id));
-  detail.set_got(absl::StrFormat("%016x", got_boot_id));
-  detail.set_reason("server_restarted");
-  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kAborted),
-                    "the server restarted: its sequences are gone", detail);
+  return ReplacedError(expected_boot_id, got_boot_id, "server_restarted",
+                       "the server restarted: its sequences are gone");
+}
+
+absl::Status AnotherServerError(uint64_t expected_boot_id, uint64_t got_boot_id) {
+  return ReplacedError(expected_boot_id, got_boot_id, "another_server",
+                       "another server answered on this address, as servers after a balancer do: "
+                       "use the server's own address, or a target that names the cluster");
 }
 
 absl::Status CheckSame(const char* what, uint64_t got, uint64_t wanted) {

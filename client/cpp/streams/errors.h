@@ -35,6 +35,9 @@ absl::Status ForkedError(int64_t pid);
 // Returns ABORTED / "server_restarted".
 absl::Status RestartedError(uint64_t expected_boot_id, uint64_t got_boot_id);
 
+// Returns ABORTED / "another_server".
+absl::Status AnotherServerError(uint64_t expected_boot_id, uint64_t got_boot_id);
+
 // Returns DATA_LOSS unless an answer is about the requested object.
 absl::Status CheckSame(const char* what, uint64_t got, uint64_t wanted);
 

@@ -302,7 +302,8 @@ void Stream::OnReadDone(bool ok) {
   absl::Status status;
   if (ok) status = Take(&tag);
   if (ok && status.ok() && reply_.boot_id() != options_.boot_id) {
-    status = RestartedError(options_.boot_id, reply_.boot_id());
+    status = options_.why_replaced ? options_.why_replaced(reply_.boot_id())
+                                   : RestartedError(options_.boot_id, reply_.boot_id());
   }
   std::shared_ptr<PendingReply> pending;
   {

@@ -27,6 +27,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -46,9 +47,11 @@
 namespace mla::client {
 
 struct StreamOptions {
-  std::string tenant;          // sent without TLS only; empty: the server's default
-  uint64_t boot_id = 0;        // replies of another server end the stream with ABORTED
-  uint64_t message_bytes = 0;  // most tensor bytes of one request or reply
+  std::string tenant;    // sent without TLS only; empty: the server's default
+  uint64_t boot_id = 0;  // replies of another server end the stream with ABORTED
+  // Says why a server with another boot id answers; called by a thread that waits for a reply.
+  std::function<absl::Status(uint64_t boot_id)> why_replaced;
+  uint64_t message_bytes = 0;                // most tensor bytes of one request or reply
   std::chrono::milliseconds timeout{60000};  // for each request, and for Close
   std::chrono::microseconds spin{0};         // how long a waiting thread spins before it sleeps
 };

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "client/c/mla_client.h"
+#include "client/cpp/cluster/placement.h"
 #include "tests/integration/test_server.h"
 
 namespace mla::integration {
@@ -75,6 +76,62 @@ TEST(CClientTest, NoServer) {
   EXPECT_NE(std::string(mla_error_message(error)), "");
   EXPECT_EQ(mla_error_code(error), MLA_UNAVAILABLE);
   mla_error_free(error);
+}
+
+TEST(CClientTest, ProbesByPageNames) {
+  const TestServer server;
+  mla_client* client = nullptr;
+  ASSERT_EQ(mla_connect(server.unix_target().c_str(), nullptr, &client, nullptr), MLA_OK);
+  mla_model model{};
+  model.struct_size = sizeof(model);
+  model.model_id = "m";
+  model.num_heads = 2;
+  model.kv_lora_rank = 32;
+  model.rope_dim = 8;
+  model.layers = 1;
+  model.page_size = 4;
+  model.softmax_scale = 1;
+  mla_error* error = nullptr;
+  ASSERT_EQ(mla_register_model(client, &model, nullptr, &error), MLA_OK)
+      << mla_error_message(error);
+  const std::vector<uint32_t> tokens = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+  unsigned char names[2 * MLA_PAGE_NAME_BYTES];
+  ASSERT_EQ(mla_page_names(tokens.data(), tokens.size(), 4, "salt", 4, names, &error), MLA_OK)
+      << mla_error_message(error);
+  const auto wanted = client::PageNames(tokens, 4, "salt");
+  ASSERT_EQ(wanted->size(), 2u);
+  EXPECT_EQ(std::string(reinterpret_cast<char*>(names), sizeof(names)),
+            (*wanted)[0] + (*wanted)[1]);
+  mla_prefix prefix{};
+  prefix.struct_size = sizeof(prefix);
+  prefix.page_keys = names;
+  prefix.page_key_count = 2;
+  prefix.page_key_bytes = MLA_PAGE_NAME_BYTES;
+  mla_probe probe{};
+  probe.struct_size = sizeof(probe);
+  ASSERT_EQ(mla_client_probe(client, "m", &prefix, &probe, &error), MLA_OK)
+      << mla_error_message(error);
+  EXPECT_EQ(probe.rows_asked, 8u);
+  EXPECT_EQ(probe.rows_in_pool, 0u);
+  EXPECT_GT(probe.bytes_total, 0u);
+  EXPECT_EQ(probe.bytes_free, probe.bytes_total);
+  EXPECT_EQ(probe.draining, 0);
+  mla_sequence* sequence = nullptr;
+  ASSERT_EQ(mla_sequence_open(client, "m", &prefix, &sequence, &error), MLA_OK)
+      << mla_error_message(error);
+  ASSERT_EQ(mla_client_probe(client, nullptr, nullptr, &probe, &error), MLA_OK);
+  EXPECT_EQ(probe.sequences, 1u);
+  EXPECT_EQ(mla_sequence_release(sequence, nullptr), MLA_OK);
+  prefix.page_key_bytes = 5;
+  EXPECT_EQ(mla_client_probe(client, "m", &prefix, &probe, &error), MLA_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(mla_error_field(error)), "prefix.page_key_bytes");
+  mla_error_free(error);
+  EXPECT_EQ(mla_page_names(tokens.data(), tokens.size(), 0, "salt", 4, names, nullptr),
+            MLA_INVALID_ARGUMENT);
+  EXPECT_EQ(mla_page_names(tokens.data(), tokens.size(), 4, "", 0, names, nullptr),
+            MLA_INVALID_ARGUMENT);
+  EXPECT_EQ(mla_page_names(nullptr, 0, 4, "salt", 4, names, nullptr), MLA_INVALID_ARGUMENT);
+  mla_client_free(client);
 }
 
 TEST(CClientTest, AnErrorThatSaysNothing) {

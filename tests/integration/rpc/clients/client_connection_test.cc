@@ -25,6 +25,7 @@
 #include "client/cpp/channel.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
+#include "client/cpp/streams/errors.h"
 #include "tests/integration/rpc/clients/forgetful_relay.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
@@ -253,6 +254,73 @@ TEST(ClientConnectionTest, AServerThatIsBackIsFoundSoon) {
   EXPECT_EQ(AfterOutage(c_relay, refresh_c), absl::OkStatus());
   mla_sequence_free(c_sequence);
   mla_client_free(c_client);
+}
+
+// The reason of the first call that is answered by another process. Calls in between fail as
+// UNAVAILABLE, because their connection has ended.
+template <typename Act>
+std::string ReasonOnceReplaced(Act act) {
+  for (int i = 0; i < 1000; ++i) {
+    const absl::Status status = act();
+    const auto detail = client::DetailOf(status);
+    if (absl::IsAborted(status)) return detail ? detail->reason() : "none";
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return "never";
+}
+
+TEST(ClientConnectionTest, AnotherServerAtTheAddressOfABalancerIsNoRestart) {
+  TestServer a, b;
+  // Far more than two answers may lie apart to count as one.
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  ForgetfulRelay balancer(a.server().tcp_port());
+  const auto caller = client::Client::Connect(balancer.target(), {});
+  const auto stepper = client::Client::Connect(balancer.target(), {});
+  ASSERT_TRUE(caller.ok() && stepper.ok());
+  Worker worker(stepper->get(), Dims(), "m", 1);
+  auto track = worker.Open();
+  ASSERT_TRUE(track.ok()) << track.status();
+  balancer.To(b.server().tcp_port());
+  balancer.Refuse(0);  // ends all connections
+  EXPECT_EQ(ReasonOnceReplaced([&] { return (*caller)->GetStats().status(); }), "another_server");
+  // It stays so, also where the first server answers again.
+  balancer.To(a.server().tcp_port());
+  balancer.Refuse(0);
+  EXPECT_EQ(ReasonOnceReplaced([&] { return (*caller)->GetStats().status(); }), "another_server");
+  track->sequence.Detach();
+}
+
+TEST(ClientConnectionTest, AStreamThatGoesToAnotherServerSaysSo) {
+  TestServer a, b;
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  ForgetfulRelay balancer(a.server().tcp_port());
+  const auto client = client::Client::Connect(balancer.target(), {});
+  ASSERT_TRUE(client.ok());
+  Worker worker(client->get(), Dims(), "m", 1);
+  auto track = worker.Open();
+  ASSERT_TRUE(track.ok()) << track.status();
+  ASSERT_EQ(worker.Step({&*track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  balancer.To(b.server().tcp_port());
+  balancer.Refuse(0);
+  EXPECT_EQ(ReasonOnceReplaced([&] {
+              const auto session = (*client)->OpenSession();
+              if (!session.ok()) return session.status();
+              return (*session)->Begin("m", {{&track->sequence, 1}}).status();
+            }),
+            "another_server");
+  track->sequence.Detach();
+}
+
+TEST(ClientConnectionTest, AServerThatStartsAgainAtItsAddressIsARestart) {
+  auto a = std::make_unique<TestServer>();
+  ForgetfulRelay relay(a->server().tcp_port());
+  const auto client = client::Client::Connect(relay.target(), {});
+  ASSERT_TRUE(client.ok());
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  a = std::make_unique<TestServer>();
+  relay.To(a->server().tcp_port());
+  relay.Refuse(0);
+  EXPECT_EQ(ReasonOnceReplaced([&] { return (*client)->GetStats().status(); }), "server_restarted");
 }
 
 TEST(ClientConnectionTest, PausesBetweenAttemptsAreShort) {

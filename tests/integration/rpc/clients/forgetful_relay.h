@@ -27,6 +27,8 @@ class ForgetfulRelay final {
   void Forget();
   // Ends all connections that exist now, and each of the next `attempts` as soon as it comes.
   void Refuse(int attempts);
+  // From now on new connections go to another port, as a balancer's may.
+  void To(int server_port) { server_port_ = server_port; }
   // How many connections are still to be ended.
   int refusals_left() const { return refusals_left_; }
 
@@ -40,7 +42,7 @@ class ForgetfulRelay final {
   // Passes on what has come. Returns false at the connection's end.
   static bool Carry(int from, int to, bool known);
 
-  const int server_port_;
+  std::atomic<int> server_port_;
   int listener_ = -1, port_ = 0;
   std::atomic<bool> stop_{false}, forget_{false}, end_{false};
   std::atomic<int> refusals_left_{0};
