@@ -154,6 +154,7 @@ int main(int argc, char** argv) {
   }
   if (printed) return 0;
   mla::wire::KeepMessageMemory();
+  mla::wire::SkipChecksOfLockOrder();
   server::RaiseDescriptorLimit();
   server::ConfigureLogging(loaded.config.log.format, loaded.config.log.level);
   server::CaptureLibraryLogs();

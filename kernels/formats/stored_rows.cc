@@ -7,24 +7,47 @@
 namespace mla::kernels {
 namespace {
 
-// Poisons values of 16 or 8 bits. Returns true if one of them stands for NaN afterwards.
-bool Poison(DType dtype, Fp8Kind kind, std::byte* values, int32_t count) {
-  bool has_poison = false;
-  if (dtype == DType::kFp8E4m3) {
+// Returns true if one of the codes stands for NaN. The loops here have no branch, so compilers
+// vectorise them: every byte of a hand-over comes through one.
+bool AnyFp8NaN(Fp8Kind kind, const std::byte* codes, int32_t count) {
+  uint8_t found = 0;
+  if (kind == Fp8Kind::kE4m3Fn) {
+    // Only the magnitude 0x7f carries into the upper bit.
     for (int32_t i = 0; i < count; ++i) {
-      has_poison |= IsFp8NaN(static_cast<uint8_t>(values[i]), kind);
+      found |= static_cast<uint8_t>((std::to_integer<uint8_t>(codes[i]) & 0x7f) + 1);
     }
-    return has_poison;
+    return (found & 0x80) != 0;
   }
+  for (int32_t i = 0; i < count; ++i) {
+    found |= static_cast<uint8_t>(codes[i] == std::byte{Fp8NaN(Fp8Kind::kE4m3Fnuz)});
+  }
+  return found != 0;
+}
+
+// Returns true if a row cannot hold one of the values.
+bool AnyBeyondBound(const std::byte* values, int32_t count) {
+  // Magnitudes have 15 bits. With this added, those from the bound on carry into the upper bit.
+  constexpr uint32_t kCarry = 0x8000u - kStoredBound;
+  uint16_t found = 0;
   for (int32_t i = 0; i < count; ++i) {
     Bf16 value;
     std::memcpy(&value, values + i * sizeof(value), sizeof(value));
-    const bool large = (value & 0x7fffu) >= kStoredBound;
-    has_poison |= large;
+    found |= static_cast<uint16_t>((value & 0x7fffu) + kCarry);
+  }
+  return (found & 0x8000u) != 0;
+}
+
+// Poisons values of 16 or 8 bits. Returns true if one of them stands for NaN afterwards.
+bool Poison(DType dtype, Fp8Kind kind, std::byte* values, int32_t count) {
+  if (dtype == DType::kFp8E4m3) return AnyFp8NaN(kind, values, count);
+  if (!AnyBeyondBound(values, count)) return false;
+  for (int32_t i = 0; i < count; ++i) {
+    Bf16 value;
+    std::memcpy(&value, values + i * sizeof(value), sizeof(value));
     value = Stored(value);
     std::memcpy(values + i * sizeof(value), &value, sizeof(value));
   }
-  return has_poison;
+  return true;
 }
 
 bool PoisonRow(const KvRowLayout& at, Fp8Kind kind, const KvRowPlace<std::byte>& place,

@@ -43,10 +43,14 @@ absl::Status Bad(const char* key, const std::string& path, const std::string& wh
 absl::Status ReadFile(const char* key, const std::string& path, std::string* text) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return Bad(key, path, "cannot be read");
-  text->resize(kMaxFileBytes + 1);
-  file.read(text->data(), static_cast<std::streamsize>(text->size()));
+  // In blocks: memory for the largest file would be cleared at every look at each of the files.
+  text->clear();
+  char block[4096];
+  while (text->size() <= kMaxFileBytes && file) {
+    file.read(block, sizeof(block));
+    text->append(block, static_cast<size_t>(file.gcount()));
+  }
   if (file.bad()) return Bad(key, path, "cannot be read");
-  text->resize(static_cast<size_t>(file.gcount()));
   if (text->size() > kMaxFileBytes) {
     return Bad(key, path, absl::StrCat("has more than ", kMaxFileBytes, " bytes"));
   }

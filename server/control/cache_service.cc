@@ -34,6 +34,22 @@ void Fill(const CheckpointInfo& from, v1::CheckpointInfo* to) {
   to->set_saved_unix_ms(static_cast<uint64_t>(from.saved_unix_ms));
 }
 
+// Where the bytes of rows are in a message of an import.
+constexpr int kRowsPath[] = {v1::ImportRequest::kPartFieldNumber, v1::PagesPart::kChunkFieldNumber};
+
+// Returns the number of sinks of a model whose heads all have one.
+size_t SinksOf(const scheduler::ModelSpec& spec) {
+  return static_cast<size_t>(spec.layers) * static_cast<size_t>(spec.geometry.num_heads);
+}
+
+// Returns the sinks that come with rows, for a model there. Rows without any come from a model that
+// was told that no head has a sink.
+std::vector<float> SinksFor(const scheduler::ModelSpec& spec, const scheduler::PageTags& tags) {
+  std::vector<float> sinks = tags.sinks.value_or(std::vector<float>());
+  if (sinks.empty() && spec.needs_sinks) sinks.assign(SinksOf(spec), scheduler::kNoSink);
+  return sinks;
+}
+
 constexpr size_t kBatch = 256;     // events of one reply
 constexpr uint32_t kMisses = 100;  // if the client gives no number
 // A watcher looks for new events at this interval. Having the engine wake watchers would cost the
@@ -135,12 +151,15 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       absl::Status status = ReadHead(who, &reader, &args, &attempt, &digests);
       if (!status.ok()) return status;
       v1::ImportRequest message;
+      v1::PagesPart chunk;
+      UploadPayload rows = {.path = kRowsPath, .payload = chunk.mutable_chunk()->mutable_payload()};
       const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
-        MLA_ASSIGN_OR_RETURN(const bool read, reader.Read(&message));
+        MLA_ASSIGN_OR_RETURN(const bool read, reader.Read(&message, &rows));
         if (!read) {
           if (context->IsCancelled()) return Broken();
           return nullptr;
         }
+        if (rows.found) return &chunk;
         if (message.has_part()) return message.mutable_part();
         return RefuseField("message", "target", "parts after the header", "order");
       };
@@ -180,17 +199,27 @@ absl::Status CacheService::SetOwner(const Identity& who, const v1::ImportTarget&
 
 absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
                                        const v1::PagesHeader& header) {
-  if (rpc_.engine->FindModel(args.tenant, args.model_id) != nullptr) return absl::OkStatus();
+  if (rpc_.engine->FindModel(args.tenant, args.model_id) != nullptr) return BringSinks(args);
   scheduler::ModelSpec spec;
   absl::Status status = ParseModelSpec(header.model(), rpc_.engine->limits(), &spec);
   // Without its sinks the digest of the model's results is not known.
   if (!status.ok() || (spec.windowed() && !args.tags.sinks.has_value())) return status;
   spec.id = args.model_id;
-  std::vector<float> sinks = args.tags.sinks.value_or(std::vector<float>());
-  if (sinks.empty() && spec.needs_sinks) {  // the client said that no head has a sink
-    sinks.assign(static_cast<size_t>(spec.layers) * spec.geometry.num_heads, scheduler::kNoSink);
+  return rpc_.engine
+      ->RegisterModel(args.tenant, spec, 0, args.tags.kv_scales, SinksFor(spec, args.tags))
+      .status();
+}
+
+absl::Status CacheService::BringSinks(const scheduler::ImportArgs& args) {
+  if (!args.tags.sinks.has_value()) return absl::OkStatus();
+  for (const scheduler::ModelInfo& there : rpc_.engine->ListModels(args.tenant)) {
+    if (there.spec.id != args.model_id || there.sinks_complete) continue;
+    // Sinks of another number are of another model, which the import refuses.
+    const std::vector<float> sinks = SinksFor(there.spec, args.tags);
+    if (sinks.size() != SinksOf(there.spec)) continue;
+    return rpc_.engine->SetSinks(args.tenant, args.model_id, {}, sinks).status();
   }
-  return rpc_.engine->RegisterModel(args.tenant, spec, 0, args.tags.kv_scales, sinks).status();
+  return absl::OkStatus();
 }
 
 absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,

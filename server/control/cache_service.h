@@ -72,6 +72,8 @@ class CacheService final : public v1::Cache::Service {
   // Registers the model of a sequence that comes from another server if the tenant does not have
   // it.
   absl::Status RegisterFor(const scheduler::ImportArgs& args, const v1::PagesHeader& header);
+  // Gives a model that waits for its sinks those that the rows of another server come with.
+  absl::Status BringSinks(const scheduler::ImportArgs& args);
 
   const RpcContext rpc_;
   const int64_t chunk_bytes_;

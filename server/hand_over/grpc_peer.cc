@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
@@ -16,6 +17,7 @@
 #include "base/status_macros.h"
 #include "proto/wire/calls/stream_call.h"
 #include "proto/wire/grpc_tuning.h"
+#include "proto/wire/nested_payload.h"
 #include "server/grpc/grpc_status.h"
 #include "server/hand_over/hand_over.h"
 
@@ -35,6 +37,8 @@ constexpr int kMostReplyBytes = 256 << 10;
 constexpr char kUnknownReason[] = "peer_failed";
 constexpr char kImport[] = "/mla.v1.Cache/Import";
 constexpr char kUploadWeights[] = "/mla.v1.Models/UploadWeights";
+// Where the bytes of rows are in a message of an import.
+constexpr int kRowsPath[] = {v1::ImportRequest::kPartFieldNumber, v1::PagesPart::kChunkFieldNumber};
 
 void SetDeadline(grpc::ClientContext* context, milliseconds time = kCallTime) {
   context->set_deadline(std::chrono::system_clock::now() + time);
@@ -165,9 +169,9 @@ absl::Status GrpcHandOverPeer::CheckOperator() {
                    "it does not take this server for an operator", {.reason = "peer_refuses"});
 }
 
-GrpcHandOverPeer::Sent GrpcHandOverPeer::Stream(
-    const char* method, const std::function<absl::Status(const MessageSink&)>& send,
-    google::protobuf::MessageLite* reply) {
+GrpcHandOverPeer::Sent GrpcHandOverPeer::Stream(const char* method,
+                                                const std::function<absl::Status(Outgoing&)>& send,
+                                                google::protobuf::MessageLite* reply) {
   Sent result;
   grpc::ClientContext context;
   if (!Begin(&context)) {
@@ -175,14 +179,9 @@ GrpcHandOverPeer::Sent GrpcHandOverPeer::Stream(
     return result;
   }
   wire::StreamCall call(channel_, &context, method);
-  bool open = true;
-  result.sent = send([&](const google::protobuf::MessageLite& message) {
-    open = open && call.Write(message);
-    if (open) return absl::OkStatus();
-    return MakeError(absl::StatusCode::kCancelled, "the peer has ended the call",
-                     {.reason = kUnknownReason});
-  });
-  result.broken_off = !result.sent.ok() && open;
+  Outgoing out(&call, &buffers_);
+  result.sent = send(out);
+  result.broken_off = !result.sent.ok() && out.open();
   // If this server could not send everything, what it has sent must not look complete.
   if (result.broken_off) context.TryCancel();
   const grpc::Status answer = call.FinishWith(reply);
@@ -196,17 +195,42 @@ GrpcHandOverPeer::Sent GrpcHandOverPeer::Stream(
   return result;
 }
 
+absl::Status GrpcHandOverPeer::Outgoing::Send(const google::protobuf::MessageLite& message,
+                                              bool more) {
+  open_ = open_ && call_->Write(message, more);
+  return AnyError();
+}
+
+absl::Status GrpcHandOverPeer::Outgoing::SendPayload(std::span<const int> path,
+                                                     const google::protobuf::MessageLite& inside,
+                                                     std::string* payload) {
+  wire::EncodeNested(path, inside, payload->size(), &header_);
+  const grpc::Slice slices[] = {grpc::Slice(header_), buffers_->SliceOf(payload)};
+  open_ = open_ && call_->Write(grpc::ByteBuffer(slices, std::size(slices)));
+  return AnyError();
+}
+
+absl::Status GrpcHandOverPeer::Outgoing::AnyError() const {
+  if (open_) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kCancelled, "the peer has ended the call",
+                   {.reason = kUnknownReason});
+}
+
 PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendParts& send) {
   PeerImport result;
-  v1::ImportRequest message;
-  *message.mutable_target() = target;
   const Sent sent = Stream(
       kImport,
-      [&](const MessageSink& sink) {
-        MLA_RETURN_IF_ERROR(sink(message));
+      [&](Outgoing& out) {
+        v1::ImportRequest message;
+        *message.mutable_target() = target;
+        MLA_RETURN_IF_ERROR(out.Send(message, /*more=*/true));
         return send([&](v1::PagesPart& part) {
+          if (part.has_chunk() && !part.chunk().payload().empty()) {
+            return out.SendPayload(kRowsPath, v1::PageChunk(),
+                                   part.mutable_chunk()->mutable_payload());
+          }
           message.mutable_part()->Swap(&part);
-          return sink(message);
+          return out.Send(message, /*more=*/!message.part().has_trailer());
         });
       },
       &result.reply);
@@ -219,7 +243,13 @@ PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendPa
 PeerWeights GrpcHandOverPeer::UploadWeights(const SendMessages& send) {
   PeerWeights result;
   // A peer that has the weights already answers before all of them were sent.
-  const Sent sent = Stream(kUploadWeights, send, &result.reply);
+  const Sent sent = Stream(
+      kUploadWeights,
+      [&](Outgoing& out) {
+        return send(
+            [&](v1::UploadWeightsRequest& message) { return out.Send(message, /*more=*/false); });
+      },
+      &result.reply);
   result.status = sent.answer;
   result.refused = sent.refused;
   return result;

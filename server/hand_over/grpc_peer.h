@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,8 @@
 #include "absl/strings/string_view.h"
 #include "base/mutex.h"
 #include "mla/v1/admin.grpc.pb.h"
+#include "proto/wire/calls/reused_bytes.h"
+#include "proto/wire/calls/stream_call.h"
 #include "server/connections/tls_files.h"
 #include "server/hand_over/peer.h"
 
@@ -47,7 +50,26 @@ class GrpcHandOverPeer final : public HandOverPeer {
   void Cancel() override;
 
  private:
-  using MessageSink = std::function<absl::Status(const google::protobuf::MessageLite&)>;
+  // The messages of a call on their way to the peer. CANCELLED once the peer has ended the call.
+  class Outgoing {
+   public:
+    Outgoing(wire::StreamCall* call, wire::ReusedBytes* buffers) : call_(call), buffers_(buffers) {}
+    // `more`: another message follows at once.
+    absl::Status Send(const google::protobuf::MessageLite& message, bool more);
+    // Sends a message that proto/wire/nested_payload.h describes, without a copy of the payload.
+    // Leaves other memory in `payload`, with any contents.
+    absl::Status SendPayload(std::span<const int> path, const google::protobuf::MessageLite& inside,
+                             std::string* payload);
+    bool open() const { return open_; }
+
+   private:
+    absl::Status AnyError() const;
+
+    wire::StreamCall* const call_;
+    wire::ReusedBytes* const buffers_;
+    std::string header_;
+    bool open_ = true;
+  };
   // The end of a call that streams messages to the peer.
   struct Sent {
     absl::Status answer;   // the peer's
@@ -59,7 +81,7 @@ class GrpcHandOverPeer final : public HandOverPeer {
     // error, the peer has ended the call.
     bool broken_off = false;
   };
-  Sent Stream(const char* method, const std::function<absl::Status(const MessageSink&)>& send,
+  Sent Stream(const char* method, const std::function<absl::Status(Outgoing&)>& send,
               google::protobuf::MessageLite* reply);
   // Returns the peer's answer; sets *refused if it has a detail, because then the peer has done
   // nothing.
@@ -71,6 +93,7 @@ class GrpcHandOverPeer final : public HandOverPeer {
   void End();
 
   const TlsFiles& tls_;
+  wire::ReusedBytes buffers_;
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::Admin::Stub> admin_;
   Mutex mutex_;

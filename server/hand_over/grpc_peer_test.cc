@@ -1,9 +1,11 @@
 #include "server/hand_over/grpc_peer.h"
 
 #include <string>
+#include <utility>
 
 #include "gtest/gtest.h"
 #include "server/hand_over/abandoned_imports.h"
+#include "server/hand_over/hand_over.h"
 
 namespace mla::server {
 namespace {
@@ -26,6 +28,20 @@ TEST(GrpcPeer, ReasonsAreTokens) {
        {std::string(), most + "r", std::string("No"), std::string("a b"), std::string("a\n"),
         std::string("a\0", 2)}) {
     EXPECT_EQ(PeerReason(reason), "peer_failed") << reason;
+  }
+}
+
+TEST(HandOver, ChunksAreOfTheSizeThatThePeerTakesWithinBounds) {
+  const std::pair<uint64_t, uint64_t> sizes[] = {{0, kSentChunkBytes},
+                                                 {1, kLeastPeerChunkBytes},
+                                                 {kLeastPeerChunkBytes, kLeastPeerChunkBytes},
+                                                 {300000, 300000},
+                                                 {kMostPeerChunkBytes + 1, kMostPeerChunkBytes},
+                                                 {UINT64_MAX, kMostPeerChunkBytes}};
+  for (const auto& [told, chunk] : sizes) {
+    v1::GetServerInfoReply info;
+    info.mutable_limits()->set_weight_chunk_bytes(told);
+    EXPECT_EQ(PeerChunkBytes(info), static_cast<int64_t>(chunk)) << told;
   }
 }
 

@@ -60,6 +60,12 @@ std::atomic<uint64_t>& CounterOf(HandOverCounters& counters, const std::string& 
 
 }  // namespace
 
+int64_t PeerChunkBytes(const v1::GetServerInfoReply& info) {
+  const uint64_t taken = info.limits().weight_chunk_bytes();
+  if (taken == 0) return kSentChunkBytes;  // it does not say
+  return static_cast<int64_t>(std::clamp(taken, kLeastPeerChunkBytes, kMostPeerChunkBytes));
+}
+
 HandOver::HandOver(HandOverOptions options, std::vector<std::unique_ptr<HandOverPeer>> streams)
     : options_(std::move(options)), engine_(options_.engine) {
   for (auto& peer : streams) streams_.push_back({std::move(peer)});
@@ -115,7 +121,8 @@ absl::Status HandOver::CheckPeer() {
   }
   peer_boot_id_ = info.boot_id();
   // TLS authenticates the bytes, so the digests are only for damage.
-  if (Has(info, kXxh3Capability)) digests_ = DigestKind::kXxh3;
+  if (Has(info, kXxh3Capability)) send_.digests = DigestKind::kXxh3;
+  send_.chunk_bytes = PeerChunkBytes(info);
   takes_weights_ = Has(info, kWeightsCapability);
   const absl::Status status = peer.CheckOperator();
   if (status.ok()) return status;
@@ -386,7 +393,7 @@ absl::Status HandOver::Import(HandOverPeer& peer, const TenantSequence& sequence
           bytes += part.chunk().payload().size();
           return sink(part);
         },
-        digests_);
+        send_);
   });
   *refused = import.refused;
   absl::Status status = import.status;

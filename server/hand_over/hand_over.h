@@ -49,7 +49,7 @@
 #include "scheduler/engine.h"
 #include "server/hand_over/peer.h"
 #include "server/metrics/stats_table.h"
-#include "server/pages/page_digest.h"
+#include "server/pages/page_transfer.h"
 
 namespace mla::server {
 
@@ -62,6 +62,13 @@ struct HandOverOptions {
   uint64_t boot_id = 0;                  // this server's
   std::string address;                   // HOST:PORT of the peer, as told to clients
 };
+
+// Bounds of a chunk of rows. Each chunk wakes threads on both sides, so larger ones cost less;
+// above this size they leave the caches of a core. No server takes less than the other bound.
+inline constexpr uint64_t kLeastPeerChunkBytes = uint64_t{64} << 10;
+inline constexpr uint64_t kMostPeerChunkBytes = uint64_t{2} << 20;
+// Returns the size of chunks for a peer with this information, which may say anything.
+int64_t PeerChunkBytes(const v1::GetServerInfoReply& info);
 
 class HandOver final {
  public:
@@ -138,9 +145,9 @@ class HandOver final {
   scheduler::Engine* const engine_;
   std::vector<Stream> streams_;
   size_t streams_left_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::optional<uint64_t> peer_boot_id_;      // absent: not asked yet
-  DigestKind digests_ = DigestKind::kSha256;  // what the peer takes
-  bool takes_weights_ = false;                // the peer does
+  std::optional<uint64_t> peer_boot_id_;  // absent: not asked yet
+  SendOptions send_;                      // what the peer takes
+  bool takes_weights_ = false;            // the peer does
   std::atomic<bool> done_{false};
   Mutex mutex_;
   CondVar changed_;

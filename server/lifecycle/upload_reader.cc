@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "proto/wire/nested_payload.h"
 
 namespace mla::server {
 namespace {
@@ -68,12 +69,35 @@ absl::Status CheckUnknownFields(const grpc::ByteBuffer& bytes, const Descriptor&
                      absl::StrCat("a serialized ", contract.full_name()), "malformed");
 }
 
+bool UploadReader::TakePayload(const grpc::ByteBuffer& bytes, UploadPayload* bulk) {
+  if (!bytes.Dump(&slices_).ok()) return false;
+  std::vector<wire::Fragment> fragments;
+  fragments.reserve(slices_.size());
+  for (const grpc::Slice& slice : slices_) {
+    fragments.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
+  }
+  wire::PayloadRange at;
+  const bool found = wire::ScanNested(fragments, bulk->path, &bulk->inside, &at);
+  if (found) {
+    bulk->payload->resize(at.size);
+    wire::GatherBytes(fragments, at.offset, at.size,
+                      reinterpret_cast<std::byte*>(bulk->payload->data()));
+  }
+  slices_.clear();
+  return found;
+}
+
 absl::StatusOr<bool> UploadReader::Read(google::protobuf::Message* message) {
+  return Read(message, nullptr);
+}
+
+absl::StatusOr<bool> UploadReader::Read(google::protobuf::Message* message, UploadPayload* bulk) {
   grpc::ByteBuffer bytes;
   idle_->Waits(call_);
   const bool read = in_->Read(&bytes);
   idle_->Works(call_);
   if (!read) return false;
+  if (bulk != nullptr && (bulk->found = TakePayload(bytes, bulk))) return true;
   absl::Status status = CheckUnknownFields(bytes, *message->GetDescriptor());
   if (!status.ok()) return status;
   grpc::ProtoBufferReader reader(&bytes);

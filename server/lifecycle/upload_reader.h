@@ -15,6 +15,10 @@
 #include <grpcpp/support/method_handler.h>
 #include <grpcpp/support/sync_stream.h>
 
+#include <span>
+#include <string>
+#include <vector>
+
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/lifecycle/idle_calls.h"
@@ -31,6 +35,15 @@ inline constexpr int kMostUnknownFields = 1024;
 absl::Status CheckUnknownFields(const grpc::ByteBuffer& bytes,
                                 const google::protobuf::Descriptor& contract);
 
+// A message that consists of a payload for the most part, read without protobuf
+// (proto/wire/nested_payload.h).
+struct UploadPayload {
+  std::span<const int> path;       // the fields that lead to the message with the payload
+  std::string* payload = nullptr;  // its bytes; memory is reused from message to message
+  std::string inside{};            // other fields of that message, serialized
+  bool found = false;              // the last message had this form
+};
+
 class UploadReader final {
  public:
   // While Read waits, the call counts as waiting for its client. All pointers must outlive the
@@ -41,11 +54,17 @@ class UploadReader final {
   // False: the stream has ended, or the call was cancelled. INVALID_ARGUMENT: the next bytes are
   // not such a message, or CheckUnknownFields refuses them.
   absl::StatusOr<bool> Read(google::protobuf::Message* message);
+  // As Read. If the next message has the form of `bulk`, fills that and leaves `message` as it is.
+  absl::StatusOr<bool> Read(google::protobuf::Message* message, UploadPayload* bulk);
 
  private:
+  // Returns true if `bytes` have the form of `bulk`, and takes the payload out of them.
+  bool TakePayload(const grpc::ByteBuffer& bytes, UploadPayload* bulk);
+
   grpc::ServerContext* const call_;
   UploadBytes* const in_;
   IdleCalls* const idle_;
+  std::vector<grpc::Slice> slices_;  // of the present message
 };
 
 // For Service::MarkMethodStreamed: returns the index of a method, such as

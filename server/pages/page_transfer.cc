@@ -93,42 +93,60 @@ void Convert(kernels::Fp8Kind from, kernels::Fp8Kind to, const std::vector<Plane
   }
 }
 
-absl::Status SendGroup(Engine* engine, const std::string& tenant, const MovingPages& pages,
-                       const StreamGroup& group, PageDigests* digests, const PartSink& sink) {
-  const bool tail = group.content == v1::PAGE_CONTENT_TAIL;
-  scheduler::PageMove move;
-  move.tenant = tenant;
-  move.id = pages.id;
-  move.window = group.content == v1::PAGE_CONTENT_WINDOW;
-  move.page = tail ? 0 : group.first_row / PageSizeOf(pages, group);
-  move.rows = group.rows;
-  v1::PagesPart part;
-  part.mutable_group()->set_first_row(static_cast<uint64_t>(group.first_row));
-  part.mutable_group()->set_rows(static_cast<uint32_t>(group.rows));
-  part.mutable_group()->set_content(group.content);
-  absl::Status status = sink(part);
-  digests->BeginGroup(group);
-  const auto pieces = PiecesOf(pages, group);
-  const int64_t bytes = kvcache::PayloadBytes(pieces);
-  while (status.ok() && move.offset < bytes) {
-    const int64_t end = kvcache::PartEnd(pieces, move.offset, kSentChunkBytes);
-    std::string* const payload = part.mutable_chunk()->mutable_payload();
-    payload->resize(static_cast<size_t>(end - move.offset));
-    move.bytes = BytesOf(payload);
-    if (tail) {
-      std::memcpy(payload->data(), pages.state.tail->data.get() + move.offset, payload->size());
-    } else {
-      status = engine->MovePart(&move);
-    }
-    if (!status.ok()) return status;
-    digests->Add(*payload);
-    status = sink(part);
-    move.offset = end;
+// Sends the groups of one export.
+class GroupSender {
+ public:
+  GroupSender(Engine* engine, const std::string& tenant, const MovingPages& pages,
+              const SendOptions& options, PageDigests* digests, const PartSink& sink)
+      : engine_(engine), pages_(pages), options_(options), digests_(digests), sink_(sink) {
+    move_.tenant = tenant;
+    move_.id = pages.id;
   }
-  if (!status.ok()) return status;
-  part.mutable_group_end()->set_sha256(digests->EndGroup());
-  return sink(part);
-}
+
+  absl::Status Send(const StreamGroup& group) {
+    v1::PagesPart part;
+    part.mutable_group()->set_first_row(static_cast<uint64_t>(group.first_row));
+    part.mutable_group()->set_rows(static_cast<uint32_t>(group.rows));
+    part.mutable_group()->set_content(group.content);
+    MLA_RETURN_IF_ERROR(sink_(part));
+    digests_->BeginGroup(group);
+    const auto pieces = PiecesOf(pages_, group);
+    const int64_t bytes = kvcache::PayloadBytes(pieces);
+    for (int64_t offset = 0; offset < bytes;) {
+      const int64_t end = kvcache::PartEnd(pieces, offset, options_.chunk_bytes);
+      MLA_RETURN_IF_ERROR(Chunk(group, offset, end - offset));
+      offset = end;
+    }
+    part.mutable_group_end()->set_sha256(digests_->EndGroup());
+    return sink_(part);
+  }
+
+ private:
+  absl::Status Chunk(const StreamGroup& group, int64_t offset, int64_t bytes) {
+    std::string* const payload = chunk_.mutable_chunk()->mutable_payload();
+    payload->resize(static_cast<size_t>(bytes));
+    if (group.content == v1::PAGE_CONTENT_TAIL) {
+      std::memcpy(payload->data(), pages_.state.tail->data.get() + offset, payload->size());
+    } else {
+      move_.window = group.content == v1::PAGE_CONTENT_WINDOW;
+      move_.page = group.first_row / PageSizeOf(pages_, group);
+      move_.rows = group.rows;
+      move_.offset = offset;
+      move_.bytes = BytesOf(payload);
+      MLA_RETURN_IF_ERROR(engine_->MovePart(&move_));
+    }
+    digests_->Add(*payload);
+    return sink_(chunk_);
+  }
+
+  Engine* const engine_;
+  const MovingPages& pages_;
+  const SendOptions& options_;
+  PageDigests* const digests_;
+  const PartSink& sink_;
+  scheduler::PageMove move_;
+  v1::PagesPart chunk_;  // for all chunks, because their memory is worth keeping
+};
 
 // Contents of parts other than rows for the pool.
 struct Brought {
@@ -184,19 +202,19 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
 }  // namespace
 
 absl::Status SendPages(Engine* engine, const std::string& tenant, const MovingPages& pages,
-                       const PartSink& sink, DigestKind kind) {
+                       const PartSink& sink, const SendOptions& options) {
   const scheduler::PageTags& tags = pages.tags;
   const auto model = engine->FindModel(tenant, pages.model_id);
   if (model == nullptr) return absl::AbortedError("the model has gone");
-  PageDigests digests(tags, kind);
+  PageDigests digests(tags, options.digests);
   v1::PagesPart part;
-  FillHeader(*model, tags, part.mutable_header(), kind);
-  absl::Status status = sink(part);
+  FillHeader(*model, tags, part.mutable_header(), options.digests);
+  MLA_RETURN_IF_ERROR(sink(part));
+  GroupSender sender(engine, tenant, pages, options, &digests, sink);
   const int64_t groups = GroupCount(pages);
-  for (int64_t index = 0; status.ok() && index < groups; ++index) {
-    status = SendGroup(engine, tenant, pages, GroupAt(pages, index), &digests, sink);
+  for (int64_t index = 0; index < groups; ++index) {
+    MLA_RETURN_IF_ERROR(sender.Send(GroupAt(pages, index)));
   }
-  if (!status.ok()) return status;
   part.mutable_trailer()->set_groups(static_cast<uint64_t>(groups));
   part.mutable_trailer()->set_sha256(digests.End());
   return sink(part);

@@ -26,10 +26,15 @@ using PartSink = std::function<absl::Status(v1::PagesPart&)>;
 // Returns the next part, or null after the last one. The caller may change the part.
 using PartSource = std::function<absl::StatusOr<v1::PagesPart*>()>;
 
+struct SendOptions {
+  DigestKind digests = DigestKind::kSha256;
+  int64_t chunk_bytes = kSentChunkBytes;  // the most in one part, unless a row has more
+};
+
 // Sends all parts of an export that has begun. If `sink` returns an error, stops and returns it.
 absl::Status SendPages(scheduler::Engine* engine, const std::string& tenant,
                        const scheduler::MovingPages& pages, const PartSink& sink,
-                       DigestKind digests = DigestKind::kSha256);
+                       const SendOptions& options = {});
 
 // Takes the parts after the header and ends the import that has begun, successfully or not. `state`
 // goes to Engine::EndImport, together with the rows known not to be finite. `bytes` receives the

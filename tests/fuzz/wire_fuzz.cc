@@ -1,5 +1,5 @@
-// Compares the scanners of attend messages with protobuf: every message that they accept must be
-// read as protobuf reads it.
+// Compares the scanners of attend messages, and of messages with a payload further inside, with
+// protobuf: every message that they accept must be read as protobuf reads it.
 #include <algorithm>
 #include <cstring>
 #include <initializer_list>
@@ -8,7 +8,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "mla/v1/attention.pb.h"
+#include "mla/v1/cache.pb.h"
+#include "mla/v1/model.pb.h"
 #include "proto/wire/attend_codec.h"
+#include "proto/wire/nested_payload.h"
 #include "proto/wire/tensor_codec.h"
 #include "tests/fuzz/harness/target.h"
 
@@ -66,6 +69,35 @@ std::string CheckOne(const std::string& input, Fast fast) {
   return "";
 }
 
+// `inside` returns the message with the payload, in a message of the contract.
+template <typename Message, typename Inside>
+std::string CheckNested(const std::string& input, std::initializer_list<int> path, Inside inside) {
+  std::string bytes, header;
+  const std::vector<wire::Fragment> fragments = Cut(input, &bytes);
+  wire::PayloadRange range;
+  if (!wire::ScanNested(fragments, path, &header, &range)) return "";
+  Message whole, framed;
+  if (!whole.ParseFromString(bytes)) return "accepted bytes that protobuf refuses";
+  if (range.offset > bytes.size() || range.size != bytes.size() - range.offset) {
+    return absl::StrCat("payload at ", range.offset, " + ", range.size, " of ", bytes.size());
+  }
+  if (!inside(framed)->ParseFromString(header)) return "a header that protobuf refuses";
+  inside(framed)->set_payload(bytes.substr(range.offset));
+  return framed.SerializeAsString() == whole.SerializeAsString() ? "" : "another message";
+}
+
+std::string CheckRows(const std::string& input) {
+  return CheckNested<v1::ImportRequest>(
+      input, {v1::ImportRequest::kPartFieldNumber, v1::PagesPart::kChunkFieldNumber},
+      [](v1::ImportRequest& message) { return message.mutable_part()->mutable_chunk(); });
+}
+
+std::string CheckWeights(const std::string& input) {
+  return CheckNested<v1::UploadWeightsRequest>(
+      input, {v1::UploadWeightsRequest::kChunkFieldNumber},
+      [](v1::UploadWeightsRequest& message) { return message.mutable_chunk(); });
+}
+
 std::vector<std::string> Seeds() {
   v1::AttendStreamRequest request, begin, end;
   request.set_tag(300);
@@ -92,10 +124,16 @@ std::vector<std::string> Seeds() {
   reply.mutable_timings()->set_queue_us(40);
   reply.set_payload("output");
   error.mutable_error()->set_code(3);
+  v1::ImportRequest rows;
+  rows.mutable_part()->mutable_chunk()->set_payload("some rows");
+  v1::UploadWeightsRequest weights;
+  weights.mutable_chunk()->set_layer(60);
+  weights.mutable_chunk()->set_head_begin(300);
+  weights.mutable_chunk()->set_payload("weights");
   std::vector<std::string> seeds;
   for (const google::protobuf::Message* message :
        std::initializer_list<const google::protobuf::Message*>{&request, &shared, &begin, &end,
-                                                               &reply, &error}) {
+                                                               &reply, &error, &rows, &weights}) {
     seeds.push_back("\x3f" + message->SerializeAsString());
     seeds.push_back(std::string(1, '\0') + message->SerializeAsString());
   }
@@ -107,11 +145,15 @@ std::vector<std::string> Seeds() {
   return seeds;
 }
 
-std::string CheckBoth(const std::string& input) {
+std::string CheckAll(const std::string& input) {
   const std::string fault = CheckOne<v1::AttendStreamRequest>(input, wire::ScanAttend);
   if (!fault.empty()) return "request: " + fault;
   const std::string other = CheckOne<v1::AttendStreamReply>(input, wire::ScanAttendReply);
-  return other.empty() ? other : "reply: " + other;
+  if (!other.empty()) return "reply: " + other;
+  const std::string rows = CheckRows(input);
+  if (!rows.empty()) return "rows: " + rows;
+  const std::string weights = CheckWeights(input);
+  return weights.empty() ? weights : "weights: " + weights;
 }
 
 }  // namespace
@@ -121,6 +163,6 @@ FuzzTarget TargetUnderTest() { return {.seeds = Seeds(), .executions = 50000}; }
 }  // namespace mla::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  mla::fuzz::Require(mla::fuzz::CheckBoth({reinterpret_cast<const char*>(data), size}));
+  mla::fuzz::Require(mla::fuzz::CheckAll({reinterpret_cast<const char*>(data), size}));
   return 0;
 }

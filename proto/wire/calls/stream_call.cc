@@ -42,7 +42,7 @@ void StreamCall::Fail(const std::string& fault) {
   context_->TryCancel();
 }
 
-bool StreamCall::Write(const MessageLite& message) {
+bool StreamCall::Write(const MessageLite& message, bool more) {
   if (!open_) return false;
   grpc::ByteBuffer bytes;
   bool own = false;
@@ -50,7 +50,14 @@ bool StreamCall::Write(const MessageLite& message) {
     Fail("a message to the server is too large: " + message.GetTypeName());
     return open_ = false;
   }
-  call_->Write(bytes, this);
+  return Write(bytes, more);
+}
+
+bool StreamCall::Write(const grpc::ByteBuffer& bytes, bool more) {
+  if (!open_) return false;
+  grpc::WriteOptions options;
+  if (more) options.set_buffer_hint();
+  call_->Write(bytes, options, this);
   return open_ = Done();
 }
 

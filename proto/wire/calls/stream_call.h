@@ -20,6 +20,7 @@
 #include <grpcpp/client_context.h>
 #include <grpcpp/completion_queue.h>
 #include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/status.h>
 
 #include <memory>
@@ -37,8 +38,11 @@ class StreamCall final {
   StreamCall(const StreamCall&) = delete;
   StreamCall& operator=(const StreamCall&) = delete;
 
-  // Sends a message. Returns false if the call has ended.
-  bool Write(const google::protobuf::MessageLite& message);
+  // Sends a message. Returns false if the call has ended. `more`: another message follows at once,
+  // so this one may wait for it.
+  bool Write(const google::protobuf::MessageLite& message, bool more = false);
+  // Sends a serialized message.
+  bool Write(const grpc::ByteBuffer& bytes, bool more = false);
   // Tells the server that no message follows. Call it once at most.
   void WritesDone();
   // Receives a message. Returns false at the end of the call, or if the bytes are not such a

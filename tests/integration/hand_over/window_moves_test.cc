@@ -102,6 +102,23 @@ TEST_F(WindowMovesTest, ADrainBringsTheSinksToAPeerWithoutTheModel) {
             "sinks_differ");
 }
 
+TEST_F(WindowMovesTest, ADrainBringsTheSinksToAPeerWhoseModelWaitsForThem) {
+  Fill();
+  const auto b = Serve();
+  const auto there = Connect(*b, "red");
+  v1::ModelSpec spec = worker_.Spec("w");
+  spec.set_needs_sinks(true);
+  ASSERT_TRUE(there->RegisterModel(spec).ok());
+  ASSERT_FALSE(there->ListModels()->models(0).sinks_complete());
+  const v1::HandedOver outcome = Drain(*b);
+  ASSERT_EQ(outcome.outcome(), v1::HAND_OVER_OUTCOME_MOVED) << outcome.message();
+  EXPECT_TRUE(there->ListModels()->models(0).sinks_complete());
+  const auto session = *there->OpenSession();
+  auto moved = there->Attach(sequence_->id());
+  ASSERT_TRUE(moved.ok()) << moved.status();
+  ExpectGoesOn(session.get(), &*moved, 5);
+}
+
 TEST_F(WindowMovesTest, ADrainBringsAModelWhoseHeadsHaveNoSinks) {
   worker_.sinks().assign(worker_.sinks().size(), -std::numeric_limits<float>::infinity());
   Fill();
