@@ -23,10 +23,16 @@ namespace {
 
 // A server's largest message (wire.message_bytes) is at most this.
 constexpr int kMostReplyBytes = 1 << 30;
-// A connection that is silent for this time is probed, also between calls, and is given up if no
-// answer comes in time: a firewall may have forgotten it. Servers take a probe every 5 s.
+// A connection that is silent for this time is probed, and is given up if no answer comes in time:
+// a firewall may have forgotten it. Servers take a probe every 5 s.
 constexpr int kKeepaliveMs = 20000;
 constexpr int kKeepaliveAnswerMs = 10000;
+// The same to another host. gRPC has the kernel give a connection up, too, whose packets are not
+// acknowledged for this time. The kernel sends them again after pauses that double, so a client
+// would wait for as long as an outage lasted: after 2.5 s a new connection, which the kernel tries
+// every second, is sooner back. Probes only go out during calls: gRPC reads the answer to another
+// one up to 5 s later.
+constexpr int kRemoteAnswerMs = 2500;
 constexpr absl::string_view kUnixScheme = "unix:";
 
 // Returns the path in the form of a URI's part, because gRPC parses targets as URIs.
@@ -72,9 +78,10 @@ grpc::ChannelArguments ChannelArgumentsOf(const std::string& target, const Clien
   arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
   arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE);
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
+  const bool local = IsLocalTarget(target);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveAnswerMs);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, local ? kKeepaliveAnswerMs : kRemoteAnswerMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, local ? 1 : 0);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kLeastBackoffMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kLongestBackoffMs);
@@ -83,8 +90,7 @@ grpc::ChannelArguments ChannelArgumentsOf(const std::string& target, const Clien
   // the others.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // By default gRPC uses http_proxy even for this host, and its no_proxy cannot name networks.
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY,
-                   options.http_proxy && !IsLocalTarget(target) ? 1 : 0);
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, options.http_proxy && !local ? 1 : 0);
   if (!options.tls_server_name.empty()) {
     arguments.SetSslTargetNameOverride(options.tls_server_name);
   }

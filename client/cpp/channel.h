@@ -18,9 +18,11 @@ namespace mla::client {
 // The pause between two attempts to connect begins at the first of these, and grows with each
 // attempt up to the second, both by a fifth more or less. An attempt ends after the third: a server
 // that is busy may take a while to answer, but packets to one that has vanished get no answer.
+// Linux sends the first packet of an attempt again after each of the first four seconds, and later
+// after pauses that double.
 inline constexpr int kLeastBackoffMs = 100;
 inline constexpr int kLongestBackoffMs = 1000;
-inline constexpr int kConnectMs = 10000;
+inline constexpr int kConnectMs = 5000;
 
 // Makes a channel each time; each has its own connection, made when it is first used.
 using ChannelMaker =

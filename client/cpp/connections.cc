@@ -24,6 +24,12 @@ absl::StatusOr<std::unique_ptr<TlsFiles>> FilesOf(const ClientOptions& options) 
   return TlsFiles::Open({options.tls_ca, options.tls_cert, options.tls_key}, "tls_");
 }
 
+void AwaitConnection(grpc::Channel& channel, std::chrono::milliseconds wait) {
+  // A call waits by itself for an attempt that is under way.
+  if (channel.GetState(/*try_to_connect=*/false) != GRPC_CHANNEL_TRANSIENT_FAILURE) return;
+  channel.WaitForConnected(std::chrono::system_clock::now() + wait);
+}
+
 }  // namespace
 
 CallConnection::CallConnection(std::shared_ptr<grpc::ChannelCredentials> with,
@@ -51,7 +57,19 @@ std::shared_ptr<grpc::ChannelCredentials> Connections::Credentials() {
   return files_ == nullptr ? insecure_ : files_->Current();
 }
 
-std::shared_ptr<const CallConnection> Connections::ForCall() {
+std::shared_ptr<const CallConnection> Connections::ForCall(std::chrono::milliseconds wait) {
+  std::shared_ptr<const CallConnection> connection = Calls();
+  AwaitConnection(*connection->channel, wait);
+  return connection;
+}
+
+std::shared_ptr<StreamCarrier> Connections::ForStream() {
+  std::shared_ptr<StreamCarrier> carrier = TakeCarrier();
+  AwaitConnection(*carrier->channel, kReconnectWait);
+  return carrier;
+}
+
+std::shared_ptr<const CallConnection> Connections::Calls() {
   std::shared_ptr<const CallConnection> before;  // ends after the mutex is free
   const MutexLock lock(mutex_);
   const std::shared_ptr<grpc::ChannelCredentials> credentials = Credentials();
@@ -62,7 +80,7 @@ std::shared_ptr<const CallConnection> Connections::ForCall() {
   return calls_;
 }
 
-std::shared_ptr<StreamCarrier> Connections::ForStream() {
+std::shared_ptr<StreamCarrier> Connections::TakeCarrier() {
   std::vector<std::shared_ptr<StreamCarrier>> before;  // end after the mutex is free
   const MutexLock lock(mutex_);
   const std::shared_ptr<grpc::ChannelCredentials> credentials = Credentials();

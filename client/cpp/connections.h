@@ -5,6 +5,10 @@
 // the new certificates (tls_files.h). Calls and streams from before end on the connection on which
 // they have begun, which lives as long as they do.
 //
+// A connection that has broken is made again while calls and streams begin: gRPC notices that an
+// attempt to connect has ended only while a thread waits for something, else every 5 s. So a call
+// or stream that finds its connection broken waits for up to kReconnectWait.
+//
 // Threading: any thread. One mutex, which is held while files are read.
 #ifndef MLA_CLIENT_CPP_CONNECTIONS_H_
 #define MLA_CLIENT_CPP_CONNECTIONS_H_
@@ -13,6 +17,7 @@
 #include <grpcpp/security/credentials.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,6 +37,9 @@ namespace mla::client {
 
 // By default a server allows 128 calls on one connection (wire.connection_streams).
 inline constexpr int kStreamsAConnection = 8;
+
+// How long a call or stream waits for a connection that has broken, before it fails.
+inline constexpr std::chrono::milliseconds kReconnectWait(100);
 
 // A connection for unary calls, and the stubs that use it.
 struct CallConnection {
@@ -60,14 +68,16 @@ class Connections final {
   static absl::StatusOr<std::unique_ptr<Connections>> Create(const std::string& target,
                                                              const ClientOptions& options);
 
-  // Returns the connection for a call that begins now.
-  std::shared_ptr<const CallConnection> ForCall();
+  // Returns the connection for a call that begins now. Waits for at most `wait` if it has broken.
+  std::shared_ptr<const CallConnection> ForCall(std::chrono::milliseconds wait = kReconnectWait);
   // Returns a carrier with room for one more stream, and counts that stream. The caller takes it
-  // off `streams` when it has ended.
+  // off `streams` when it has ended. May wait for kReconnectWait.
   std::shared_ptr<StreamCarrier> ForStream();
 
  private:
   Connections(ChannelMaker make, std::unique_ptr<TlsFiles> files);
+  std::shared_ptr<const CallConnection> Calls();
+  std::shared_ptr<StreamCarrier> TakeCarrier();
   std::shared_ptr<grpc::ChannelCredentials> Credentials() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const ChannelMaker make_;

@@ -47,8 +47,9 @@ std::vector<absl::StatusOr<v1::ProbeReply>> Probes::Ask(std::span<Client* const>
   for (size_t i = 0; i < clients.size(); ++i) {
     if (requests[i] == nullptr) continue;
     Request& request = *requests[i];
-    request.reader =
-        clients[i]->impl_->Calls()->sequences->AsyncProbe(&request.context, message, &queue);
+    // One broken connection must not hold the others up.
+    const auto connection = clients[i]->impl_->connections->ForCall(Millis(0));
+    request.reader = connection->sequences->AsyncProbe(&request.context, message, &queue);
     request.reader->Finish(&request.reply, &request.status, &request);
   }
   // Every request has a deadline, so each of them ends.

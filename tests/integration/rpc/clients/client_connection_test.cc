@@ -332,7 +332,11 @@ TEST(ClientConnectionTest, PausesBetweenAttemptsAreShort) {
   }
   EXPECT_EQ(numbers[GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS], 100);
   EXPECT_EQ(numbers[GRPC_ARG_MAX_RECONNECT_BACKOFF_MS], 1000);
-  EXPECT_EQ(numbers[GRPC_ARG_MIN_RECONNECT_BACKOFF_MS], 10000);
+  EXPECT_EQ(numbers[GRPC_ARG_MIN_RECONNECT_BACKOFF_MS], 5000);
+  // gRPC reads an answer to a probe between calls up to 5 s later: a shorter time would end
+  // connections that are well.
+  EXPECT_EQ(numbers[GRPC_ARG_KEEPALIVE_TIMEOUT_MS], 2500);
+  EXPECT_EQ(numbers[GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS], 0);
 }
 
 TEST(ClientConnectionTest, TimeoutsMayBeAsLongAsOneLikes) {
