@@ -437,8 +437,17 @@ void RingStream::Break(const absl::Status& status) {
   changed_.NotifyAll();
 }
 
+void RingStream::Hold() {
+  if (!left()) memory_->Hold();
+}
+
+void RingStream::SendHeld() {
+  if (!left()) memory_->SendHeld();
+}
+
 absl::Status RingStream::Wait(PendingReply* pending) {
   if (left()) return WaitElsewhere(pending);
+  memory_->SendHeld();
   const Deadline deadline = Clock::now() + timeout_;
   MutexLock lock(mutex_);
   while (!pending->done) TakeOne(&lock, deadline).IgnoreError();
@@ -446,6 +455,7 @@ absl::Status RingStream::Wait(PendingReply* pending) {
 }
 
 bool RingStream::WaitUntil(PendingReply* pending, Deadline until) {
+  memory_->SendHeld();
   MutexLock lock(mutex_);
   while (!pending->done && Clock::now() < until) {
     TakeOne(&lock, until, Late::kReturns).IgnoreError();
