@@ -46,6 +46,7 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Open(const wire::UcxApi& api, Rela
   if (relay->options_.secret.has_value()) {
     relay->link_->Encrypt(*relay->options_.secret, wire::FrameSeal::Sender::kServer);
   }
+  if (relay->options_.batches) relay->link_->BatchFrames();
   // Payloads take slower ways without it.
   relay->link_->Register(memory->region()).IgnoreError();
   return relay;
@@ -87,6 +88,11 @@ absl::Status Relay::status() {
 RelayCounts Relay::counts() {
   const MutexLock lock(mutex_);
   return counts_;
+}
+
+uint64_t Relay::messages_sent() {
+  const MutexLock lock(mutex_);
+  return link_->messages_sent();
 }
 
 void Relay::Report() {
@@ -193,6 +199,19 @@ void Relay::SubmitArrived() {
 
 // ----------------------------------------------------------------------------------- Completions
 
+bool Relay::CompleteAll(const wire::CompletionEntry* first) {
+  wire::CompletionEntry entry;
+  bool any = first != nullptr;
+  link_->Hold();
+  if (any) Complete(*first);
+  while (sending_.load() <= mask_ && memory_->Poll(&entry)) {
+    Complete(entry);
+    any = true;
+  }
+  if (const absl::Status sent = link_->SendHeld(); !sent.ok()) Fail(sent);
+  return any;
+}
+
 void Relay::Complete(const wire::CompletionEntry& entry) {
   wire::UcxCompletionFrame frame{};
   frame.token = options_.token;
@@ -250,12 +269,8 @@ bool Relay::Progress() {
 
 bool Relay::Step() {
   bool moved = Progress();
-  wire::CompletionEntry entry;
-  while (sending_.load() <= mask_ && memory_->Poll(&entry)) {
-    const MutexLock lock(mutex_);
-    Complete(entry);
-    moved = true;
-  }
+  const MutexLock lock(mutex_);
+  moved |= CompleteAll(nullptr);
   return moved;
 }
 
@@ -276,7 +291,7 @@ void Relay::SendCompletions() {
       const MutexLock lock(mutex_);
       wanted_.fetch_sub(1);
       if (status.ok()) {
-        Complete(entry);
+        CompleteAll(&entry);
         link_->Progress();  // most frames are gone after that
       } else {
         Fail(status);

@@ -39,6 +39,7 @@ struct RelayOptions {
   wire::UcxToken token{};
   wire::UcxLinkOptions link;
   std::optional<wire::UcxSecret> secret;  // frames are encrypted; not with link.puts
+  bool batches = false;                   // the client takes frames that travel together
   std::chrono::microseconds spin{0};      // how long to poll before sleeping
   // Called by Run when the counts have changed, not more often than ten times a second, and at the
   // end. Empty: no reports.
@@ -65,6 +66,7 @@ class Relay final : private wire::UcxReceiver {
   absl::Status Run(int control);
   absl::Status status();
   RelayCounts counts();
+  uint64_t messages_sent();  // of UCX; each has a frame or more
 
  private:
   enum class SlotState : uint8_t { kFree, kArriving, kArrived };
@@ -91,6 +93,9 @@ class Relay final : private wire::UcxReceiver {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckPlaces(const wire::UcxRequestFrame& frame, size_t payload_bytes) const;
   void SubmitArrived() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Sends `first`, if any, and what else the ring has completed, in as few messages as possible.
+  // Returns true if there was something.
+  bool CompleteAll(const wire::CompletionEntry* first) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Complete(const wire::CompletionEntry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Fail(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Progress();

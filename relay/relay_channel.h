@@ -77,6 +77,7 @@ struct RelaySetup {
   bool handles_losses;  // as of wire::UcxLink, of the client's
   bool puts;            // as of wire::UcxLinkOptions
   bool encrypted;       // with `secret`
+  bool batches;         // as of RelayOptions
   wire::UcxSecret secret;
   wire::UcxToken token;
   RelayText library, transports, devices;  // as of wire::OpenUcxApi and wire::UcxLinkOptions

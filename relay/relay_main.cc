@@ -126,6 +126,7 @@ int RunRelay() {
   options.link.devices = setup->devices.Get();
   options.link.puts = setup->puts;
   if (setup->encrypted) options.secret = setup->secret;
+  options.batches = setup->batches;
   options.report = [](const RelayCounts& counts) {
     // A server that does not read gets the next ones.
     (void)send(kRelayControl, &counts, sizeof(counts), MSG_NOSIGNAL | MSG_DONTWAIT);

@@ -220,9 +220,10 @@ typedef struct mla_ucx_reply {
   const void* arena_key;
   size_t arena_key_bytes;
   uint64_t arena_address;
-  // The request's `encrypts` is true.
+  // The request's `encrypts` and `batches` are true.
   const void* secret;
   size_t secret_bytes;
+  int32_t batches;  // 1 or 0
 } mla_ucx_reply;
 
 // MLA_UNAVAILABLE: UCX cannot be opened or started, with its reason.

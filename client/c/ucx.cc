@@ -80,6 +80,7 @@ absl::Status Open(mla_ucx* ucx, const mla_ucx_reply* given, mla_ring** out) {
   if (known.secret != nullptr) {
     described.secret = {static_cast<const char*>(known.secret), known.secret_bytes};
   }
+  described.batches = known.batches != 0;
   if (known.give_up != nullptr) {
     ucx->memory->OnGivenUp(
         [give_up = known.give_up, argument = known.argument] { give_up(argument); });

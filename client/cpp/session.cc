@@ -61,6 +61,16 @@ absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id
   }
   begin->set_rotations(!options.rotations.empty());
   const auto pending = std::make_shared<PendingReply>();
+  if (options.pipelined) {
+    stream_->Hold();
+    pending->kv.assign(std::as_bytes(options.rotations).begin(),
+                       std::as_bytes(options.rotations).end());
+    stream_->Send(&request, {.kv = pending->kv, .q = {}, .lists = {}}, pending);
+    step->begun_ = pending;
+    step->total_rows_ = static_cast<uint32_t>(total);
+    step->open_ = true;
+    return step;
+  }
   stream_->Send(&request, {.kv = std::as_bytes(options.rotations), .q = {}, .lists = {}}, pending);
   MLA_RETURN_IF_ERROR(stream_->Wait(pending.get()));
   step->open_ = true;

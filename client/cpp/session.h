@@ -50,6 +50,10 @@ struct BeginOptions {
   // cosines [rope_dim / 2] and then sines. Copied before Begin returns. Empty: none, as for streams
   // that join.
   std::span<const float> rotations = {};
+  // Begin returns without the server's answer, and leaves with the step's first message where
+  // entries travel together (over UCX). If the server refuses, the attends and the end of the step
+  // fail with the reason. joined() is 0.
+  bool pipelined = false;
 };
 
 // Index lists of an AttendCall, for models with sparse attention: a row attends only to the
@@ -96,6 +100,9 @@ struct AttendCall {
   // lets the stream go on. All attends of the session under way must be chained calls of one
   // stream, else FAILED_PRECONDITION; steps may begin and end in between.
   bool chained = false;
+  // Another call of the session or the end of the step follows at once: over UCX they leave
+  // together. Wait sends what was kept for that.
+  bool more = false;
   IndexLists lists;
   // In place of `lists`, for models with an indexer: its inputs, one record a row with index
   // queries [index_heads, index_dim] of q_dtype, then head weights [index_heads], fp32.
@@ -153,6 +160,7 @@ class PendingAttend final {
   PendingAttend() = default;
   std::shared_ptr<StepStream> stream_;
   std::vector<std::shared_ptr<PendingReply>> pieces_;
+  std::shared_ptr<PendingReply> begun_;  // as of Step
   absl::Status refused_;
 };
 
@@ -192,6 +200,8 @@ class Step final {
   Step() = default;
   absl::StatusOr<std::vector<uint64_t>> EndWith(const std::vector<uint32_t>* committed_rows,
                                                 std::span<const SequenceTail> tails);
+  // Waits for the answer to a pipelined begin.
+  absl::Status AwaitBegin();
   std::span<const std::byte> KvOf(const AttendCall& call, uint64_t row_bytes, uint32_t first,
                                   uint32_t count, std::vector<std::byte>* gathered) const;
 
@@ -201,6 +211,7 @@ class Step final {
   uint64_t id_ = 0;
   uint32_t total_rows_ = 0, joined_ = 0;
   bool open_ = false;
+  std::shared_ptr<PendingReply> begun_;  // of a pipelined begin
 };
 
 class Session final {

@@ -188,6 +188,7 @@ PendingAttend::~PendingAttend() { Wait().status().IgnoreError(); }
 PendingAttend& PendingAttend::operator=(PendingAttend&& other) noexcept {
   if (this == &other) return *this;
   Wait().status().IgnoreError();
+  begun_ = std::move(other.begun_);
   stream_ = std::move(other.stream_);
   pieces_ = std::exchange(other.pieces_, {});
   refused_ = other.refused_;
@@ -211,6 +212,11 @@ absl::StatusOr<AttendTimes> PendingAttend::Wait() {
     }
   }
   pieces_.clear();
+  if (!status.ok() && begun_ != nullptr) {
+    // The server answers requests of a step that it has refused, too.
+    const absl::Status begun = stream_->Wait(begun_.get());
+    if (!begun.ok()) return begun;
+  }
   if (!status.ok()) return status;
   return times;
 }
@@ -254,6 +260,7 @@ std::span<const std::byte> Step::KvOf(const AttendCall& call, uint64_t row_bytes
 PendingAttend Step::AttendAsync(const AttendCall& call) {
   PendingAttend pending;
   pending.stream_ = stream_;
+  pending.begun_ = begun_;
   RowBytes row = RowBytesOf(call, model_);
   const uint64_t longest = LongestList(call);
   const bool sparse = call.lists.entries != nullptr;
@@ -290,6 +297,7 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     }
     rows_a_message = *rows;
   }
+  stream_->Hold();
   for (uint32_t first = 0; first < call.row_count || first == 0;) {
     const uint32_t count = std::min(rows_a_message, call.row_count - first);
     v1::AttendStreamRequest request;
@@ -316,6 +324,7 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     stream_->Send(&request, sent, piece);
     first += std::max(count, 1u);
   }
+  if (!call.more) stream_->SendHeld();
   return pending;
 }
 
@@ -356,7 +365,10 @@ absl::StatusOr<std::vector<uint64_t>> Step::EndWith(const std::vector<uint32_t>*
     result->kv.insert(result->kv.end(), tail.bytes.begin(), tail.bytes.end());
   }
   stream_->Send(&request, {.kv = result->kv, .q = {}, .lists = {}}, result);
-  MLA_RETURN_IF_ERROR(stream_->Wait(result.get()));
+  stream_->SendHeld();
+  const absl::Status ended = stream_->Wait(result.get());
+  MLA_RETURN_IF_ERROR(AwaitBegin());
+  MLA_RETURN_IF_ERROR(ended);
   open_ = false;
   const auto& lengths = result->reply.end_step().lengths();
   if (static_cast<size_t>(lengths.size()) != rows_.size()) {
@@ -375,6 +387,18 @@ absl::StatusOr<std::vector<uint64_t>> Step::EndWith(const std::vector<uint32_t>*
     rows_[i].sequence->length_ = lengths[static_cast<int>(i)];
   }
   return std::vector<uint64_t>(lengths.begin(), lengths.end());
+}
+
+absl::Status Step::AwaitBegin() {
+  if (begun_ == nullptr) return absl::OkStatus();
+  absl::Status status = stream_->Wait(begun_.get());
+  if (status.ok() && begun_->reply.begin_step().total_rows() != total_rows_) {
+    status =
+        absl::DataLossError(absl::StrCat("the step has ", total_rows_, " rows, and ",
+                                         begun_->reply.begin_step().total_rows(), " have come"));
+  }
+  if (!status.ok()) open_ = false;
+  return status;
 }
 
 absl::Status Step::Abort() {

@@ -87,6 +87,7 @@ relay::RelaySetup TransportService::SetupOf(const v1::OpenUcxRequest& request) c
   setup.handles_losses = request.handles_losses();
   setup.puts = options_.ucx.puts && request.puts();
   setup.encrypted = options_.ucx.encrypted;
+  setup.batches = request.batches();
   setup.ring_ms = static_cast<uint32_t>(options_.ucx.open_ms);
   setup.library.Set(options_.ucx.library);
   setup.transports.Set(options_.ucx.transports);
@@ -133,6 +134,7 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
   reply.set_arena_offset(made.arena_offset);
   reply.set_ring_entries(made.ring_entries);
   reply.set_spin_us(made.spin_us);
+  reply.set_batches(true);
   if (setup.encrypted) reply.set_secret(std::string(setup.secret.begin(), setup.secret.end()));
   if (setup.puts) {
     reply.set_arena_address(made.arena.address);

@@ -113,7 +113,7 @@ TEST_P(ChainsTest, AnEntryLeavesWhenItsStreamHasComeToIt) {
   kernels::hip::FakeControl()->lazy_words = stream_.get();
   const std::vector<std::byte> inputs(kBytes, std::byte{9});
   Layer(0, inputs.data());
-  ASSERT_TRUE(SubmitMessage(1));  // it comes after the chain
+  ASSERT_TRUE(SubmitMessage(1));  // the end of the step
   for (int i = 0; i < 1000; ++i) {
     pair_.Step();
     wire::CompletionEntry entry;
@@ -130,15 +130,17 @@ TEST_P(ChainsTest, AnEntryLeavesWhenItsStreamHasComeToIt) {
     }
     return pair_.ring().submitted.size();
   };
-  EXPECT_EQ(run_until(1), 1u);
-  for (int i = 0; i < 200; ++i) {
-    pair_.Step();
-    wire::CompletionEntry entry;
-    (void)pair_.memory()->Wait(&entry, std::chrono::nanoseconds(0));
-  }
-  EXPECT_EQ(pair_.ring().submitted.size(), 1u) << "the message has overtaken the chain";
+  // Nothing is answered, and the end comes after the last layer nevertheless.
+  ASSERT_EQ(run_until(2), 2u);
+  EXPECT_EQ(pair_.ring().submitted[0].kind, wire::kEntryAttend);
+  EXPECT_EQ(pair_.ring().submitted[1].kind, wire::kEntryMessage);
+  EXPECT_EQ(pair_.memory()->messages_sent(), GetParam() ? 3u : 1u);  // with puts: key, end, attend
   pair_.computes = true;
-  EXPECT_EQ(run_until(2), 2u);
+  wire::CompletionEntry entry;
+  for (int taken = 0; taken < 2;) {
+    pair_.Step();
+    taken += pair_.memory()->Wait(&entry, std::chrono::microseconds(100)).ok() ? 1 : 0;
+  }
   stream.join();
   kernels::hip::FakeControl()->lazy_words = nullptr;
   EXPECT_EQ(*OutputsOf(0), ~std::byte{9});

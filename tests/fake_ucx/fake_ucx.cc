@@ -122,7 +122,12 @@ ucs_status_t WorkerGetAddress(ucp_worker_h handle, ucp_address_t** address, size
 void WorkerReleaseAddress(ucp_worker_h, ucp_address_t* address) { std::free(address); }
 
 ucs_status_t SetHandler(ucp_worker_h handle, const ucp_am_handler_param_t* param) {
-  AsWorker(handle)->handler = *param;
+  AsWorker(handle)->handlers[param->id] = *param;
+  return UCS_OK;
+}
+
+ucs_status_t WorkerQuery(ucp_worker_h, ucp_worker_attr_t* attributes) {
+  attributes->max_am_header = TheWorld().faults.most_header_bytes;
   return UCS_OK;
 }
 
@@ -150,9 +155,13 @@ void Deliver(Worker* worker, std::unique_lock<std::mutex>* lock) {
   }
   const std::string header = raw->header;
   const size_t bytes = raw->bytes;
-  lock->unlock();
-  worker->handler.cb(worker->handler.arg, header.data(), header.size(), data, bytes, &param);
-  lock->lock();
+  const auto handler = worker->handlers.find(raw->id);
+  if (handler != worker->handlers.end()) {  // UCX drops others
+    const ucp_am_handler_param_t known = handler->second;
+    lock->unlock();
+    known.cb(known.arg, header.data(), header.size(), data, bytes, &param);
+    lock->lock();
+  }
   // One that was not asked for is dropped; its sender is told that it is gone.
   for (std::unique_ptr<Message>& left : worker->offered) Finish(left->sending, UCS_OK);
   worker->offered.clear();
@@ -192,7 +201,7 @@ unsigned WorkerProgress(ucp_worker_h handle) {
     Finish(pull.receiving, UCS_OK);
     return 1;
   }
-  if (worker->inbox.empty() || worker->handler.cb == nullptr) return 0;
+  if (worker->inbox.empty() || worker->handlers.empty()) return 0;
   Deliver(worker, &lock);
   return 1;
 }
@@ -230,7 +239,7 @@ ucs_status_t EpCreate(ucp_worker_h handle, const ucp_ep_params_t* params, ucp_ep
 
 ucs_status_ptr_t EpClose(ucp_ep_h, const ucp_request_param_t*) { return nullptr; }
 
-ucs_status_ptr_t AmSend(ucp_ep_h handle, unsigned, const void* header, size_t header_bytes,
+ucs_status_ptr_t AmSend(ucp_ep_h handle, unsigned id, const void* header, size_t header_bytes,
                         const void* payload, size_t bytes, const ucp_request_param_t* param) {
   World& world = TheWorld();
   const std::lock_guard<std::mutex> lock(world.mutex);
@@ -248,6 +257,7 @@ ucs_status_ptr_t AmSend(ucp_ep_h handle, unsigned, const void* header, size_t he
   }
   ++world.counts.messages;
   auto message = std::make_unique<Message>();
+  message->id = id;
   message->header.assign(static_cast<const char*>(header), header_bytes);
   message->bytes = bytes;
   Request* request = nullptr;
@@ -387,6 +397,7 @@ wire::UcxApi Api() {
   api.worker_progress = WorkerProgress;
   api.worker_arm = WorkerArm;
   api.worker_get_efd = WorkerGetEfd;
+  api.worker_query = WorkerQuery;
   api.ep_create = EpCreate;
   api.ep_close_nbx = EpClose;
   api.am_send_nbx = AmSend;

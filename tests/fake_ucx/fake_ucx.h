@@ -29,6 +29,8 @@ struct Faults {
   // Messages are kept back.
   bool stalled = false;
   bool flips = false;  // as of SetFlips
+  // Most bytes of a message's header.
+  size_t most_header_bytes = 8192;
   // Workers have no descriptor to sleep on.
   bool no_descriptor = false;
 };

@@ -61,6 +61,7 @@ struct Request {
 };
 
 struct Message {
+  unsigned id = 0;
   std::string header;
   std::string eager;
   const void* payload = nullptr;  // of a rendezvous
@@ -77,7 +78,7 @@ struct Pull {
 struct Worker {
   std::string address;
   int event = -1;
-  ucp_am_handler_param_t handler{};
+  std::map<unsigned, ucp_am_handler_param_t> handlers;  // by the number of the message
   std::deque<std::unique_ptr<Message>> inbox;
   std::vector<std::unique_ptr<Message>> offered;  // to a callback that runs now
   std::deque<Pull> pulls;

@@ -1,5 +1,6 @@
 // Both ends of a ring over the fake UCX, and a server that answers each attend with its inputs,
-// each byte inverted. Threading: one thread; the client has a thread of its own.
+// each byte inverted; and a stranger who sends what it likes. Threading: one thread; the client has
+// a thread of its own.
 #ifndef MLA_TESTS_FAKE_UCX_RING_PAIR_H_
 #define MLA_TESTS_FAKE_UCX_RING_PAIR_H_
 
@@ -22,6 +23,33 @@
 
 namespace mla::fake_ucx {
 
+// Sends messages of any kind to a worker, as a stranger could.
+class RawPeer final {
+ public:
+  explicit RawPeer(const std::string& address) : api_(Api()) {
+    if (api_.worker_create(nullptr, nullptr, &worker_) != UCS_OK) return;
+    ucp_ep_params_t params{};
+    params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+    if (api_.ep_create(worker_, &params, &endpoint_) != UCS_OK) endpoint_ = nullptr;
+  }
+  ~RawPeer() {
+    if (worker_ != nullptr) api_.worker_destroy(worker_);
+  }
+  bool connected() const { return endpoint_ != nullptr; }
+  // `payload` must be valid as long as this object. REQUIRES: connected().
+  void Send(unsigned id, std::span<const std::byte> header, std::span<const std::byte> payload) {
+    ucp_request_param_t param{};
+    param.cb.send = [](void* request, ucs_status_t, void*) { Api().request_free(request); };
+    api_.am_send_nbx(endpoint_, id, header.data(), header.size(), payload.data(), payload.size(),
+                     &param);
+  }
+
+ private:
+  const wire::UcxApi api_;
+  ucp_worker_h worker_ = nullptr;
+  ucp_ep_h endpoint_ = nullptr;
+};
+
 class RingPair final {
  public:
   static constexpr uint32_t kEntries = 4;
@@ -41,6 +69,7 @@ class RingPair final {
     options.token.fill(7);
     options.link.puts = client_puts && server_puts;
     options.secret = secret;
+    options.batches = batches;
     auto relay = relay::Relay::Open(Api(), options, &ring_);
     if (!relay.ok()) return relay.status();
     relay_ = *std::move(relay);
@@ -61,6 +90,7 @@ class RingPair final {
     ring.arena_bytes = kArenaBytes;
     ring.arena_key = arena.key;
     ring.arena_address = arena.address;
+    ring.batches = batches;
     const std::optional<wire::UcxSecret>& given = clients_secret ? clients_secret : secret;
     if (given.has_value()) {
       ring.secret = {reinterpret_cast<const char*>(given->data()), given->size()};
@@ -127,6 +157,7 @@ class RingPair final {
   uint64_t taken() const { return taken_; }
   // Wrong rows that either end has seen; empty: none.
   const std::string& fault() const { return fault_; }
+  bool batches = true;   // before Start: both ends take frames that travel together
   bool computes = true;  // the server answers
   bool knows = true;     // and knows what inputs it gets
 

@@ -15,11 +15,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/ucx/ucx_memory.h"
+#include "proto/wire/ucx/frame_batch.h"
 #include "proto/wire/ucx/frames.h"
 #include "proto/wire/ucx/ucx_link.h"
 #include "relay/relay.h"
 #include "tests/fake_ucx/fake_ucx.h"
+#include "tests/fake_ucx/ring_pair.h"
 #include "tests/fake_ucx/test_ring.h"
+#include "tests/fuzz/harness/input.h"
 #include "tests/fuzz/harness/target.h"
 
 namespace mla::fuzz {
@@ -34,22 +37,7 @@ constexpr int kRounds = 24;  // of progress after an action
 constexpr std::byte kUntouched{0x5a};
 
 enum End : char { kRelayEnd, kClientEnd, kEnds };
-enum Action : char { kFrame, kAnswer, kRun, kReorder, kActions };
-
-// Takes `size` bytes off the front, or fewer at the end.
-std::string_view Take(std::string_view* input, size_t size) {
-  const std::string_view taken = input->substr(0, size);
-  input->remove_prefix(taken.size());
-  return taken;
-}
-
-template <typename T>
-T Number(std::string_view* input) {
-  T value{};
-  const std::string_view bytes = Take(input, sizeof(T));
-  std::memcpy(&value, bytes.data(), bytes.size());
-  return value;
-}
+enum Action : char { kFrame, kAnswer, kRun, kReorder, kList, kActions };
 
 wire::UcxToken Token() {
   wire::UcxToken token;
@@ -126,6 +114,8 @@ class RelayEnd final {
     link_ = *wire::UcxLink::Open(fake_ucx::Api(), {}, &peer_);
     Require(relay_->Connect(link_->address()).ok() ? "" : "no connection");
     Require(link_->Connect(relay_->address()).ok() ? "" : "no connection");
+    raw_ = std::make_unique<fake_ucx::RawPeer>(relay_->address());
+    Require(raw_->connected() ? "" : "no connection");
   }
   ~RelayEnd() {
     relay_.reset();
@@ -143,6 +133,9 @@ class RelayEnd final {
           break;
         case kReorder:
           fake_ucx::faults().reorder = Number<uint8_t>(&input);
+          break;
+        case kList:
+          SendList(&input);
           break;
         default:
           Run();
@@ -163,9 +156,8 @@ class RelayEnd final {
     }
   }
 
-  void Send(std::string_view* input) {
-    auto sent = std::make_unique<SentFrame>();
-    wire::UcxRequestFrame& frame = sent->frame;
+  wire::UcxRequestFrame NextFrame(std::string_view* input) {
+    wire::UcxRequestFrame frame{};
     frame.token = Token();
     frame.number = next_++;
     frame.place = kArena + frame.number % kEntries * (kArenaBytes / kEntries);
@@ -173,20 +165,60 @@ class RelayEnd final {
     frame.entry.kind = Number<uint8_t>(input) % 4 == 0 ? wire::kEntryMessage : wire::kEntryAttend;
     frame.entry.tag = 100 + frame.number;
     frame.entry.in_offset = frame.entry.out_offset = frame.place;
+    return frame;
+  }
+
+  // The bytes that a frame with such a payload may change.
+  void Name(const wire::UcxRequestFrame& frame, size_t bytes) {
+    if (frame.token != Token() || frame.place < kArena || frame.place >= kRegionBytes) return;
+    const uint64_t end = std::min(frame.place + bytes, kRegionBytes);
+    std::fill(named_.begin() + static_cast<int64_t>(frame.place),
+              named_.begin() + static_cast<int64_t>(end), true);
+  }
+
+  // Up to four frames in one message, with changes anywhere in their list.
+  void SendList(std::string_view* input) {
+    wire::FrameBatch batch;
+    for (int frames = 1 + Number<uint8_t>(input) % 4; frames > 0; --frames) {
+      const wire::UcxRequestFrame frame = NextFrame(input);
+      const uint16_t bytes = Number<uint16_t>(input) % (wire::kMostBatchedPayload + 200);
+      if (bytes > wire::kMostBatchedPayload) {
+        batch.AddCarried(HeaderOf(frame));
+      } else {
+        batch.Add(HeaderOf(frame), Payload(bytes, frame.number));
+      }
+    }
+    std::vector<std::byte> list(batch.bytes().begin(), batch.bytes().end());
+    for (int changes = Number<uint8_t>(input) % 8; changes > 0; --changes) {
+      list[Number<uint16_t>(input) % list.size()] ^= static_cast<std::byte>(Number<uint8_t>(input));
+    }
+    auto sent = std::make_unique<SentFrame>();
+    sent->payload = Payload(Number<uint16_t>(input) % kArenaBytes, 1);
+    wire::BatchReader reader(list);
+    for (wire::BatchReader::Frame one; !reader.done() && reader.Next(&one);) {
+      auto listed = std::make_unique<SentFrame>();
+      if (one.header.size() != sizeof(listed->frame)) break;
+      std::memcpy(&listed->frame, one.header.data(), one.header.size());
+      Name(listed->frame, one.payload_follows ? sent->payload.size() : one.payload.size());
+      sent_.push_back(std::move(listed));
+    }
+    raw_->Send(wire::kUcxBatchId, list, sent->payload);
+    sent_.push_back(std::move(sent));
+  }
+
+  void Send(std::string_view* input) {
+    auto sent = std::make_unique<SentFrame>();
+    wire::UcxRequestFrame& frame = sent->frame;
+    frame = NextFrame(input);
     const size_t bytes = Number<uint16_t>(input) % (2 * kArenaBytes);
     Patch(&frame, input);
     sent->payload = Payload(bytes, frame.number);
-    if (frame.token == Token() && frame.place >= kArena && frame.place < kRegionBytes) {
-      const uint64_t end = std::min(frame.place + bytes, kRegionBytes);
-      std::fill(named_.begin() + static_cast<int64_t>(frame.place),
-                named_.begin() + static_cast<int64_t>(end), true);
-    }
+    Name(frame, bytes);
     const size_t header = sizeof(frame) - (Number<uint8_t>(input) == 255 ? 1 : 0);
     link_->Send(HeaderOf(frame).first(header), sent->payload, frame.number).IgnoreError();
     sent_.push_back(std::move(sent));
   }
 
-  // The ring's server completes its oldest request.
   void Answer(std::string_view* input) {
     const auto size = Number<uint16_t>(input);
     if (answered_ == ring_.submitted.size()) return Run();
@@ -244,6 +276,7 @@ class RelayEnd final {
   std::vector<bool> named_ = std::vector<bool>(kRegionBytes, false);
   std::unique_ptr<relay::Relay> relay_;
   std::unique_ptr<wire::UcxLink> link_;
+  std::unique_ptr<fake_ucx::RawPeer> raw_;
   uint64_t next_ = 0;
   size_t answered_ = 0;
 };
@@ -365,13 +398,6 @@ std::string CheckOne(std::string_view input) {
 
 // ------------------------------------------------------------------------------------------ Inputs
 
-template <typename... Numbers>
-std::string Packed(Numbers... numbers) {
-  std::string bytes;
-  (bytes.append(reinterpret_cast<const char*>(&numbers), sizeof(numbers)), ...);
-  return bytes;
-}
-
 struct Change {
   uint8_t at, bits;
 };
@@ -386,6 +412,14 @@ std::string Request(uint16_t out_bytes, uint16_t bytes, const std::vector<Change
                     bool message = false, uint8_t header = 0) {
   return Packed(char{kFrame}, out_bytes, static_cast<uint8_t>(message ? 0 : 1), bytes) +
          Changes(changes) + Packed(header);
+}
+// A list of frames with payloads of these sizes, of which those above 1,024 are the message's.
+std::string List(const std::vector<uint16_t>& sizes, uint16_t payload, int changed = -1) {
+  std::string bytes = Packed(char{kList}, static_cast<uint8_t>(sizes.size() - 1));
+  for (const uint16_t size : sizes) bytes += Packed(uint16_t{100}, uint8_t{1}, size);
+  bytes += Packed(static_cast<uint8_t>(changed < 0 ? 0 : 1));
+  if (changed >= 0) bytes += Packed(static_cast<uint16_t>(changed), uint8_t{0x11});
+  return bytes + Packed(payload);
 }
 std::string Answer(uint16_t size) { return Packed(char{kAnswer}, size); }
 std::string Run() { return Packed(char{kRun}); }
@@ -405,20 +439,26 @@ std::vector<std::string> RelaySeeds() {
                 flags = At(offsetof(Frame, entry) + offsetof(wire::SubmissionEntry, flags)),
                 out_offset =
                     At(offsetof(Frame, entry) + offsetof(wire::SubmissionEntry, out_offset));
-  return {steps + steps + steps,
-          Reorder(3) + three + three + Run() + Answer(0) + Run(),
-          three + three + Run(),                             // more than the ring has entries
-          Request(0, 64, {{0, 1}}),                          // token
-          Request(0, 64) + Request(0, 64, {{number, 1}}),    // a number twice
-          Request(0, 64, {{number, 4}}),                     // a number out of turn
-          Request(0, 64, {{uint8_t(place + 1), 0xff}}),      // in the ring, or beyond
-          Request(0, 64, {{uint8_t(place + 7), 0xff}}),      // far away
-          Request(0, 20000),                                 // too long
-          Request(0, 64, {{uint8_t(out_bytes + 3), 0xff}}),  // outputs beyond
-          Request(64, 64, {{uint8_t(out_offset + 1), 0xff}}) + Run() + Answer(0),
-          Request(0, 64, {{flags, wire::kEntryOnDevice}}),
-          Request(0, 64, {{flags, wire::kEntryChained}}),
-          Request(0, 64, {}, false, 255)};  // a header that is too short
+  return {
+      steps + steps + steps,
+      Reorder(3) + three + three + Run() + Answer(0) + Run(),
+      three + three + Run(),                             // more than the ring has entries
+      Request(0, 64, {{0, 1}}),                          // token
+      Request(0, 64) + Request(0, 64, {{number, 1}}),    // a number twice
+      Request(0, 64, {{number, 4}}),                     // a number out of turn
+      Request(0, 64, {{uint8_t(place + 1), 0xff}}),      // in the ring, or beyond
+      Request(0, 64, {{uint8_t(place + 7), 0xff}}),      // far away
+      Request(0, 20000),                                 // too long
+      Request(0, 64, {{uint8_t(out_bytes + 3), 0xff}}),  // outputs beyond
+      Request(64, 64, {{uint8_t(out_offset + 1), 0xff}}) + Run() + Answer(0),
+      Request(0, 64, {{flags, wire::kEntryOnDevice}}),
+      Request(0, 64, {{flags, wire::kEntryChained}}),
+      Request(0, 64, {}, false, 255),  // a header that is too short
+      List({10, 1024, 0}, 0) + Run() + Answer(0) + Answer(0) + List({0, 1100, 64}, 3000) + Run(),
+      List({1100, 1100}, 2000) + List({64, 64}, 2000),  // two payloads follow, and one of none
+      List({64, 64}, 0, 0),
+      List({64, 64}, 0, 2),
+      List({64, 64}, 0, 172)};
 }
 
 std::vector<std::string> ClientSeeds() {

@@ -156,7 +156,9 @@ absl::Status Worker::Step(const std::vector<Track*>& tracks, const std::vector<u
     begin.push_back({&tracks[i]->sequence, rows[i]});
     lengths.push_back(tracks[i]->sequence.length());
   }
-  auto step = session_->Begin(model_id_, begin);
+  client::BeginOptions options;
+  options.pipelined = pipelined_;
+  auto step = session_->Begin(model_id_, begin, options);
   if (!step.ok()) return step.status();
   absl::Status status;
   for (int layer = 0; layer < dims_.layers && status.ok(); ++layer) {

@@ -36,6 +36,8 @@ class Worker final {
 
   // From here on tensors lie in the session's device memory, which must be the fake runtime's.
   void UseDevice() { on_device_ = true; }
+  // From here on steps begin without waiting for the answer.
+  void Pipeline() { pipelined_ = true; }
 
   client::Session& session() { return *session_; }
   const Dims& dims() const { return dims_; }
@@ -56,7 +58,7 @@ class Worker final {
   Weights weights_;
   std::unique_ptr<client::Session> session_;
   uint32_t most_messages_ = 0;
-  bool on_device_ = false;
+  bool on_device_ = false, pipelined_ = false;
 };
 
 }  // namespace mla::integration

@@ -61,6 +61,10 @@ class RingMemory {
   // or pinned().
   virtual bool Submit(wire::SubmissionEntry entry, const RingPlaces& places, void* stream,
                       bool chained) = 0;
+  // Entries that are submitted from here on may be kept, to travel together, until SendHeld, which
+  // must be called soon; Wait and Poll send them, too. Does nothing where entries do not travel.
+  virtual void Hold() {}
+  virtual void SendHeld() {}
   // A chained call in a graph: an entry, and the node in which the graph's stream waits for it.
   struct GraphEntry {
     wire::SubmissionEntry entry{};

@@ -440,8 +440,17 @@ void RingStream::Break(const absl::Status& status) {
   changed_.NotifyAll();
 }
 
+void RingStream::Hold() {
+  if (!left()) memory_->Hold();
+}
+
+void RingStream::SendHeld() {
+  if (!left()) memory_->SendHeld();
+}
+
 absl::Status RingStream::Wait(PendingReply* pending) {
   if (left()) return WaitElsewhere(pending);
+  memory_->SendHeld();
   const Deadline deadline = Clock::now() + timeout_;
   MutexLock lock(mutex_);
   while (!pending->done) TakeOne(&lock, deadline).IgnoreError();
@@ -457,6 +466,7 @@ bool RingStream::Ready(PendingReply* pending) {
 }
 
 bool RingStream::WaitUntil(PendingReply* pending, Deadline until) {
+  memory_->SendHeld();
   MutexLock lock(mutex_);
   // Takes what has come even if the time is up: a caller may have been away for longer than that.
   while (!pending->done && TakeOne(&lock, until, Late::kReturns).ok()) {

@@ -69,6 +69,8 @@ class RingStream final : public StepStream {
   absl::Status SendMessage(v1::AttendStreamRequest* request, std::span<const std::byte> tails,
                            std::chrono::steady_clock::time_point until,
                            const std::shared_ptr<PendingReply>& pending);
+  void Hold() override;
+  void SendHeld() override;
   absl::Status Wait(PendingReply* pending) override;
   bool Ready(PendingReply* pending) override;
   // Waits until `until` at most. Returns false if the reply has not come yet, also if that time has

@@ -71,6 +71,10 @@ class StepStream {
   // stay valid until Wait has returned.
   virtual void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                     const std::shared_ptr<PendingReply>& pending) = 0;
+  // Requests that are sent from here on may be kept, to travel together, until SendHeld, which must
+  // be called soon. Wait sends them, too.
+  virtual void Hold() {}
+  virtual void SendHeld() {}
   // Waits for the reply. After the timeout it cancels the stream, and returns when the transport
   // has stopped reading the tensors.
   virtual absl::Status Wait(PendingReply* pending) = 0;

@@ -106,6 +106,7 @@ absl::Status UcxMemory::Connect(const UcxRing& ring) {
     std::memcpy(secret.data(), ring.secret.data(), secret.size());
     link_->Encrypt(secret, wire::FrameSeal::Sender::kClient);
   }
+  if (ring.batches) link_->BatchFrames();
   MLA_RETURN_IF_ERROR(link_->Connect(ring.worker_address));
   MLA_RETURN_IF_ERROR(ExchangeKeys(ring));
   if (options_.pins) {
@@ -252,17 +253,39 @@ bool UcxMemory::Submit(wire::SubmissionEntry entry, const RingPlaces& places, vo
   }
   submitted_.store(frame.number + 1);
   queue_.push_back({frame, places, chained});
+  if (holds_) return true;
   SendReady();
   if (parked_ || chained) changed_.NotifyAll();
   return true;
 }
 
+void UcxMemory::Hold() {
+  const MutexLock lock(mutex_);
+  holds_ = true;
+}
+
+void UcxMemory::SendHeld() {
+  const MutexLock lock(mutex_);
+  if (!std::exchange(holds_, false)) return;
+  SendReady();
+  changed_.NotifyAll();
+}
+
+uint64_t UcxMemory::messages_sent() const {
+  const MutexLock lock(mutex_);
+  return link_->messages_sent();
+}
+
 bool UcxMemory::SendReady() {
+  if (queue_.empty()) return false;
   bool moved = false;
+  link_->Hold();
   for (; !queue_.empty(); queue_.pop_front(), moved = true) {
     const Queued& next = queue_.front();
+    // The server takes messages in their turn, so they need not wait for the chain before them.
     const bool may_leave =
-        next.chained ? chains_->Ready(next.frame.number) : arrived_ >= chain_end_;
+        next.chained ? chains_->Ready(next.frame.number)
+                     : next.frame.entry.kind == wire::kEntryMessage || arrived_ >= chain_end_;
     if (!may_leave) break;
     left_.store(next.frame.number + 1);
     ++sending_;
@@ -270,6 +293,7 @@ bool UcxMemory::SendReady() {
       NoteFailure(sent);
     }
   }
+  if (const absl::Status sent = link_->SendHeld(); !sent.ok()) NoteFailure(sent);
   return moved;
 }
 

@@ -58,6 +58,7 @@ struct UcxRing {
   std::string_view arena_key;
   uint64_t arena_address = 0;
   std::string_view secret;  // empty: frames travel in clear
+  bool batches = false;     // the server takes frames that travel together
 };
 
 class UcxMemory final : public RingMemory, private wire::UcxReceiver {
@@ -83,10 +84,14 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
 
   std::string_view transport() const override { return "ucx"; }
   uint32_t ring_entries() const override { return entries_; }
-  // Chained entries leave one after the other, when their stream has come to them; what follows a
-  // chain leaves when that was answered.
+  // Chained entries leave one after the other, when their stream has come to them. Messages leave
+  // after the entries before them, and attends that follow a chain when that was answered.
   bool Submit(wire::SubmissionEntry entry, const RingPlaces& places, void* stream,
               bool chained) override;
+  void Hold() override;
+  void SendHeld() override;
+  // Messages of UCX that this side has sent; each has a frame or more.
+  uint64_t messages_sent() const;
   DeviceRegion* device() const override { return device_; }
   absl::Status pinned() const override { return pinned_; }
   absl::Status device_status() const override;
@@ -135,7 +140,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   absl::Status EndStatus();
   void Pump();
   bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return sending_ > 0 || submitted_ != arrived_;
+    return sending_ > 0 || !queue_.empty() || submitted_ != arrived_;
   }
 
   const UcxMemoryOptions options_;
@@ -173,6 +178,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   uint64_t arrived_ ABSL_GUARDED_BY(mutex_) = 0;      // completions, in any order
   std::string key_ ABSL_GUARDED_BY(mutex_);           // of this side's arena, while it is sent
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  bool holds_ ABSL_GUARDED_BY(mutex_) = false;   // since Hold
   bool parked_ ABSL_GUARDED_BY(mutex_) = false;  // the pump sleeps until it is notified
   std::thread pump_;
 };

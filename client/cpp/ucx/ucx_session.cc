@@ -33,6 +33,7 @@ class UcxCall final {
     request.set_bytes(options.bytes);
     request.set_handles_losses(memory_->handles_losses());
     request.set_encrypts(true);
+    request.set_batches(true);
     request.set_puts(memory_->wants_puts());
     request.set_spin_us(static_cast<uint32_t>(options.memory.spin.count()));
     reader_ = stub_->OpenUcx(&context_, request);
@@ -105,6 +106,7 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcxRing(std::shared_ptr<grpc::Cha
   ring.arena_key = reply.arena_key();
   ring.arena_address = reply.arena_address();
   ring.secret = reply.secret();
+  ring.batches = reply.batches();
   MLA_RETURN_IF_ERROR((*memory)->Connect(ring));
   return memory;
 }

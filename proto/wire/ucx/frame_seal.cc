@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kNonceBytes = 12;
 constexpr size_t kMostAtOnce = 1 << 30;  // OpenSSL counts bytes in an int
-constexpr size_t kMostHeaderBytes = 512;
+constexpr size_t kMostHeaderBytes = 8192;
 
 using Nonce = std::array<unsigned char, kNonceBytes>;
 

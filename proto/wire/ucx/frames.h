@@ -14,6 +14,8 @@
 // any order; receivers use them in the order of their numbers. At most `entries` requests may be in
 // flight: request n may be sent once completion n - entries was taken.
 //
+// If both ends take them, several frames may travel as one message (frame_batch.h).
+//
 // Integers are little endian; everything is naturally aligned. Plain data: any thread.
 #ifndef MLA_PROTO_WIRE_UCX_FRAMES_H_
 #define MLA_PROTO_WIRE_UCX_FRAMES_H_

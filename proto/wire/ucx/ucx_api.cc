@@ -35,6 +35,7 @@ absl::StatusOr<UcxApi> OpenUcxApi(const std::string& library) {
   symbols.Need("ucp_worker_progress", &api.worker_progress);
   symbols.Need("ucp_worker_arm", &api.worker_arm);
   symbols.Need("ucp_worker_get_efd", &api.worker_get_efd);
+  symbols.Need("ucp_worker_query", &api.worker_query);
   symbols.Need("ucp_ep_create", &api.ep_create);
   symbols.Need("ucp_ep_close_nbx", &api.ep_close_nbx);
   symbols.Need("ucp_am_send_nbx", &api.am_send_nbx);

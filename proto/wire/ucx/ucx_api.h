@@ -28,6 +28,7 @@ struct UcxApi {
   decltype(&ucp_worker_progress) worker_progress;
   decltype(&ucp_worker_arm) worker_arm;
   decltype(&ucp_worker_get_efd) worker_get_efd;
+  decltype(&ucp_worker_query) worker_query;
   decltype(&ucp_ep_create) ep_create;
   decltype(&ucp_ep_close_nbx) ep_close_nbx;
   decltype(&ucp_am_send_nbx) am_send_nbx;

@@ -81,19 +81,17 @@ ucp_request_param_t ParamOf(ucp_send_nbx_callback_t done, void* user_data) {
 
 }  // namespace
 
-// A frame under way. UCX reads the header of one that is sent until that is complete.
-struct UcxLink::Frame {
+// A message under way. UCX reads the header of one that is sent until that is complete.
+struct UcxLink::Message {
   UcxLink* link = nullptr;
-  std::array<std::byte, kMostHeaderBytes + FrameSeal::kOverhead> header;
-  size_t header_bytes = 0;
-  uint64_t tag = 0;
+  unsigned id = kUcxFrameId;
+  std::vector<std::byte> header;
+  std::vector<uint64_t> tags;     // of its frames
   int steps = 0;                  // until the frame of a put may leave
   std::vector<std::byte> sealed;  // the payload as it travels
   // For a frame that is received: the place of its payload, and how to open it.
   std::span<std::byte> payload;
   FrameSeal::Opening opening;
-
-  std::span<const std::byte> head() const { return {header.data(), header_bytes}; }
 };
 
 UcxLink::UcxLink(const UcxApi& api, UcxReceiver* receiver) : api_(api), receiver_(receiver) {}
@@ -151,14 +149,8 @@ absl::Status UcxLink::Init(const UcxLinkOptions& options) {
   status = Check(api_.worker_create(context_, &worker, &worker_), "worker");
   if (!status.ok()) return status;
   if (api_.worker_get_efd(worker_, &event_descriptor_) != UCS_OK) event_descriptor_ = -1;
-  ucp_am_handler_param_t handler{};
-  handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
-                       UCP_AM_HANDLER_PARAM_FIELD_ARG;
-  handler.id = kUcxFrameId;
-  handler.cb = OnFrame;
-  handler.arg = this;
-  status = Check(api_.worker_set_am_recv_handler(worker_, &handler), "handler");
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(SetHandler(kUcxFrameId, OnMessage<false>));
+  MLA_RETURN_IF_ERROR(SetHandler(kUcxBatchId, OnMessage<true>));
   ucp_address_t* address = nullptr;
   size_t bytes = 0;
   status = Check(api_.worker_get_address(worker_, &address, &bytes), "address");
@@ -171,6 +163,16 @@ absl::Status UcxLink::Init(const UcxLinkOptions& options) {
                                                " are possible: name devices"));
   }
   return status;
+}
+
+absl::Status UcxLink::SetHandler(unsigned id, ucp_am_recv_callback_t receive) {
+  ucp_am_handler_param_t handler{};
+  handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
+                       UCP_AM_HANDLER_PARAM_FIELD_ARG;
+  handler.id = id;
+  handler.cb = receive;
+  handler.arg = this;
+  return Check(api_.worker_set_am_recv_handler(worker_, &handler), "handler");
 }
 
 UcxLink::~UcxLink() {
@@ -230,24 +232,24 @@ absl::Status UcxLink::Connect(std::string_view address) {
 
 // ---------------------------------------------------------------------------------------- Frames
 
-UcxLink::Frame* UcxLink::TakeFrame(std::span<const std::byte> header, uint64_t tag) {
+UcxLink::Message* UcxLink::TakeMessage(std::span<const std::byte> header) {
   if (free_.empty()) {
-    if (frames_.size() == 2 * kMostFrames) return nullptr;
-    frames_.push_back(std::make_unique<Frame>());
-    frames_.back()->link = this;
-    free_.push_back(frames_.back().get());
+    if (messages_.size() == 2 * kMostFrames) return nullptr;
+    messages_.push_back(std::make_unique<Message>());
+    messages_.back()->link = this;
+    free_.push_back(messages_.back().get());
   }
-  Frame* const frame = free_.back();
+  Message* const message = free_.back();
   free_.pop_back();
-  std::memcpy(frame->header.data(), header.data(), header.size());
-  frame->header_bytes = header.size();
-  frame->tag = tag;
-  return frame;
+  message->id = kUcxFrameId;
+  message->header.assign(header.begin(), header.end());
+  message->tags.clear();
+  return message;
 }
 
-void UcxLink::ReturnFrame(Frame* frame) {
-  std::vector<std::byte>().swap(frame->sealed);
-  free_.push_back(frame);
+void UcxLink::ReturnMessage(Message* message) {
+  std::vector<std::byte>().swap(message->sealed);
+  free_.push_back(message);
 }
 
 void UcxLink::Encrypt(const UcxSecret& secret, FrameSeal::Sender own) {
@@ -256,45 +258,86 @@ void UcxLink::Encrypt(const UcxSecret& secret, FrameSeal::Sender own) {
   opens_.emplace(secret, own == Sender::kClient ? Sender::kServer : Sender::kClient);
 }
 
+void UcxLink::BatchFrames() {
+  ucp_worker_attr_t attributes{};
+  attributes.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER;
+  batches_ = api_.worker_query(worker_, &attributes) == UCS_OK &&
+             attributes.max_am_header >= kMostBatchBytes + FrameSeal::kOverhead;
+}
+
 absl::Status UcxLink::Send(std::span<const std::byte> header, std::span<const std::byte> payload,
                            uint64_t tag) {
   if (!status_.ok()) return status_;
-  Frame* const frame = TakeFrame(header, tag);
-  if (frame == nullptr) return absl::ResourceExhaustedError("UCX: too many frames are under way");
-  ++sending_;
-  if (!seals_.has_value()) return Post(frame, payload);
-  frame->sealed.resize(payload.size());
-  frame->header_bytes += FrameSeal::kOverhead;
-  seals_->Seal(header, payload, frame->header.data(), frame->sealed.data());
-  return Post(frame, frame->sealed);
+  if (holds_ == 0 || !batches_) {
+    return SendMessage(kUcxFrameId, header, payload, {&tag, 1});
+  }
+  const bool copied = payload.size() <= kMostBatchedPayload;
+  const auto add = [&] { return copied ? batch_.Add(header, payload) : batch_.AddCarried(header); };
+  if (!add()) {
+    MLA_RETURN_IF_ERROR(SendBatch());
+    add();
+  }
+  if (batch_tags_.empty()) first_payload_ = payload;
+  if (!copied) carried_ = payload;
+  batch_tags_.push_back(tag);
+  return absl::OkStatus();
 }
 
-absl::Status UcxLink::Post(Frame* frame, std::span<const std::byte> payload) {
-  const ucp_request_param_t param = ParamOf(OnFrameSent, frame);
-  const uint64_t tag = frame->tag;
+absl::Status UcxLink::SendHeld() { return --holds_ > 0 ? status_ : SendBatch(); }
+
+absl::Status UcxLink::SendBatch() {
+  if (batch_.empty() || !status_.ok()) return status_;
+  absl::Status sent;
+  if (BatchReader::Frame only; batch_tags_.size() == 1 && BatchReader(batch_.bytes()).Next(&only)) {
+    sent = SendMessage(kUcxFrameId, only.header, first_payload_, batch_tags_);
+  } else {
+    sent = SendMessage(kUcxBatchId, batch_.bytes(), carried_, batch_tags_);
+  }
+  batch_.Clear();
+  carried_ = {};
+  batch_tags_.clear();
+  return sent;
+}
+
+absl::Status UcxLink::SendMessage(unsigned id, std::span<const std::byte> header,
+                                  std::span<const std::byte> payload,
+                                  std::span<const uint64_t> tags) {
+  Message* const message = TakeMessage(header);
+  if (message == nullptr) {
+    return absl::ResourceExhaustedError("UCX: too many frames are under way");
+  }
+  message->id = id;
+  message->tags.assign(tags.begin(), tags.end());
+  if (!seals_.has_value()) return Post(message, payload);
+  message->sealed.resize(payload.size());
+  message->header.resize(header.size() + FrameSeal::kOverhead);
+  seals_->Seal(header, payload, message->header.data(), message->sealed.data());
+  return Post(message, message->sealed);
+}
+
+absl::Status UcxLink::Post(Message* message, std::span<const std::byte> payload) {
+  const ucp_request_param_t param = ParamOf(OnMessageSent, message);
+  ++messages_sent_;
   ucs_status_ptr_t const sent =
-      api_.am_send_nbx(endpoint_, kUcxFrameId, frame->header.data(), frame->header_bytes,
+      api_.am_send_nbx(endpoint_, message->id, message->header.data(), message->header.size(),
                        payload.data(), payload.size(), &param);
-  if (UCS_PTR_IS_PTR(sent)) return absl::OkStatus();  // OnFrameSent will be called
-  --sending_;
-  ReturnFrame(frame);
+  if (UCS_PTR_IS_PTR(sent)) return absl::OkStatus();  // OnMessageSent will be called
+  ReturnMessage(message);
   if (UCS_PTR_IS_ERR(sent)) {
     Fail(Check(UCS_PTR_STATUS(sent), "send"));
     return status_;
   }
-  receiver_->OnSent(tag);
+  for (const uint64_t tag : message->tags) receiver_->OnSent(tag);
   return absl::OkStatus();
 }
 
-void UcxLink::OnFrameSent(void* request, ucs_status_t code, void* user_data) {
-  auto* const frame = static_cast<Frame*>(user_data);
-  UcxLink* const link = frame->link;
-  const uint64_t tag = frame->tag;
+void UcxLink::OnMessageSent(void* request, ucs_status_t code, void* user_data) {
+  auto* const message = static_cast<Message*>(user_data);
+  UcxLink* const link = message->link;
   link->api_.request_free(request);
-  link->ReturnFrame(frame);
-  --link->sending_;
+  link->ReturnMessage(message);
   if (code != UCS_OK) return link->Fail(link->Check(code, "send"));
-  link->receiver_->OnSent(tag);
+  for (const uint64_t tag : message->tags) link->receiver_->OnSent(tag);
 }
 
 // ------------------------------------------------------------------------------------------ Puts
@@ -342,16 +385,15 @@ absl::Status UcxLink::Put(std::span<const std::byte> header, std::span<const std
     return absl::InvalidArgumentError(absl::StrCat("UCX: put: got ", offset, " + ", payload.size(),
                                                    ", must be within 0..", remote_bytes_));
   }
-  Frame* const frame = TakeFrame(header, tag);
+  Message* const frame = TakeMessage(header);
   if (frame == nullptr) return absl::ResourceExhaustedError("UCX: too many frames are under way");
+  frame->tags.push_back(tag);
   frame->steps = kPutSteps;
-  ++sending_;
   const ucp_request_param_t param = ParamOf(OnPut, frame);
   ucs_status_ptr_t const put = api_.put_nbx(endpoint_, payload.data(), payload.size(),
                                             remote_address_ + offset, remote_key_, &param);
   if (UCS_PTR_IS_ERR(put)) {
-    --sending_;
-    ReturnFrame(frame);
+    ReturnMessage(frame);
     Fail(Check(UCS_PTR_STATUS(put), "put"));
     return status_;
   }
@@ -372,18 +414,28 @@ absl::Status UcxLink::Flush() {
       Fail(Check(UCS_PTR_STATUS(flush), "flush"));
       return status_;
     }
-    for (Frame* const frame : std::exchange(flushing_, {})) OnPutStep(frame);
+    StepFlushed();
   }
   return status_;
 }
 
-void UcxLink::OnPutStep(Frame* frame) {
-  // A failure is the link's end, which its user sees there.
-  if (--frame->steps == 0) Post(frame, {}).IgnoreError();
+// Frames whose puts are there leave together.
+void UcxLink::StepFlushed() {
+  Hold();
+  for (Message* const frame : std::exchange(flushing_, {})) OnPutStep(frame);
+  SendHeld().IgnoreError();  // a failure is the link's end, which its user sees there
+}
+
+void UcxLink::OnPutStep(Message* frame) {
+  if (--frame->steps > 0) return;
+  const uint64_t tag = frame->tags.front();
+  ReturnMessage(frame);
+  const std::vector<std::byte> header = std::move(frame->header);
+  Send(header, {}, tag).IgnoreError();  // as above
 }
 
 void UcxLink::OnPut(void* request, ucs_status_t code, void* user_data) {
-  auto* const frame = static_cast<Frame*>(user_data);
+  auto* const frame = static_cast<Message*>(user_data);
   UcxLink* const link = frame->link;
   link->api_.request_free(request);
   if (code != UCS_OK) return link->Fail(link->Check(code, "put"));
@@ -395,79 +447,100 @@ void UcxLink::OnFlushed(void* request, ucs_status_t code, void* user_data) {
   link->api_.request_free(request);
   if (code != UCS_OK) return link->Fail(link->Check(code, "flush"));
   if (!link->status_.ok()) return;
-  for (Frame* const frame : std::exchange(link->flushing_, {})) link->OnPutStep(frame);
+  link->StepFlushed();
   link->Flush().IgnoreError();  // a failure is the link's end
 }
 
 // ---------------------------------------------------------------------------------------- Arrivals
 
-ucs_status_t UcxLink::OnFrame(void* user_data, const void* header, size_t header_bytes, void* data,
-                              size_t bytes, const ucp_am_recv_param_t* param) {
-  const bool arrives = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-  return static_cast<UcxLink*>(user_data)->Receive(
-      {static_cast<const std::byte*>(header), header_bytes}, data, bytes, arrives);
-}
-
-// `arrives`: the payload is still with the peer, and `data` names it.
-ucs_status_t UcxLink::Receive(std::span<const std::byte> header, void* data, size_t bytes,
-                              bool arrives) {
-  if (!status_.ok()) return UCS_OK;  // dropped
-  const size_t longest = kMostHeaderBytes + (opens_.has_value() ? FrameSeal::kOverhead : 0);
-  if (header.size() > longest) {
-    Fail(absl::InvalidArgumentError(absl::StrCat("UCX: a header of ", header.size(), " bytes")));
-    return UCS_OK;
-  }
-  std::array<std::byte, kMostHeaderBytes> clear;
-  FrameSeal::Opening opening;
-  if (opens_.has_value()) {
-    if (!opens_->OpenHeader(header, clear.data(), &opening)) {
-      Fail(absl::PermissionDeniedError("UCX: a frame that the peer has not encrypted"));
-      return UCS_OK;
-    }
-    header = std::span(clear).first(header.size() - FrameSeal::kOverhead);
-  }
-  const absl::StatusOr<std::byte*> place = receiver_->Place(header, bytes);
-  if (!place.ok()) {
-    Fail(place.status());
-    return UCS_OK;
-  }
-  Frame* const frame = TakeFrame(header, 0);
-  if (frame == nullptr) {
-    Fail(absl::ResourceExhaustedError("UCX: too many frames are under way"));
-    return UCS_OK;
-  }
-  frame->payload = {*place, bytes};
-  frame->opening = opening;
-  if (!arrives) {
-    if (bytes > 0) std::memcpy(*place, data, bytes);
-    Arrived(frame);
-    return UCS_OK;
-  }
-  ucp_request_param_t param = ParamOf(nullptr, frame);
-  param.cb.recv_am = OnFrameReceived;
-  ucs_status_ptr_t const receiving = api_.am_recv_data_nbx(worker_, data, *place, bytes, &param);
-  if (UCS_PTR_IS_PTR(receiving)) return UCS_OK;  // OnFrameReceived will be called
-  if (UCS_PTR_IS_ERR(receiving)) {
-    ReturnFrame(frame);
-    Fail(Check(UCS_PTR_STATUS(receiving), "receive"));
-  } else {
-    Arrived(frame);
-  }
+template <bool kBatched>
+ucs_status_t UcxLink::OnMessage(void* user_data, const void* header, size_t header_bytes,
+                                void* data, size_t bytes, const ucp_am_recv_param_t* param) {
+  Arrival arrival{};
+  arrival.header = {static_cast<const std::byte*>(header), header_bytes};
+  arrival.data = data;
+  arrival.bytes = bytes;
+  arrival.follows = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+  static_cast<UcxLink*>(user_data)->Receive(arrival, kBatched);
   return UCS_OK;
 }
 
+void UcxLink::Receive(Arrival arrival, bool batched) {
+  if (!status_.ok()) return;  // dropped
+  const size_t longest = (batched ? kMostBatchBytes : kMostHeaderBytes) +
+                         (opens_.has_value() ? FrameSeal::kOverhead : 0);
+  if (arrival.header.size() > longest) {
+    return Fail(absl::InvalidArgumentError(absl::StrCat(
+        "UCX: header: got ", arrival.header.size(), " bytes, at most ", longest, " are possible")));
+  }
+  std::array<std::byte, std::max(kMostHeaderBytes, kMostBatchBytes)> clear;
+  if (opens_.has_value()) {
+    if (!opens_->OpenHeader(arrival.header, clear.data(), &arrival.opening)) {
+      return Fail(absl::PermissionDeniedError("UCX: a frame that the peer has not encrypted"));
+    }
+    arrival.header = std::span(clear).first(arrival.header.size() - FrameSeal::kOverhead);
+  }
+  batched ? ReceiveBatch(arrival) : ReceiveFrame(arrival);
+}
+
+void UcxLink::ReceiveBatch(const Arrival& arrival) {
+  BatchReader reader(arrival.header);
+  while (!reader.done() && status_.ok()) {
+    BatchReader::Frame frame;
+    if (!reader.Next(&frame) || frame.header.size() > kMostHeaderBytes) {
+      return Fail(absl::InvalidArgumentError("UCX: a batch of frames that is not well formed"));
+    }
+    if (frame.payload_follows) {
+      Arrival carried = arrival;
+      carried.header = frame.header;
+      ReceiveFrame(carried);
+      continue;
+    }
+    const absl::StatusOr<std::byte*> place = receiver_->Place(frame.header, frame.payload.size());
+    if (!place.ok()) return Fail(place.status());
+    if (!frame.payload.empty()) std::memcpy(*place, frame.payload.data(), frame.payload.size());
+    receiver_->OnArrived(frame.header);
+  }
+  if (arrival.bytes > 0 && !reader.carries()) {
+    Fail(absl::InvalidArgumentError("UCX: a batch of frames with a payload of none"));
+  }
+}
+
+void UcxLink::ReceiveFrame(const Arrival& arrival) {
+  const absl::StatusOr<std::byte*> place = receiver_->Place(arrival.header, arrival.bytes);
+  if (!place.ok()) return Fail(place.status());
+  Message* const frame = TakeMessage(arrival.header);
+  if (frame == nullptr) {
+    return Fail(absl::ResourceExhaustedError("UCX: too many frames are under way"));
+  }
+  frame->payload = {*place, arrival.bytes};
+  frame->opening = arrival.opening;
+  if (!arrival.follows) {
+    if (arrival.bytes > 0) std::memcpy(*place, arrival.data, arrival.bytes);
+    return Arrived(frame);
+  }
+  ucp_request_param_t param = ParamOf(nullptr, frame);
+  param.cb.recv_am = OnPayloadReceived;
+  ucs_status_ptr_t const receiving =
+      api_.am_recv_data_nbx(worker_, arrival.data, *place, arrival.bytes, &param);
+  if (UCS_PTR_IS_PTR(receiving)) return;  // OnPayloadReceived will be called
+  if (!UCS_PTR_IS_ERR(receiving)) return Arrived(frame);
+  ReturnMessage(frame);
+  Fail(Check(UCS_PTR_STATUS(receiving), "receive"));
+}
+
 // The payload is in its place, as it has travelled.
-void UcxLink::Arrived(Frame* frame) {
+void UcxLink::Arrived(Message* frame) {
   if (opens_.has_value() && !opens_->OpenPayload(frame->opening, frame->payload)) {
     Fail(absl::PermissionDeniedError("UCX: a payload that the peer has not encrypted"));
   } else {
-    receiver_->OnArrived(frame->head());
+    receiver_->OnArrived(frame->header);
   }
-  ReturnFrame(frame);
+  ReturnMessage(frame);
 }
 
-void UcxLink::OnFrameReceived(void* request, ucs_status_t code, size_t, void* user_data) {
-  auto* const frame = static_cast<Frame*>(user_data);
+void UcxLink::OnPayloadReceived(void* request, ucs_status_t code, size_t, void* user_data) {
+  auto* const frame = static_cast<Message*>(user_data);
   UcxLink* const link = frame->link;
   link->api_.request_free(request);
   if (code != UCS_OK) {
@@ -475,7 +548,7 @@ void UcxLink::OnFrameReceived(void* request, ucs_status_t code, size_t, void* us
   } else if (link->status_.ok()) {
     return link->Arrived(frame);
   }
-  link->ReturnFrame(frame);
+  link->ReturnMessage(frame);
 }
 
 void UcxLink::OnPeerLost(void* user_data, ucp_ep_h, ucs_status_t code) {

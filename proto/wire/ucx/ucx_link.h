@@ -24,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "proto/wire/ucx/frame_batch.h"
 #include "proto/wire/ucx/frame_seal.h"
 #include "proto/wire/ucx/ucx_api.h"
 
@@ -60,7 +61,7 @@ struct UcxTarget {
 class UcxLink final {
  public:
   static constexpr size_t kMostHeaderBytes = 128;  // before it is sealed
-  static constexpr size_t kMostFrames = 8192;      // under way in each direction
+  static constexpr size_t kMostFrames = 8192;      // messages under way in each direction
   // A put costs a round trip before its frame, so smaller payloads go with the frame.
   static constexpr size_t kLeastPutBytes = 8192;
 
@@ -80,6 +81,9 @@ class UcxLink final {
   // Before Connect, once: frames are encrypted from now on (frame_seal.h), and others are refused.
   // `own` is this end.
   void Encrypt(const UcxSecret& secret, FrameSeal::Sender own);
+  // The peer takes frames that travel together (frame_batch.h). Does nothing if UCX takes no
+  // headers of that size. Links receive such frames in any case.
+  void BatchFrames();
   // Once. The connection is made by the first frame.
   absl::Status Connect(std::string_view address);
 
@@ -87,6 +91,11 @@ class UcxLink final {
   // header has at most kMostHeaderBytes. Returns status() if the link has ended.
   absl::Status Send(std::span<const std::byte> header, std::span<const std::byte> payload,
                     uint64_t tag);
+  // Frames of Send are held back from here on, and leave in as few messages as possible when
+  // SendHeld was called as often as Hold. Does nothing unless BatchFrames was called.
+  void Hold() { ++holds_; }
+  // Returns status().
+  absl::Status SendHeld();
   // Lets the peer put payloads into `memory`, which must be mapped until the link is destroyed;
   // returns what the peer's Reach needs. The key allows to write and not to read, where transports
   // have keys. REQUIRES: options.puts.
@@ -113,27 +122,44 @@ class UcxLink final {
   bool handles_losses() const { return handles_losses_; }
   // OK, or the reason why the link has ended.
   const absl::Status& status() const { return status_; }
-  size_t sending() const { return sending_; }
+  uint64_t messages_sent() const { return messages_sent_; }  // of UCX; each has a frame or more
 
  private:
-  struct Frame;
+  struct Message;
   UcxLink(const UcxApi& api, UcxReceiver* receiver);
   absl::Status Init(const UcxLinkOptions& options);
   absl::Status Check(ucs_status_t code, const char* call) const;
   void Fail(const absl::Status& status);
   absl::Status Map(std::span<std::byte> memory, unsigned access, ucp_mem_h* handle);
-  absl::Status Post(Frame* frame, std::span<const std::byte> payload);
+  absl::Status SetHandler(unsigned id, ucp_am_recv_callback_t receive);
+  // Sends a message of its own: one frame, or a list of them.
+  absl::Status SendMessage(unsigned id, std::span<const std::byte> header,
+                           std::span<const std::byte> payload, std::span<const uint64_t> tags);
+  absl::Status SendBatch();
+  absl::Status Post(Message* message, std::span<const std::byte> payload);
   absl::Status Flush();
-  void OnPutStep(Frame* frame);
-  Frame* TakeFrame(std::span<const std::byte> header, uint64_t tag);
-  void Arrived(Frame* frame);
-  void ReturnFrame(Frame* frame);
-  ucs_status_t Receive(std::span<const std::byte> header, void* data, size_t bytes, bool arrives);
+  void StepFlushed();
+  void OnPutStep(Message* frame);
+  Message* TakeMessage(std::span<const std::byte> header);
+  void Arrived(Message* message);
+  void ReturnMessage(Message* message);
+  // What UCX has given to a handler.
+  struct Arrival {
+    std::span<const std::byte> header;
+    void* data;
+    size_t bytes;
+    bool follows;  // the payload is still with the peer, and `data` names it
+    FrameSeal::Opening opening;
+  };
+  void Receive(Arrival arrival, bool batched);
+  void ReceiveFrame(const Arrival& arrival);
+  void ReceiveBatch(const Arrival& arrival);
 
-  static ucs_status_t OnFrame(void* link, const void* header, size_t header_bytes, void* data,
-                              size_t bytes, const ucp_am_recv_param_t* param);
-  static void OnFrameSent(void* request, ucs_status_t code, void* frame);
-  static void OnFrameReceived(void* request, ucs_status_t code, size_t bytes, void* frame);
+  template <bool kBatched>
+  static ucs_status_t OnMessage(void* link, const void* header, size_t header_bytes, void* data,
+                                size_t bytes, const ucp_am_recv_param_t* param);
+  static void OnMessageSent(void* request, ucs_status_t code, void* message);
+  static void OnPayloadReceived(void* request, ucs_status_t code, size_t bytes, void* message);
   static void OnPut(void* request, ucs_status_t code, void* frame);
   static void OnFlushed(void* request, ucs_status_t code, void* link);
   static void OnPeerLost(void* link, ucp_ep_h endpoint, ucs_status_t code);
@@ -148,15 +174,21 @@ class UcxLink final {
   int event_descriptor_ = -1;
   bool handles_losses_ = true;
   absl::Status status_;
-  std::vector<std::unique_ptr<Frame>> frames_;  // all
-  std::vector<Frame*> free_;
-  size_t sending_ = 0;
+  std::vector<std::unique_ptr<Message>> messages_;  // all
+  std::vector<Message*> free_;
+  uint64_t messages_sent_ = 0;
+  bool batches_ = false;
+  int holds_ = 0;
+  // Frames that are held back: their list, their tags, the payload of the first, and the message's.
+  FrameBatch batch_;
+  std::vector<uint64_t> batch_tags_;
+  std::span<const std::byte> first_payload_, carried_;
   std::optional<FrameSeal> seals_, opens_;  // of Encrypt
   // The peer's memory.
   ucp_rkey_h remote_key_ = nullptr;
   uint64_t remote_address_ = 0, remote_bytes_ = 0;
-  std::vector<Frame*> unflushed_;  // their puts wait for the next flush
-  std::vector<Frame*> flushing_;   // and for the one that is under way
+  std::vector<Message*> unflushed_;  // frames whose puts wait for the next flush
+  std::vector<Message*> flushing_;   // and for the one that is under way
 };
 
 }  // namespace mla::wire

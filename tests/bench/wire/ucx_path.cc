@@ -6,7 +6,6 @@
 
 #include <utility>
 
-#include "client/cpp/ucx/ucx_memory.h"
 #include "server/ucx/relay_process.h"
 #include "tests/bench/wire/wire_paths.h"
 
@@ -28,8 +27,8 @@ int Dial(const std::string& path) {
 
 }  // namespace
 
-std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uint64_t bytes,
-                                                const UcxPathOptions& path) {
+std::unique_ptr<client::UcxMemory> OpenUcxRing(const std::string& listener, uint64_t bytes,
+                                               const UcxPathOptions& path) {
   client::UcxMemoryOptions options;
   options.link.transports = path.transports;
   options.link.puts = path.puts;
@@ -40,6 +39,7 @@ std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uin
   setup.arena_bytes = bytes;
   setup.spin_us = static_cast<uint32_t>(path.spin.count());
   setup.puts = path.puts;
+  setup.batches = path.batches;
   setup.ring_ms = kRelayTimeout.count();
   setup.handles_losses = (*memory)->handles_losses();
   setup.transports.Set(path.transports);
@@ -63,6 +63,7 @@ std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uin
   described.arena_bytes = bytes;
   described.arena_key = reply.arena.Get();
   described.arena_address = reply.arena.address;
+  described.batches = path.batches;
   Check((*memory)->Connect(described));
   return *std::move(memory);
 }

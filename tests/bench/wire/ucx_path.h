@@ -8,13 +8,14 @@
 #include <memory>
 #include <string>
 
-#include "client/cpp/shared_memory/ring_memory.h"
+#include "client/cpp/ucx/ucx_memory.h"
 
 namespace mla::bench {
 
 struct UcxPathOptions {
   std::string transports;  // as of UCX_TLS
   bool puts = false;
+  bool batches = true;                 // entries that are submitted together travel together
   std::chrono::microseconds spin{0};   // of both sides
   int relay_core = -1, own_core = -1;  // of the relay, and of the calling thread; -1: any
 };
@@ -22,8 +23,8 @@ struct UcxPathOptions {
 // `listener` is the path of the server's listener for shared memory, `bytes` the size of the arena.
 // This process's program must be a relay if its first argument is
 // server::kRelayCommand. Failures end the program.
-std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uint64_t bytes,
-                                                const UcxPathOptions& path);
+std::unique_ptr<client::UcxMemory> OpenUcxRing(const std::string& listener, uint64_t bytes,
+                                               const UcxPathOptions& path);
 
 }  // namespace mla::bench
 

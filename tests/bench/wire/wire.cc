@@ -2,7 +2,7 @@
 //
 //   wire_benchmark [--json FILE] [--seconds S] [--spin-us U] [--paths A,B] [--shapes A,B]
 //                  [--turns T] [--piece-bytes B] [--poll-threads N] [--copy-threads K]
-//                  [--touch-threads M] [--one-core-each]
+//                  [--touch-threads M] [--one-core-each] [--ahead L]
 //
 // S: seconds for one row, default 0.8, in T turns (default 16) that alternate with the shape's
 // other rows; a turn is at least one step. U: microseconds that both sides of a gRPC path poll
@@ -11,7 +11,8 @@
 // streams. K: threads that share the copy of a large message if queries are gathered, default 4. M:
 // threads on either side that touch tensors in gbps_wide, default a quarter of the CPUs, at most
 // four. --one-core-each: all threads of the client stay on core 0, those of the server and of its
-// relays on core 1. The other paths are compared with the first.
+// relays on core 1. L: attends that are under way at once on a ring, default 1; p50_us is then a
+// share of the time of all. The other paths are compared with the first.
 //
 // Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is.
 // inline is an Attend stream over gRPC whose queries the backend reads in place, as a CPU backend
@@ -19,16 +20,18 @@
 // shared memory. NAME_sleep is the same path without spinning. grpc_stream_stock uses gRPC's
 // synchronous interface (wire_stock.h). ring_futex and ring_spin are the command ring with both
 // sides sleeping or spinning. inline_tcp is inline over TCP. ucx_tcp and ucx_shm are the command
-// ring over UCX, by a relay; relay and client spin like gRPC paths. ucx_tcp_puts: with puts.
-// tcp_bare: the bytes of an attend over a TCP socket, and nothing else. The kernel computes
-// nothing. One request is in flight at a time: a decode step is 61 dependent calls.
+// ring over UCX, by a relay; relay and client spin like gRPC paths. Names with _puts: with puts;
+// with _alone: each entry travels alone. tcp_bare: the bytes of an attend over a TCP socket, and
+// nothing else. The kernel computes nothing. One request is in flight at a time: a decode step is
+// 61 dependent calls.
 //
 // p50_us and p99_us: one attend, from submitting the request to holding its reply. gbps: tensor
 // bytes of both directions, divided by that time plus the time in which one thread writes each byte
 // once on the sending side and reads it once on the receiving side. gbps_wide: the same with M
 // threads on either side, because neither a worker nor a backend touches tensors with one core.
 // copied_bytes: payload bytes that the server copied per attend. allocations: heap allocations of
-// the whole server process per attend. token_ms: a whole step of 61 layers, including begin and
+// the whole server process per attend. messages: those of UCX that the client sent per attend.
+// token_ms: a whole step of 61 layers, including begin and
 // end. `x bare`: ratio to grpc_stream.
 #include <grpcpp/create_channel.h>
 #include <signal.h>
@@ -71,9 +74,10 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kPaths[] = {
     "grpc_stream",       "grpc_unary",   "inline",    "inline_staged", "shm",
     "grpc_stream_sleep", "inline_sleep", "shm_sleep", "ring_futex",    "grpc_stream_stock"};
-constexpr const char* kAlone[] = {"ring_spin", "inline_tcp",    "inline_tcp_sleep",
-                                  "ucx_tcp",   "ucx_tcp_sleep", "ucx_tcp_puts",
-                                  "ucx_shm",   "ucx_shm_sleep", "tcp_bare"};
+constexpr const char* kAlone[] = {
+    "ring_spin",           "inline_tcp", "inline_tcp_sleep", "ucx_tcp",      "ucx_tcp_sleep",
+    "ucx_tcp_puts",        "ucx_shm",    "ucx_shm_sleep",    "ucx_shm_puts", "ucx_shm_puts_sleep",
+    "ucx_shm_alone_sleep", "tcp_bare"};
 constexpr Shape kShapes[] = {
     {"EXPANDED-1", v1::PROFILE_EXPANDED, 1},     {"EXPANDED-32", v1::PROFILE_EXPANDED, 32},
     {"EXPANDED-128", v1::PROFILE_EXPANDED, 128}, {"ABSORBED-1", v1::PROFILE_ABSORBED, 1},
@@ -95,6 +99,7 @@ struct Options {
   uint64_t piece_bytes = (4 << 20) - 1024;  // bytes of a piece that a session sends
   std::string paths, shapes;                // empty: all
   bool one_core_each = false;
+  uint32_t ahead = 1;
 };
 
 // --------------------------------------------------------------------------------- Measurement
@@ -102,7 +107,7 @@ struct Options {
 struct Row {
   std::string path, shape;
   double p50_us = 0, p99_us = 0, over_us = 0, gbps = 0, gbps_wide = 0, token_ms = 0;
-  double copied_bytes = 0, allocations = 0;
+  double copied_bytes = 0, allocations = 0, messages = 0;
 };
 
 // Value at `share` of the sorted values.
@@ -122,6 +127,7 @@ struct Contender {
   std::vector<double> over_micros;                  // for each turn: its p50 minus the first path's
   uint64_t copied_bytes = 0;
   int64_t allocations = 0;
+  uint64_t messages = 0;
 };
 
 class Benchmark {
@@ -163,6 +169,7 @@ class Benchmark {
       const auto attends = static_cast<double>(contender.micros.size());
       row.copied_bytes = static_cast<double>(contender.copied_bytes) / attends;
       row.allocations = static_cast<double>(contender.allocations) / attends;
+      row.messages = static_cast<double>(contender.messages) / attends;
       row.p50_us = Quantile(contender.micros, 0.5);
       row.p99_us = Quantile(contender.micros, 0.99);
       row.over_us = Quantile(contender.over_micros, 0.5);
@@ -184,12 +191,14 @@ class Benchmark {
     Settle();
     const uint64_t copied = shared_->copied_bytes;
     const int64_t allocations = shared_->allocations;
+    const uint64_t messages = contender->path->messages();
     std::vector<double> micros;
     Steps(*contender->path, options_.seconds / options_.turns, &micros, &contender->step_millis);
     contender->micros.insert(contender->micros.end(), micros.begin(), micros.end());
     Settle();
     contender->copied_bytes += shared_->copied_bytes - copied;
     contender->allocations += shared_->allocations - allocations;
+    contender->messages += contender->path->messages() - messages;
     Touch(contender, 1, &contender->touched_micros);
     Touch(contender, options_.touch_threads, &contender->wide_micros);
     return Quantile(micros, 0.5);
@@ -225,13 +234,16 @@ class Benchmark {
     if (name.starts_with("ucx")) {
       UcxPathOptions ucx;
       ucx.transports = name.starts_with("ucx_tcp") ? "tcp" : "posix,cma";
-      ucx.puts = name.ends_with("_puts");
+      ucx.puts = name.find("_puts") != std::string::npos;
+      ucx.batches = name.find("_alone") == std::string::npos;
       ucx.spin = spin;
       if (options_.one_core_each) {
         ucx.own_core = kClientCore;
         ucx.relay_core = kServerCore;
       }
-      return std::make_unique<Ring>(shape, OpenUcxRing(folder_ + "/s.shm", bytes, ucx));
+      auto ring = OpenUcxRing(folder_ + "/s.shm", bytes, ucx);
+      const auto sent = [at = ring.get()] { return at->messages_sent(); };
+      return std::make_unique<Ring>(shape, std::move(ring), sent);
     }
     client::SharedMemoryOptions options;
     options.ring = name.starts_with("ring");
@@ -306,12 +318,14 @@ class Benchmark {
       const uint64_t step = ++step_;
       const auto start = Clock::now();
       path.Call(Begin(step));
-      for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      for (uint32_t layer = 0, count; layer < kLayers; layer += count) {
+        count = std::min<uint32_t>(options_.ahead, kLayers - layer);
         const auto before = Clock::now();
         if (touch) team_.Fill(path.in.data(), path.in.size(), static_cast<int>(layer));
-        path.Attend(step, layer);
+        path.Attends(step, layer, count);
         if (touch) sum_ += team_.Sum(path.out.data(), path.out.size());
-        micros->push_back(std::chrono::duration<double, std::micro>(Clock::now() - before).count());
+        const std::chrono::duration<double, std::micro> took = Clock::now() - before;
+        micros->insert(micros->end(), count, took.count() / count);
       }
       v1::AttendStreamRequest last;
       last.mutable_end_step()->set_step_id(step);
@@ -345,8 +359,8 @@ void WriteJson(const std::vector<Row>& rows, const std::string& path) {
          << "\", \"p50_us\": " << row.p50_us << ", \"p99_us\": " << row.p99_us
          << ", \"over_us\": " << row.over_us << ", \"gbps\": " << row.gbps
          << ", \"gbps_wide\": " << row.gbps_wide << ", \"copied_bytes\": " << row.copied_bytes
-         << ", \"allocations\": " << row.allocations << ", \"token_ms\": " << row.token_ms << "}"
-         << (i + 1 < rows.size() ? "," : "") << "\n";
+         << ", \"allocations\": " << row.allocations << ", \"messages\": " << row.messages
+         << ", \"token_ms\": " << row.token_ms << "}" << (i + 1 < rows.size() ? "," : "") << "\n";
   }
   file << "]\n";
 }
@@ -358,10 +372,11 @@ bool Names(const std::string& list, const std::string& name) {
 void Print(const std::vector<Row>& rows) {
   for (const Row& row : rows) {
     std::printf(
-        "%-17s %-13s %10.1f %10.1f %8.3f %8.1f %8.2f %8.3f %8.2f %8.3f %12.0f %8.2f %9.2f\n",
+        "%-17s %-13s %10.1f %10.1f %8.3f %8.1f %8.2f %8.3f %8.2f %8.3f %12.0f %8.2f %8.2f %9.2f\n",
         row.path.c_str(), row.shape.c_str(), row.p50_us, row.p99_us, row.p50_us / rows[0].p50_us,
         row.over_us, row.gbps, row.gbps / rows[0].gbps, row.gbps_wide,
-        row.gbps_wide / rows[0].gbps_wide, row.copied_bytes, row.allocations, row.token_ms);
+        row.gbps_wide / rows[0].gbps_wide, row.copied_bytes, row.allocations, row.messages,
+        row.token_ms);
   }
   std::fflush(stdout);
 }
@@ -374,9 +389,9 @@ void RunClient(const std::string& folder, Shared* shared, const Options& options
   }
   std::printf("%u cores, %d touching threads\n", std::thread::hardware_concurrency(),
               options.touch_threads);
-  std::printf("%-17s %-13s %10s %10s %8s %8s %8s %8s %8s %8s %12s %8s %9s\n", "path", "shape",
+  std::printf("%-17s %-13s %10s %10s %8s %8s %8s %8s %8s %8s %12s %8s %8s %9s\n", "path", "shape",
               "p50 us", "p99 us", "x bare", "over us", "GB/s", "x bare", "GB/s M", "x bare",
-              "copied", "allocs", "ms/token");
+              "copied", "allocs", "messages", "ms/token");
   std::vector<std::string> together;
   for (const char* path : kPaths) {
     if (Names(options.paths, path)) together.push_back(path);
@@ -464,6 +479,8 @@ int main(int argc, char** argv) {
       options.touch_threads = std::max(std::atoi(argv[++i]), 1);
     } else if (argument == "--piece-bytes" && more) {
       options.piece_bytes = std::strtoull(argv[++i], nullptr, 10);
+    } else if (argument == "--ahead" && more) {
+      options.ahead = static_cast<uint32_t>(std::max(std::atoi(argv[++i]), 1));
     } else if (argument == "--one-core-each") {
       options.one_core_each = true;
     } else if (argument == "--paths" && more) {
@@ -475,7 +492,7 @@ int main(int argc, char** argv) {
                    "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
                    "[--paths A,B] [--shapes A,B] [--turns T] [--piece-bytes B] [--poll-threads N] "
                    "[--touch-threads M] [--copy-threads K] [--trace-every N] "
-                   "[--one-core-each]\n");
+                   "[--one-core-each] [--ahead L]\n");
       return 2;
     }
   }

@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -86,7 +87,12 @@ class Path {
   virtual ~Path() = default;
   virtual void Call(v1::AttendStreamRequest request) = 0;  // begin, end or abort
   virtual void Attend(uint64_t step, uint32_t layer) = 0;
-  virtual bool commits() const { return true; }  // false: no service handles it
+  // Attends of `count` layers, which may all be under way at once.
+  virtual void Attends(uint64_t step, uint32_t layer, uint32_t count) {
+    for (uint32_t i = 0; i < count; ++i) Attend(step, layer + i);
+  }
+  virtual uint64_t messages() const { return 0; }  // of UCX that this side has sent
+  virtual bool commits() const { return true; }    // false: no service handles it
   std::span<std::byte> in, out;
 };
 
@@ -294,8 +300,10 @@ class ServiceStream final : public Path {
 // --- The service over a command ring.
 class Ring final : public Path {
  public:
-  Ring(const Shape& shape, std::unique_ptr<client::RingMemory> memory)
-      : out_bytes_(shape.o()), memory_(std::move(memory)) {
+  // `messages`: as of Path; empty: none.
+  Ring(const Shape& shape, std::unique_ptr<client::RingMemory> memory,
+       std::function<uint64_t()> messages = {})
+      : out_bytes_(shape.o()), memory_(std::move(memory)), messages_(std::move(messages)) {
     in = memory_->Allocate(shape.in());
     out = memory_->Allocate(shape.o());
     message_ = memory_->Allocate(65536);
@@ -327,10 +335,29 @@ class Ring final : public Path {
     const wire::CompletionEntry done = Do(entry_, {entry_.in_offset, in.size(), out_bytes_});
     if (done.kind != wire::kEntryAttend) Die("an attend failed");
   }
+  // All with the same tensors.
+  void Attends(uint64_t step, uint32_t layer, uint32_t count) override {
+    entry_.step_id = step;
+    memory_->Hold();
+    for (uint32_t i = 0; i < count; ++i) {
+      entry_.layer = layer + i;
+      Submit(entry_, {entry_.in_offset, in.size(), out_bytes_});
+    }
+    memory_->SendHeld();
+    for (uint32_t i = 0; i < count; ++i) {
+      wire::CompletionEntry done;
+      Check(memory_->Wait(&done, kTimeout));
+      if (done.kind != wire::kEntryAttend) Die("an attend failed");
+    }
+  }
+  uint64_t messages() const override { return messages_ ? messages_() : 0; }
 
  private:
-  wire::CompletionEntry Do(const wire::SubmissionEntry& entry, const client::RingPlaces& places) {
+  void Submit(const wire::SubmissionEntry& entry, const client::RingPlaces& places) {
     if (!memory_->Submit(entry, places, nullptr, false)) Die("the ring is full");
+  }
+  wire::CompletionEntry Do(const wire::SubmissionEntry& entry, const client::RingPlaces& places) {
+    Submit(entry, places);
     wire::CompletionEntry done;
     Check(memory_->Wait(&done, kTimeout));
     return done;
@@ -338,6 +365,7 @@ class Ring final : public Path {
 
   const uint64_t out_bytes_;
   const std::unique_ptr<client::RingMemory> memory_;
+  const std::function<uint64_t()> messages_;
   std::span<std::byte> message_;
   wire::SubmissionEntry entry_{};
 };

@@ -75,14 +75,17 @@ class UcxTest : public testing::TestWithParam<const char*> {
     };
   }
   // Steps of all profiles, with right rows, none of them copied by the server.
-  static void CheckWholeSteps(const TestServer& server, const ClientOptions& options);
+  static void CheckWholeSteps(const TestServer& server, const ClientOptions& options,
+                              bool pipelined = false);
 };
 
-void UcxTest::CheckWholeSteps(const TestServer& server, const ClientOptions& options) {
+void UcxTest::CheckWholeSteps(const TestServer& server, const ClientOptions& options,
+                              bool pipelined) {
   auto client = client::Client::Connect(server.tcp_target(), options);
   ASSERT_TRUE(client.ok()) << client.status();
   Worker worker(client->get(), {}, "m", 1);
   EXPECT_EQ(worker.session().transport(), "ucx");
+  if (pipelined) worker.Pipeline();
   ASSERT_EQ(worker.Upload(), absl::OkStatus());
   Track a = *worker.Open(), b = *worker.Open();
   EXPECT_EQ(worker.Step({&a, &b}, {5, 3}, v1::PROFILE_ABSORBED), absl::OkStatus());
@@ -116,6 +119,55 @@ TEST_P(UcxTest, ServesWholeStepsEncrypted) {
     config.ucx.encrypted = true;
   });
   CheckWholeSteps(server, Options(GetParam()));
+}
+
+TEST_P(UcxTest, ServesWholeStepsThatBeginWithTheirFirstLayer) {
+  CheckWholeSteps(TestServer(With(GetParam())), Options(GetParam()), true);
+}
+
+// All layers and the end of a step are under way at once.
+TEST_P(UcxTest, AStepThatLeavesAtOnceHasTheOutputsOfOneThatWaits) {
+  const TestServer server(With(GetParam()));
+  const auto client = server.Connect(Options(GetParam()));
+  Worker worker(client.get(), {}, "m", 1);
+  const Dims& dims = worker.dims();
+  Track tracks[2] = {*worker.Open(), *worker.Open()};
+  const auto layers = static_cast<size_t>(dims.layers);
+  const auto bytes = [](int values) { return static_cast<size_t>(values) * sizeof(uint16_t); };
+  const size_t q = bytes(2 * dims.heads * dims.row()), kv = bytes(2 * dims.row());
+  const size_t o = bytes(2 * dims.heads * dims.lora);
+  std::vector<uint16_t> inputs(layers * (q + kv) / sizeof(uint16_t));
+  for (uint16_t& value : inputs) value = static_cast<uint16_t>(0x3c00 + worker.random()() % 0x300);
+  std::vector<std::byte> outputs[2];
+  for (const bool at_once : {false, true}) {
+    client::BeginOptions options;
+    options.pipelined = at_once;
+    auto step = worker.session().Begin("m", {{&tracks[at_once].sequence, 2}}, options);
+    ASSERT_TRUE(step.ok()) << step.status();
+    outputs[at_once].resize(layers * o);
+    std::vector<client::PendingAttend> pending;
+    for (size_t layer = 0; layer < layers; ++layer) {
+      client::AttendCall call;
+      call.layer = static_cast<uint32_t>(layer);
+      call.row_count = 2;
+      call.num_heads = static_cast<uint32_t>(dims.heads);
+      call.profile = v1::PROFILE_ABSORBED;
+      const auto* const from = reinterpret_cast<const std::byte*>(inputs.data());
+      call.kv = from + layer * (q + kv);
+      call.q = from + layer * (q + kv) + kv;
+      call.o = outputs[at_once].data() + layer * o;
+      call.more = at_once;
+      pending.push_back((*step)->AttendAsync(call));
+      if (!at_once) EXPECT_TRUE(pending.back().Wait().ok());
+    }
+    const auto lengths = (*step)->End();
+    ASSERT_TRUE(lengths.ok()) << lengths.status();
+    for (client::PendingAttend& one : pending) {
+      if (at_once) EXPECT_EQ(one.Wait().status(), absl::OkStatus());
+    }
+  }
+  EXPECT_EQ(outputs[0], outputs[1]);
+  EXPECT_NE(outputs[0], std::vector<std::byte>(outputs[0].size()));
 }
 
 TEST_P(UcxTest, SeveralSessionsOfAClientDoNotMixTheirSteps) {
@@ -199,6 +251,38 @@ TEST_F(UcxTest, RefusalsAreThoseOfTheStream) {
   EXPECT_EQ(seen[0].code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(seen[0].message(), seen[1].message());
   EXPECT_EQ(client::DetailOf(seen[0])->field(), "attend.num_heads");
+}
+
+TEST_F(UcxTest, ARefusedBeginIsTheErrorOfItsStep) {
+  const TestServer server(With("tcp"));
+  for (const auto transport : {ClientOptions::Transport::kUcx, ClientOptions::Transport::kRing,
+                               ClientOptions::Transport::kInline}) {
+    ClientOptions options = Over(transport);
+    options.ucx_transports = "tcp";
+    const auto client = server.Connect(options);
+    Worker worker(client.get(), {}, "m", 1);
+    Track track = *worker.Open();
+    const auto begin = [&](bool pipelined) {
+      client::BeginOptions how;
+      how.pipelined = pipelined;
+      return worker.session().Begin("m", {{&track.sequence, 0}}, how);
+    };
+    const absl::Status refused = begin(false).status();
+    EXPECT_FALSE(refused.ok());
+    auto step = begin(true);
+    ASSERT_TRUE(step.ok()) << step.status();
+    client::AttendCall call;
+    call.row_count = 1;
+    call.num_heads = 4;
+    call.profile = v1::PROFILE_ABSORBED;
+    std::vector<std::byte> q(4 * 40 * 2), o(4 * 32 * 2);
+    call.q = q.data();
+    call.o = o.data();
+    EXPECT_EQ((*step)->Attend(call).status().message(), refused.message());
+    EXPECT_EQ((*step)->End().status().message(), refused.message());
+    // The session goes on.
+    EXPECT_EQ(worker.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  }
 }
 
 TEST_F(UcxTest, AClientsEndEndsRelayStepsAndMemory) {

@@ -87,7 +87,8 @@ class UcxReply(ctypes.Structure):
                 ("region_bytes", _U64), ("arena_offset", _U64), ("ring_entries", _U32),
                 ("reserved", _U32), ("bytes", _U64), ("request_ms", _I64), ("give_up", GiveUp),
                 ("argument", _P), ("arena_key", _TEXT), ("arena_key_bytes", _SIZE),
-                ("arena_address", _U64), ("secret", _TEXT), ("secret_bytes", _SIZE)]
+                ("arena_address", _U64), ("secret", _TEXT), ("secret_bytes", _SIZE),
+                ("batches", _I32)]
 
 
 class Times(ctypes.Structure):

@@ -109,14 +109,15 @@ class UcxMemory(NativeMemory):
             request = transport_pb2.OpenUcxRequest(
                 version=FRAMES_VERSION, worker_address=ctypes.string_at(address, length.value),
                 bytes=size, spin_us=spin_us, puts=puts, encrypts=True,
-                handles_losses=bool(functions.mla_ucx_handles_losses(ucx)))
+                batches=True, handles_losses=bool(functions.mla_ucx_handles_losses(ucx)))
             reply = call.start(request, metadata, timeout_s)
             described = native.sized(
                 native.UcxReply, boot_id=reply.boot_id, worker_address=reply.worker_address,
                 worker_address_bytes=len(reply.worker_address), token=reply.token,
                 token_bytes=len(reply.token), region_bytes=reply.region_bytes,
                 arena_offset=reply.arena_offset, ring_entries=reply.ring_entries, bytes=size,
-                request_ms=max(1, int(min(timeout_s, 1e6) * _SECOND)), give_up=call.give_up)
+                request_ms=max(1, int(min(timeout_s, 1e6) * _SECOND)), give_up=call.give_up,
+                batches=int(reply.batches))
             if reply.secret:
                 described.secret, described.secret_bytes = reply.secret, len(reply.secret)
             if reply.arena_key:
