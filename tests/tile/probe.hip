@@ -178,6 +178,7 @@ struct FirstRows {
   MLA_DEVICE int place(int at) const { return at < end ? at : end - 1; }
   MLA_DEVICE const uint32_t* table_at(int row) const { return pages.table + pages.place(row).page; }
   MLA_DEVICE int inside(int row) const { return pages.place(row).inside; }
+  MLA_DEVICE kernels::hip::RowSpot spot(int row) const { return {table_at(row), inside(row)}; }
   MLA_DEVICE const uint8_t* address(uint32_t granule, int row) const {
     return pages.address(granule, row);
   }

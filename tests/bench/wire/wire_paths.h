@@ -229,7 +229,8 @@ class ServiceStream final : public Path {
       : shape_(shape),
         piece_rows_(RowsOfPiece(shape, piece_bytes)),
         memory_(std::move(memory)),
-        stream_(channel, {"", 1, kMessageBytes, kTimeout, spin}) {
+        stream_(channel,
+                {.boot_id = 1, .message_bytes = kMessageBytes, .timeout = kTimeout, .spin = spin}) {
     if (memory_ == nullptr) {
       in_memory_.resize(shape.in());
       out_memory_.resize(shape.o());
