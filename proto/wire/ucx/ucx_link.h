@@ -39,7 +39,7 @@ class UcxReceiver {
                                            size_t payload_bytes) = 0;
   // The payload is in its place. Frames may arrive in another order than they were sent.
   virtual void OnArrived(std::span<const std::byte> header) = 0;
-  // The payload of Send with this tag may be changed from now on.
+  // The payload of Send with this tag may be changed from now on. Must not call the link.
   virtual void OnSent(uint64_t tag) = 0;
 };
 
