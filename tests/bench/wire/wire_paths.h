@@ -229,8 +229,7 @@ class ServiceStream final : public Path {
       : shape_(shape),
         piece_rows_(RowsOfPiece(shape, piece_bytes)),
         memory_(std::move(memory)),
-        stream_(channel,
-                {.boot_id = 1, .message_bytes = kMessageBytes, .timeout = kTimeout, .spin = spin}) {
+        stream_(channel, {"", 1, nullptr, kMessageBytes, kTimeout, spin}) {
     if (memory_ == nullptr) {
       in_memory_.resize(shape.in());
       out_memory_.resize(shape.o());

@@ -305,7 +305,7 @@ class Announce final {
  public:
   Announce(const Etcd& etcd, const ServerProcess& server)
       : registry_(*client::RegistryOf(etcd.target())),
-        command_(absl::StrCat("exec ", kMlactl, " announce --node=node-1 --address=node-1:50551",
+        command_(absl::StrCat(kMlactl, " announce --node=node-1 --address=node-1:50551",
                               " --registry=", etcd.target(), " --target=", server.target())) {}
 
   bool IsThere(bool wanted = true) {

@@ -158,12 +158,16 @@ TEST_P(UcxTest, AStepThatLeavesAtOnceHasTheOutputsOfOneThatWaits) {
       call.o = outputs[at_once].data() + layer * o;
       call.more = at_once;
       pending.push_back((*step)->AttendAsync(call));
-      if (!at_once) EXPECT_TRUE(pending.back().Wait().ok());
+      if (!at_once) {
+        EXPECT_TRUE(pending.back().Wait().ok());
+      }
     }
     const auto lengths = (*step)->End();
     ASSERT_TRUE(lengths.ok()) << lengths.status();
     for (client::PendingAttend& one : pending) {
-      if (at_once) EXPECT_EQ(one.Wait().status(), absl::OkStatus());
+      if (at_once) {
+        EXPECT_EQ(one.Wait().status(), absl::OkStatus());
+      }
     }
   }
   EXPECT_EQ(outputs[0], outputs[1]);
