@@ -335,7 +335,8 @@ TEST_F(EtcdTest, AnnounceSaysWhatTheServerHasUntilItIsGone) {
   EXPECT_NE(said.device(), "");
   EXPECT_NE(said.version(), "");
   EXPECT_GT(said.bytes_total(), 0u);
-  EXPECT_EQ(said.bytes_free(), said.bytes_total());
+  EXPECT_GT(said.bytes_free(), 0u);
+  EXPECT_LE(said.bytes_free(), said.bytes_total());
   EXPECT_FALSE(said.draining());
   const auto client = client::Client::Connect(server.target(), {});
   ASSERT_TRUE(client.ok()) << client.status();
@@ -373,11 +374,11 @@ TEST_F(EtcdTest, AnnounceComesBackWithTheRegistry) {
   const ServerProcess server({});
   Announce announce(etcd, server);
   ASSERT_TRUE(announce.IsThere());
+  // etcd remembers the first lease, so only what is written after its end brings the server back.
+  etcd.Withdraw("node-1_50551");
   etcd.Kill();
   std::this_thread::sleep_for(std::chrono::seconds(2));
   etcd.Start();
-  // Whatever etcd remembers of the first lease.
-  etcd.Withdraw("node-1_50551");
   EXPECT_TRUE(announce.IsThere());
 }
 
