@@ -13,6 +13,13 @@ def path():
     return os.environ.get("SERVER_UNDER_TEST", str(ROOT / ".bazel/bin/server/mla-server"))
 
 
+def use_client_library():
+    """Has this process and its children use the C library that `./dev test` built, unless
+    MLA_CLIENT_LIBRARY names another one. Call it before the first use of mla_client.native."""
+    os.environ.setdefault("MLA_CLIENT_LIBRARY",
+                          str(ROOT / ".bazel/bin/client/c/libmla_client.so"))
+
+
 def start(*arguments, listen=""):
     """A started server with small limits unless the arguments say otherwise."""
     return ServerProcess(path(), ["--kv-cache-bytes=64MiB", "--limits-max-models=512",

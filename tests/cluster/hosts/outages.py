@@ -50,8 +50,8 @@ def python_calls(target):
 
 
 def c_calls(target, path):
-    """Yields whether each call of the C client had an answer. It asks for a model to be removed that
-    is not there, which the server refuses at once."""
+    """Yields whether each call of the C client had an answer. The call removes a model that is not
+    there, which the server refuses at once."""
     library = ctypes.CDLL(path)
     library.mla_connect.argtypes = [ctypes.c_char_p, ctypes.c_void_p,
                                     ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p]

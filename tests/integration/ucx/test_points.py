@@ -38,6 +38,7 @@ KNOWN_ASSERTIONS = ("tcp_iface.c", "tcp_ep.c", "ucp_request.c", "wireup")
 
 def why_not():
     """The reason why the tests cannot run here, or an empty string."""
+    server_binary.use_client_library()
     if native.library() is None:
         return native.why_not()
     try:
@@ -64,6 +65,7 @@ class Points:
     short = "ucx"    # the transport of the short run
 
     transports = ""  # of UCX
+    devices = ""     # of UCX; empty: all
     prefix = []      # of commands that run on the workers' host
     listen = ""
     server_prefix = []
@@ -79,6 +81,8 @@ class Points:
         cls.addClassCleanup(lambda: cls.server.stop())  # the one that runs then
         environment = {**os.environ, "UCX_TLS": cls.transports, "UCX_LOG_LEVEL": "error",
                        "PYTHONPATH": os.pathsep.join(sys.path)}
+        if cls.devices:
+            environment["UCX_NET_DEVICES"] = cls.devices
         cls.workers = subprocess.Popen(
             [*cls.prefix, sys.executable, str(HERE_PATH / "point_workers.py"), cls.target()],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -91,7 +95,8 @@ class Points:
         cls.server = ServerProcess(
             server_binary.path(),
             ["--kv-cache-bytes=256MiB", "--insecure=true", "--ucx-enabled=true",
-             f"--ucx-transports={cls.transports}", "--ucx-puts=true", "--ucx-sessions=32",
+             f"--ucx-transports={cls.transports}", f"--ucx-devices={cls.devices}",
+             "--ucx-puts=true", "--ucx-sessions=32",
              "--shm-total-bytes=1GiB", "--shm-tenant-regions=64", "--tenants-region-bytes=1GiB",
              f"--wire-keepalive-ms={cls.keepalive_ms}", "--log-level=warning"], listen=cls.listen)
         cls.server.command = [*cls.server_prefix, *cls.server.command]
@@ -256,6 +261,7 @@ class TwoHosts(Points):
     """Two network namespaces."""
 
     transports = "tcp"
+    devices = "cable"  # the loopback of one host does not lead to the other
     prefix = ["ip", "netns", "exec", THERE]
     server_prefix = ["ip", "netns", "exec", HERE]
     listen = f"{SERVER_ADDRESS}:{PORT}"

@@ -51,6 +51,17 @@ def ip(*arguments):
     subprocess.run(["ip", *arguments], check=True)
 
 
+def wait_for_cable(name):
+    """Until the kernel says that the cable is there, some time after both ends are up: UCX takes no
+    device before."""
+    end = time.monotonic() + WAIT_S
+    while "state UP" not in subprocess.run(["ip", "-n", name, "-o", "link", "show", "cable"],
+                                           capture_output=True, check=True, text=True).stdout:
+        if time.monotonic() > end:
+            raise TimeoutError(f"no cable in {name}")
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
 def two_hosts():
     """Namespaces HERE and THERE with a cable between them."""
@@ -63,6 +74,8 @@ def two_hosts():
         for name, address in ((HERE, SERVER_ADDRESS), (THERE, CLIENT_ADDRESS)):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             ip("-n", name, "link", "set", "cable", "up")
+        for name in (HERE, THERE):
+            wait_for_cable(name)
         yield
     finally:
         for name in (HERE, THERE):

@@ -24,6 +24,7 @@ SPEC = mla_client.ModelSpec("m", GEOMETRY, LAYERS, SCALE, page_size=4)
 
 def why_not():
     """The reason why the tests cannot run here, or an empty string."""
+    server_binary.use_client_library()
     if native.library() is None:
         return native.why_not()
     try:
