@@ -295,7 +295,7 @@ MLA_API mla_code mla_page_names(const uint32_t* token_ids, size_t token_count, u
                                 const void* salt, size_t salt_bytes, void* names,
                                 mla_error** error);
 
-// What a server says before a sequence is opened there.
+// A server's answer to a probe, before a sequence is opened there.
 typedef struct mla_probe {
   size_t struct_size;
   uint64_t boot_id;

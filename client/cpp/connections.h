@@ -38,7 +38,7 @@ namespace mla::client {
 // By default a server allows 128 calls on one connection (wire.connection_streams).
 inline constexpr int kStreamsAConnection = 8;
 
-// How long a call or stream waits for a connection that has broken, before it fails.
+// A call or stream waits for this time for a connection that has broken, before it fails.
 inline constexpr std::chrono::milliseconds kReconnectWait(100);
 
 // A connection for unary calls, and the stubs that use it.

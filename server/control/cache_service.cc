@@ -34,9 +34,6 @@ void Fill(const CheckpointInfo& from, v1::CheckpointInfo* to) {
   to->set_saved_unix_ms(static_cast<uint64_t>(from.saved_unix_ms));
 }
 
-// Where the bytes of rows are in a message of an import.
-constexpr int kRowsPath[] = {v1::ImportRequest::kPartFieldNumber, v1::PagesPart::kChunkFieldNumber};
-
 // Returns the number of sinks of a model whose heads all have one.
 size_t SinksOf(const scheduler::ModelSpec& spec) {
   return static_cast<size_t>(spec.layers) * static_cast<size_t>(spec.geometry.num_heads);
@@ -152,7 +149,8 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       if (!status.ok()) return status;
       v1::ImportRequest message;
       v1::PagesPart chunk;
-      UploadPayload rows = {.path = kRowsPath, .payload = chunk.mutable_chunk()->mutable_payload()};
+      UploadPayload rows = {.path = kImportRowsPath,
+                            .payload = chunk.mutable_chunk()->mutable_payload()};
       const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
         MLA_ASSIGN_OR_RETURN(const bool read, reader.Read(&message, &rows));
         if (!read) {

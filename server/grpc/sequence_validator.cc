@@ -13,8 +13,8 @@ using scheduler::Limits;
 
 namespace {
 
-// Of the sequences of all tenants, unless a request says otherwise, and the most that a request may
-// ask for: an answer of at most 3 MB, which gRPC's clients take by default.
+// An answer has this many of the sequences of all tenants by default, and at most kMostListed: then
+// it has at most 3 MB, which gRPC's clients take by default.
 constexpr int32_t kListedByDefault = 1000;
 constexpr int32_t kMostListed = 4096;
 

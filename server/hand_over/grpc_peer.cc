@@ -37,9 +37,6 @@ constexpr int kMostReplyBytes = 256 << 10;
 constexpr char kUnknownReason[] = "peer_failed";
 constexpr char kImport[] = "/mla.v1.Cache/Import";
 constexpr char kUploadWeights[] = "/mla.v1.Models/UploadWeights";
-// Where the bytes of rows are in a message of an import.
-constexpr int kRowsPath[] = {v1::ImportRequest::kPartFieldNumber, v1::PagesPart::kChunkFieldNumber};
-
 void SetDeadline(grpc::ClientContext* context, milliseconds time = kCallTime) {
   context->set_deadline(std::chrono::system_clock::now() + time);
 }
@@ -226,7 +223,7 @@ PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendPa
         MLA_RETURN_IF_ERROR(out.Send(message, /*more=*/true));
         return send([&](v1::PagesPart& part) {
           if (part.has_chunk() && !part.chunk().payload().empty()) {
-            return out.SendPayload(kRowsPath, v1::PageChunk(),
+            return out.SendPayload(kImportRowsPath, v1::PageChunk(),
                                    part.mutable_chunk()->mutable_payload());
           }
           message.mutable_part()->Swap(&part);

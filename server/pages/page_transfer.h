@@ -20,6 +20,9 @@ namespace mla::server {
 
 // Size of sent chunks: any client accepts messages of this size.
 inline constexpr int64_t kSentChunkBytes = int64_t{1} << 20;
+// The fields that lead to the bytes of rows in a message of Cache.Import.
+inline constexpr int kImportRowsPath[] = {v1::ImportRequest::kPartFieldNumber,
+                                          v1::PagesPart::kChunkFieldNumber};
 
 // Takes a part. It may change the part or take its contents.
 using PartSink = std::function<absl::Status(v1::PagesPart&)>;

@@ -16,7 +16,7 @@ from mla_client.cluster.operations.quotas import FleetQuotas
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SYSTEMD = ROOT / "deploy/systemd"
-# What `./dev test` built, unless another one is to be tested.
+# The program that `./dev test` built, unless another one is to be tested.
 MLACTL = os.environ.get("MLACTL_UNDER_TEST", str(ROOT / ".bazel/bin/client/mlactl/mlactl"))
 
 

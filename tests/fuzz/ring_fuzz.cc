@@ -18,6 +18,7 @@
 #include "scheduler/testing/heap_buffers.h"
 #include "server/memory/shared_region.h"
 #include "server/shared_memory/command_ring.h"
+#include "tests/fuzz/harness/input.h"
 #include "tests/fuzz/harness/target.h"
 #include "tests/integration/shared_memory/ring/ring_hand.h"
 
@@ -115,21 +116,6 @@ class Side {
   std::vector<std::byte> shadow_;  // the region as the client wrote it
   std::vector<bool> writable_;     // bytes that requests have offered
 };
-
-// Takes `size` bytes off the front, or fewer at the end.
-std::string_view Take(std::string_view* input, size_t size) {
-  const std::string_view taken = input->substr(0, size);
-  input->remove_prefix(taken.size());
-  return taken;
-}
-
-template <typename T>
-T Number(std::string_view* input) {
-  T value{};
-  const std::string_view bytes = Take(input, sizeof(T));
-  std::memcpy(&value, bytes.data(), bytes.size());
-  return value;
-}
 
 void Side::Poke(uint64_t offset, std::string_view bytes) {
   for (size_t i = 0; i < bytes.size(); ++i) {

@@ -116,7 +116,7 @@ class Case:
                             "async": bool(config.scheduler_config.async_scheduling)})
 
     def _use_gpu(self):
-        """Chains calls; counts those of the short way."""
+        """Chains calls; counts those of the fast path."""
         # pylint: disable=import-outside-toplevel
         import fake_gpu
         from mla_client.vllm.runtime import runtime
@@ -130,13 +130,13 @@ class Case:
                 self.servers[0].start()
             forward(*args, **others)
         fake_gpu.FakeGpu().install(around)
-        attend, self.counts["short"] = fake_gpu.pytorch.Lane.attend, 0
+        attend, self.counts["short"] = fake_gpu.pytorch.FastPath.attend, 0
 
         def counted(*args):
             sent = attend(*args)
             self.counts["short"] += sent
             return sent
-        fake_gpu.pytorch.Lane.attend = counted
+        fake_gpu.pytorch.FastPath.attend = counted
 
     def round(self, given):
         """The rows of one round."""

@@ -155,7 +155,7 @@ class EtcdRegistry final : public Registry {
           Put(absl::StrCat(target_.prefix, "/servers/", KeyOf(member.address())), json, lease_);
       said_ = json;
     }
-    // What was written may be there or not: it is written again, under another lease.
+    // The entry may be there or not, so it is written again, under another lease.
     if (!status.ok()) Forget();
     return status;
   }

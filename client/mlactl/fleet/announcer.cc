@@ -26,7 +26,7 @@ namespace {
 constexpr int64_t kAnswerMs = 2000;
 // Turns between two questions for device, version and models, which seldom change.
 constexpr uint64_t kSeldom = 10;
-// How often an interrupt is looked for.
+// The pause between two looks for an interrupt.
 constexpr auto kPause = std::chrono::milliseconds(50);
 constexpr char kUnix[] = "unix:";
 

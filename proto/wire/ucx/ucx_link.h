@@ -143,7 +143,7 @@ class UcxLink final {
   Message* TakeMessage(std::span<const std::byte> header);
   void Arrived(Message* message);
   void ReturnMessage(Message* message);
-  // What UCX has given to a handler.
+  // The arguments that UCX has given to a handler.
   struct Arrival {
     std::span<const std::byte> header;
     void* data;

@@ -144,7 +144,7 @@ def fastest(seconds: List[float]) -> float:
     return round(statistics.median(chosen) * 1e6, 1)
 
 
-# What a pass costs next to its layers. The begin is a part of the first layer's call.
+# Parts of a pass next to its layers. The begin is a part of the first layer's call.
 CONNECTOR = ("build_connector_meta", "bind", "begin", "wait_for_save",
              "get_block_ids_with_load_errors", "update_connector_output", "settle")
 

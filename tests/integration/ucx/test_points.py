@@ -8,7 +8,6 @@ skipped.
 """
 
 import contextlib
-import ctypes
 import functools
 import os
 import pathlib
@@ -21,7 +20,6 @@ import unittest
 import mla_client
 import point_workers
 import server_binary
-from mla_client import native
 from mla_client.testing import ServerProcess
 from point_workers import FAILED, IN_A_STEP, OK, POINTS
 from test_two_hosts import HERE, SERVER_ADDRESS, THERE, ip, two_hosts
@@ -34,18 +32,6 @@ LONG = "MLA_TEST_LONG" in os.environ  # else some 20 s of a processor
 REQUEST_S = 5  # a worker that is cut off gives up after that
 # Assertions of UCX 1.13 that end a process over TCP when its peer goes (docs/rdma.md).
 KNOWN_ASSERTIONS = ("tcp_iface.c", "tcp_ep.c", "ucp_request.c", "wireup")
-
-
-def why_not():
-    """The reason why the tests cannot run here, or an empty string."""
-    server_binary.use_client_library()
-    if native.library() is None:
-        return native.why_not()
-    try:
-        ctypes.CDLL("libucp.so.0")
-    except OSError as error:
-        return f"no UCX: {error}"
-    return ""
 
 
 def each_transport(test):
@@ -74,7 +60,7 @@ class Points:
 
     @classmethod
     def setUpClass(cls):
-        reason = why_not()
+        reason = server_binary.why_no_ucx()
         if reason:
             raise unittest.SkipTest(reason)
         cls.start_server()
@@ -268,7 +254,7 @@ class TwoHosts(Points):
 
     @classmethod
     def setUpClass(cls):
-        reason = why_not() or why_no_hosts()
+        reason = server_binary.why_no_ucx() or why_no_hosts()
         if reason:
             raise unittest.SkipTest(reason)
         with contextlib.ExitStack() as stack:

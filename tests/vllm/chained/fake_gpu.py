@@ -26,8 +26,8 @@ class FakeGpu:
             raise OSError(f"{library}: no stream")
         current = types.SimpleNamespace(cuda_stream=self._stream.value, synchronize=self.finish,
                                         wait_stream=lambda other: None)
-        pytorch.lanes.raw_stream = lambda device: current.cuda_stream
-        pytorch.lanes.is_on_gpu = lambda tensor: True
+        pytorch.fast_path.raw_stream = lambda device: current.cuda_stream
+        pytorch.fast_path.is_on_gpu = lambda tensor: True
         torch.cuda.current_stream = lambda device=None: current
 
     def finish(self):

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from mla_client import errors
-from mla_client.pytorch import lane as lanes
-from mla_client.pytorch.lane import Lane, Rows, parts_of
+from mla_client.pytorch import fast_path
+from mla_client.pytorch.fast_path import FastPath, Rows, parts_of
 from mla_client.service import Model, Service, Step
 from mla_client.types import Buffers, DType, Profile
 
@@ -63,7 +63,7 @@ class Sender:
         self._used_handle = 0
         self._chain: Any = None   # calls with the buffers that a GPU's stream waits for
         self._chained: Any = None  # the step that they belong to
-        self.lane: Optional[Lane] = None  # the short way for its next call
+        self.fast_path: Optional[FastPath] = None  # the fast path for its next call
 
     def attend(self, step: Step, layer: int, q: torch.Tensor, kv: torch.Tensor,
                lists: Optional[npt.NDArray] = None) -> torch.Tensor:
@@ -95,21 +95,21 @@ class Sender:
         False: such calls can not be chained, and nothing was sent; use `attend`."""
         if self._rank:
             kv = ()  # the first rank sends the rows
-        if (self.lane is not None and self._chained is step
-                and self.lane.attend(layer, q, kv, output)):  # as the layer before
+        if (self.fast_path is not None and self._chained is step
+                and self.fast_path.attend(layer, q, kv, output)):  # as the layer before
             return True
-        if not lanes.is_on_gpu(q):
+        if not fast_path.is_on_gpu(q):
             return False
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
         buffers = self._room(len(q), dtype, True, step)
         if self._chained is not step:
             self._chain = step.chain(buffers, self._profile, head_offset=self._rank * q.shape[1])
             self._chained = step
-        chain, self.lane = self._chain, None
+        chain, self.fast_path = self._chain, None
         if chain is None:
             return False
         if self._give(chain, layer, q, kv, output):
-            self.lane = Lane(chain, self._used_handle, q, kv, output)
+            self.fast_path = FastPath(chain, self._used_handle, q, kv, output)
         return True
 
     def _give(self, chain: Any, layer: int, q: torch.Tensor, kv: Rows,
@@ -159,12 +159,12 @@ class Sender:
     def forget(self) -> None:
         """The transport's memory is not used again: its stream has failed."""
         self._buffers, self._tensors, self._shape, self._stream = None, (), None, None
-        self._chain = self._chained = self.lane = None
+        self._chain = self._chained = self.fast_path = None
 
     def release(self) -> None:
         """Gives the memory back."""
         buffers, self._buffers, self._tensors, self._shape = self._buffers, None, (), None
-        self._chain = self._chained = self.lane = None
+        self._chain = self._chained = self.fast_path = None
         if buffers is None:
             return
         if self._used is not None:  # others may get the memory, and use it on other streams
@@ -202,7 +202,7 @@ class Sender:
     def _follow(self, device: int) -> int:
         """Returns the handle of the current stream of the GPU, which writes the tensors. It first
         waits for the stream that used them last."""
-        handle = int(lanes.raw_stream(device))
+        handle = int(fast_path.raw_stream(device))
         if self._used is None or self._used_handle != handle:
             stream = torch.cuda.current_stream(device)
             if self._used is not None:
@@ -237,4 +237,4 @@ class GraphSender(Sender):
         its outputs are good is known when Step.end or collect has returned. The graph is one of
         `torch.cuda.CUDAGraph(keep_graph=True)`, since the nodes of others are gone."""
         device = torch.cuda.current_device()
-        step.replay(self._chain, graph.raw_cuda_graph_exec(), int(lanes.raw_stream(device)))
+        step.replay(self._chain, graph.raw_cuda_graph_exec(), int(fast_path.raw_stream(device)))

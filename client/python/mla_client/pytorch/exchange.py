@@ -8,7 +8,7 @@ from typing import Callable, List, Optional, Protocol, Tuple
 import torch
 
 from mla_client.pytorch import Rows, Sender, whole
-from mla_client.pytorch.lane import Lane
+from mla_client.pytorch.fast_path import FastPath
 from mla_client.serving import How, Part, Pass, Passes, Ranks
 from mla_client.serving.faults import FAILURES
 from mla_client.types import ModelSpec, Profile
@@ -74,9 +74,9 @@ class Exchange:
         self._weights = weights
         self._projections = projections
         self.largest = 0  # rows of the largest pass
-        # The short way for further layers of a pass, while nothing is in its way.
-        self._lane: Optional[Lane] = None
-        self._lane_of: Optional[Pass] = None
+        # The fast path for further layers of a pass, while nothing is in its way.
+        self._fast_path: Optional[FastPath] = None
+        self._fast_path_of: Optional[Pass] = None
 
     @classmethod
     def of(cls, passes: Passes, ranks: Ranks, spec: ModelSpec, weights: Weights,
@@ -97,14 +97,14 @@ class Exchange:
         in Sender.attend_chained, with the rows of the pass; in PROJECTED q is [rows, 1,
         q_lora_rank] and the output [rows, hidden_size]. `chosen` [rows, width]: the positions that
         each row attends to; None: to all."""
-        if self._lane is not None and self._lane_of is made and chosen is None:
+        if self._fast_path is not None and self._fast_path_of is made and chosen is None:
             try:
-                if self._lane.attend(layer, q, kv, output):
+                if self._fast_path.attend(layer, q, kv, output):
                     made.layers += 1  # all that layer_done does here
                     return
             except FAILURES as error:
                 self._fail(made, error)
-        self._lane = None
+        self._fast_path = None
         rows = q.shape[0]
         self.largest = max(self.largest, rows)
         if made.step is not None:
@@ -114,7 +114,7 @@ class Exchange:
                 self._fail(made, error)
         if made.whole:
             if made.chained:
-                self._lane, self._lane_of = self._sender.lane, made
+                self._fast_path, self._fast_path_of = self._sender.fast_path, made
         else:
             heads = output.view(rows, q.shape[1], -1)
             for part in made.parts:

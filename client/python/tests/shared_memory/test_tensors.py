@@ -71,7 +71,7 @@ class SenderTest(unittest.TestCase):
         for patch in (mock.patch.object(torch, "from_dlpack", lambda array: pytorch.tensor_of(
                 array).as_subclass(GpuTensor)),
                       mock.patch.object(torch.cuda, "current_stream", lambda device: self.stream),
-                      mock.patch.object(pytorch.lanes, "raw_stream",
+                      mock.patch.object(pytorch.fast_path, "raw_stream",
                                         lambda index: self.stream.cuda_stream),
                       mock.patch("mla_client.service.step.device_memory.check_call")):
             patch.start()

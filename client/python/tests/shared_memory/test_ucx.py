@@ -3,7 +3,6 @@
 Needs the C library and UCX; without them the tests say so and are skipped.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -15,23 +14,11 @@ import urllib.request
 import mla_client
 import numpy as np
 import server_binary
-from mla_client import errors, native
+from mla_client import errors
 from mla_client.types import DType, Profile
 from service_contract import GEOMETRY, LAYERS, SCALE
 
 SPEC = mla_client.ModelSpec("m", GEOMETRY, LAYERS, SCALE, page_size=4)
-
-
-def why_not():
-    """The reason why the tests cannot run here, or an empty string."""
-    server_binary.use_client_library()
-    if native.library() is None:
-        return native.why_not()
-    try:
-        ctypes.CDLL("libucp.so.0")
-    except OSError as error:
-        return f"no UCX: {error}"
-    return ""
 
 
 def steps(client, tokens=3):
@@ -54,7 +41,7 @@ class UcxTest(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls):
-        reason = why_not()
+        reason = server_binary.why_no_ucx()
         if reason:
             raise unittest.SkipTest(reason)
         os.environ["UCX_TLS"] = "tcp"

@@ -1,4 +1,4 @@
-// Where a turn of absorbed attention does its pieces of work for later tiles.
+// Places in a turn of absorbed attention for the pieces of its work for later tiles.
 #ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_TURN_PIECES_H_
 #define MLA_KERNELS_HIP_DEVICE_KERNELS_TURN_PIECES_H_
 

@@ -104,7 +104,7 @@ class KvStream {
     });
   }
 
-  // What a turn knows of the tile that it brings. `words` are read from LDS: the page table's
+  // A turn's knowledge of the tile that it brings. The words are read from LDS: the page table's
   // entries of that tile, and with lists the entries of that tile and of the one to be looked up.
   struct Words {
     uint32_t granules[kLookUps];

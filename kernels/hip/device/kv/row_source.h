@@ -17,7 +17,7 @@ namespace mla::kernels::hip {
 // In sparse attention an item has one query row, and a place is visible if that row sees its entry;
 // Item::limit does not apply. If a list is shorter than the plan assumes, `end` is the list's end,
 // and an item may have no places (begin >= end).
-// What a look-up says of a row: its page's entry in the page table, and its number in the page.
+// The result of a row's look-up: its page's entry in the page table, and its number in the page.
 struct RowSpot {
   const uint32_t* entry;
   int inside;

@@ -120,7 +120,7 @@ class RowSource<AttentionKind::kWindow> {
 #endif
     }
 #if MLA_AMD
-    // Of rows or entries, a choice of each lane.
+    // Each returns the pointer for rows or the one for entries; every lane chooses for itself.
     MLA_DEVICE const uint32_t* table(bool of_rows) const { return pointer<uint32_t>(0, of_rows); }
     MLA_DEVICE const uint8_t* base(bool of_rows) const { return pointer<uint8_t>(2, of_rows); }
     MLA_DEVICE uint32_t row_stride(bool of_rows) const { return word(4, of_rows); }

@@ -24,7 +24,7 @@ from mla_client import errors
 CALL_S = 2.0
 LEASE_S = 15
 MOST_REPLY_BYTES = 1 << 20
-# Where Kubernetes puts a pod's identity. The token is replaced from time to time.
+# Kubernetes puts a pod's identity there. The token is replaced from time to time.
 FOLDER = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _NOT_FOUND, _CONFLICT = 404, 409

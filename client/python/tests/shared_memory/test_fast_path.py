@@ -1,4 +1,4 @@
-"""mla_client.pytorch.lane: which further calls go the short way, and what they send."""
+"""mla_client.pytorch.fast_path: which further calls go the fast path, and what they send."""
 
 import unittest
 from unittest import mock
@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import torch
 from mla_client import Buffers, DType, Geometry, pytorch
-from mla_client.pytorch import lane
+from mla_client.pytorch import fast_path
 from mla_client.service import Service
 
 ENVIRONMENT = "transformers"
@@ -81,7 +81,7 @@ class LayoutTest(unittest.TestCase):
             "strides": (torch.zeros(6, 4).T, like[1]),
             "pitch": (torch.zeros(4, 7)[:, :6], like[1]),
             "the last one": (like[0], torch.zeros(3, 5))}
-        for make in (lane.layout_check, lane.plain_check):
+        for make in (fast_path.layout_check, fast_path.plain_check):
             with self.subTest(check=make.__name__):
                 check = make(*like)
                 self.assertTrue(check(*like))
@@ -91,16 +91,16 @@ class LayoutTest(unittest.TestCase):
 
     def test_a_torch_without_the_inner_function_is_looked_at_from_outside(self):
         with mock.patch.object(torch._C._dynamo.guards, "TensorGuards", side_effect=TypeError):
-            check = lane.layout_check(torch.zeros(2))
+            check = fast_path.layout_check(torch.zeros(2))
         self.assertTrue(check(torch.ones(2)))
         self.assertFalse(check(torch.ones(3)))
 
 
-class LaneTest(unittest.TestCase):
+class FastPathTest(unittest.TestCase):
     def setUp(self):
         self.stream = 7
-        for patch in (mock.patch.object(lane, "raw_stream", lambda device: self.stream),
-                      mock.patch.object(lane, "is_on_gpu", lambda tensor: True),
+        for patch in (mock.patch.object(fast_path, "raw_stream", lambda device: self.stream),
+                      mock.patch.object(fast_path, "is_on_gpu", lambda tensor: True),
                       mock.patch.object(torch.cuda, "current_stream", mock.Mock())):
             patch.start()
             self.addCleanup(patch.stop)
@@ -135,7 +135,7 @@ class LaneTest(unittest.TestCase):
         q, kv, output = tensors()
         for layer in range(2):
             self.attend(layer, (q.half(), kv, output))
-            self.assertIsNone(self.sender.lane)
+            self.assertIsNone(self.sender.fast_path)
         # The rows and the output alone are the library's.
         self.assertEqual([len(call[2]) for call in self.step.made[0].calls], [2, 2])
 
@@ -163,7 +163,7 @@ class LaneTest(unittest.TestCase):
         with self.assertRaises(pytorch.errors.Unavailable):
             self.attend(1, tensors())
         self.sender.forget()
-        self.assertIsNone(self.sender.lane)
+        self.assertIsNone(self.sender.fast_path)
         self.attend(2, tensors())
         self.assertEqual(len(self.step.made), 2)
 

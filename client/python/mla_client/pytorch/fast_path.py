@@ -1,4 +1,4 @@
-"""The short way of a chained call, for the layers of a step after its first one. Needs torch.
+"""The fast path of a chained call, for the layers of a step after its first one. Needs torch.
 
 An engine's thread gives a GPU all the work of a layer, so each microsecond of a call is one that
 the engine waits for. Between two calls it runs so much other code that nothing of a call is in the
@@ -56,7 +56,7 @@ def plain_check(*tensors: torch.Tensor) -> Callable[..., bool]:
     return lambda *given: [layout(one) for one in given] == like
 
 
-class Lane:
+class FastPath:
     """Further calls of a chain whose tensors differ from those of a call before in their addresses
     alone. All of their copies are the library's. Belongs to one thread at a time."""
 
