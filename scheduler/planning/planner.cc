@@ -204,6 +204,15 @@ absl::Status Explain(const PlanSegment& segment, size_t index) {
   return fault("num_heads", segment.num_heads, "1..65535");
 }
 
+// Checks all segments before the first is cut into tiles: a segment can have millions of tiles, and
+// a batch that is refused must cost nothing.
+absl::Status CheckSegments(std::span<const PlanSegment> segments) {
+  for (size_t i = 0; i < segments.size(); ++i) {
+    if (!Valid(segments[i])) return Explain(segments[i], i);
+  }
+  return absl::OkStatus();
+}
+
 template <bool kFixed>
 absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanSegment> segments,
                                             const PlanTraits& traits, MetadataBuffers& buffers,
@@ -211,11 +220,9 @@ absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanSegment> segment
   Tally tally;
   const bool only_tiles = !kFixed && CountOnlyTiles(segments, traits, tally);
   if (!only_tiles) {
+    if (auto s = CheckSegments(segments); !s.ok()) return s;
     tally = Tally();
-    for (size_t i = 0; i < segments.size(); ++i) {
-      if (!Valid(segments[i])) return Explain(segments[i], i);
-      Count<kFixed>(segments[i], traits, 1, tally);
-    }
+    for (const PlanSegment& segment : segments) Count<kFixed>(segment, traits, 1, tally);
   }
   if (auto s = CheckFits(Needs(tally, traits), buffers.capacity()); !s.ok()) return s;
 
@@ -254,11 +261,9 @@ double ImbalanceOf(const kernels::PlanView& view, const PlanTraits& traits, int6
 absl::StatusOr<kernels::PlanView> BuildDealt(std::span<const PlanSegment> segments,
                                              const PlanTraits& traits, MetadataBuffers& buffers,
                                              double& imbalance) {
+  if (auto s = CheckSegments(segments); !s.ok()) return s;
   Tally tally;
-  for (size_t i = 0; i < segments.size(); ++i) {
-    if (!Valid(segments[i])) return Explain(segments[i], i);
-    Count<false>(segments[i], traits, 1, tally);
-  }
+  for (const PlanSegment& segment : segments) Count<false>(segment, traits, 1, tally);
   const auto for_each_tile = [&](const auto& visit) {
     for (size_t i = 0; i < segments.size(); ++i) {
       ForEachTile(segments[i], static_cast<int32_t>(i), traits, visit);

@@ -182,12 +182,15 @@ FuzzTarget TargetUnderTest() {
   target.seeds.push_back(Encode(traits, {{64, 5000, 8, true}, {3, 70000, 2, true}}));
   traits.fixed_split_rows = 512;
   target.seeds.push_back(Encode(traits, {{2, 4097, 3, true}, {1, 1, 1, true}}));
+  // The last segment is invalid, and the first one alone has 300 million tiles.
+  const std::string refused = Encode(traits, {{17733, 5000, 17733, true}, {-1, 5000, 8, true}});
   for (const std::string& seed : target.seeds) {
     Batch batch;
     const bool plans = Parse(seed, &batch) && IsValid(batch) && !batch.segments.empty() &&
                        PiecesOf(batch) <= kMostPieces;
     Require(plans ? "" : "a seed that is not planned");
   }
+  target.seeds.push_back(refused);
   return target;
 }
 
