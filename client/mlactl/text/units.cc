@@ -16,7 +16,7 @@ constexpr double kSecondMs = 1000, kMinuteMs = 60 * kSecondMs, kHourMs = 60 * kM
 // Returns the value with three significant digits.
 std::string ThreeDigits(double value) {
   if (value >= 100) return absl::StrFormat("%.0f", value);
-  return absl::StrFormat(value >= 10 ? "%.1f" : "%.2f", value);
+  return value >= 10 ? absl::StrFormat("%.1f", value) : absl::StrFormat("%.2f", value);
 }
 
 }  // namespace
