@@ -1,6 +1,10 @@
-// Tests the smallest scale of a page's rows with the kernels of AMD. Hardware and its emulation
-// could interpret this scale as different numbers.
+// Tests the exponent bytes of imported pages (KvFormat::kFp8Page) with the kernels of each GPU:
+// every byte may come from another server or from an engine. A byte that stands for a scale must
+// give that scale, and one above the largest scale must give NaN, which the engine reports to the
+// client. Hardware and its emulation could interpret the smallest scale as different numbers.
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -22,48 +26,37 @@ constexpr KvRowLayout kAt = MakeKvRowLayout(KvFormat::kFp8Page, kLatent, kRope);
 class PageScalesTest : public BackendOnFakeTest,
                        public ::testing::WithParamInterface<const ArchTraits*> {
  protected:
-  // Returns one row of equal values, as this architecture's pool stores it with all exponents 0.
-  std::vector<float> Expected() const {
+  using Exponents = std::array<int, kLatent / 64>;  // of a row's groups
+
+  // Returns the page that holds a row of equal values, with these exponents in place of its own.
+  std::vector<std::byte> PageWith(const Exponents& exponents) const {
     const std::vector<float> sent(kWidth, 1.0f);
-    std::vector<std::byte> page(static_cast<size_t>(kAt.row_bytes + kAt.page_scales_bytes));
+    std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(kAt, kAt.row_bytes, kPageRows)));
     EncodeKvRow(kAt, GetParam()->fp8, sent.data(), DType::kF32, 1.0f,
-                KvRowIn(kAt, page.data(), kAt.row_bytes, 1, 0));
-    std::fill(page.begin() + kAt.row_bytes, page.end(), std::byte{0});
+                KvRowIn(kAt, page.data(), kAt.row_bytes, kPageRows, 0));
+    for (size_t group = 0; group < exponents.size(); ++group) {
+      page[size_t{kPageRows} * kAt.row_bytes + group] = static_cast<std::byte>(exponents[group]);
+    }
+    return page;
+  }
+
+  // Returns the row's values as the format defines them.
+  std::vector<float> Expected(const std::vector<std::byte>& page) const {
     std::vector<float> values(kWidth);
     const std::byte* const first = page.data();
-    DecodeKvRow(kAt, GetParam()->fp8, 1.0f, KvRowIn(kAt, first, kAt.row_bytes, 1, 0),
+    DecodeKvRow(kAt, GetParam()->fp8, 1.0f, KvRowIn(kAt, first, kAt.row_bytes, kPageRows, 0),
                 values.data());
     return values;
   }
 
-  absl::Status Store(HipBackend& backend) {
-    const std::vector<float> row(kWidth, 1.0f);
-    LaunchLayout layout(backend, 0);
-    auto kv = layout.Input(row.data(), kWidth * 4);
-    if (!kv.ok()) return kv.status();
-    AppendRecord record{};
-    record.kv = *kv;
-    record.dtype = DType::kF32;
-    record.kv_row_stride = record.row_dim = kWidth;
-    record.rope_dim = kRope;
-    record.kv_scale = 1.0f;
-    record.row_stride = kAt.row_bytes;
-    record.page_size = kPageRows;
-    record.rows = 1;
-    record.format = KvFormat::kFp8Page;
-    const TableRange all{0, 1};
+  static absl::Status Import(HipBackend& backend, const std::vector<std::byte>& page) {
+    auto host = backend.AllocateHost(page.size());
+    if (!host.ok()) return host.status();
+    std::copy(page.begin(), page.end(), (*host)->bytes().begin());
+    const PageTransfer transfer{0, static_cast<int64_t>(page.size()), (*host)->bytes().data()};
     Launch launch;
-    launch.inputs = layout.inputs();
-    launch.page_tables = {&page_, 1};
-    launch.table_changes = {&all, 1};
-    launch.appends = {&record, 1};
+    launch.page_writes = {&transfer, 1};
     absl::Status s = backend.Submit(0, launch);
-    if (s.ok()) s = backend.Wait(0).status();
-    if (!s.ok()) return s;
-    const PageRange exponents{int64_t{kPageRows} * kAt.row_bytes, kAt.page_scales_bytes};
-    Launch zeros;
-    zeros.pages = {&exponents, 1};
-    s = backend.Submit(0, zeros);
     return s.ok() ? backend.Wait(0).status() : s;
   }
 
@@ -114,23 +107,48 @@ class PageScalesTest : public BackendOnFakeTest,
   const uint32_t page_ = 0;
 };
 
-TEST_P(PageScalesTest, ExponentZeroIsAScaleAndNotZero) {
+TEST_P(PageScalesTest, EveryExponentIsItsScaleOrNaN) {
   control_->arch = GetParam()->arch.data();
   HipBackendOptions options = Options();
   options.watchdog_ms = 600000;
+  if (GetParam() == &kSm90Traits) {
+    options.images.push_back(Image("sm_90", kImage90));
+    options.vendor = Vendor::kNvidia;
+  }
   const auto backend = HipBackend::Create(options).value();
   ASSERT_TRUE(backend->Configure(conformance::WindowLimits()).ok());
-  ASSERT_TRUE(Store(*backend).ok());
-  std::vector<float> out(kWidth, 7.0f);
-  const absl::Status attended = Attend(*backend, &out);
-  ASSERT_TRUE(attended.ok()) << attended;
-  const std::vector<float> expected = Expected();
-  ASSERT_GT(expected[0], 0.0f);
-  EXPECT_EQ(out, expected);
+  constexpr Exponents kImported[] = {
+      {0, 0, 0, 0, 0, 0, 0},
+      {0, 1, 27, 120, 127, 198, 199},
+      {1, 1, 1, 1, 1, 1, 1},
+      {199, 199, 199, 199, 199, 199, 199},
+      {127, 127, 127, 201, 127, 127, 127},
+      {254, 127, 127, 127, 127, 127, 127},
+      {127, 127, 127, 127, 127, 127, 255},
+      {255, 255, 255, 255, 255, 255, 255},
+  };
+  int32_t finite = 0, nan = 0;
+  for (const Exponents& exponents : kImported) {
+    const std::vector<std::byte> page = PageWith(exponents);
+    ASSERT_EQ(Import(*backend, page), absl::OkStatus());
+    std::vector<float> out(kWidth, 7.0f);
+    ASSERT_EQ(Attend(*backend, &out), absl::OkStatus());
+    const std::vector<float> expected = Expected(page);
+    const auto is_nan = [](float x) { return std::isnan(x); };
+    if (std::none_of(expected.begin(), expected.end(), is_nan)) {
+      EXPECT_EQ(out, expected) << exponents[0] << ", " << exponents[3];
+      ++finite;
+    } else {  // the row's logit is NaN, and so are all outputs
+      EXPECT_TRUE(std::all_of(out.begin(), out.end(), is_nan)) << exponents[0];
+      ++nan;
+    }
+  }
+  EXPECT_EQ(finite, 4);
+  EXPECT_EQ(nan, 4);
 }
 
 INSTANTIATE_TEST_SUITE_P(Architectures, PageScalesTest,
-                         ::testing::Values(&kGfx950Traits, &kGfx942Traits),
+                         ::testing::Values(&kGfx950Traits, &kGfx942Traits, &kSm90Traits),
                          [](const auto& arch) { return std::string(arch.param->arch); });
 
 }  // namespace

@@ -221,7 +221,8 @@ class WideningProducer {
   }
   MLA_DEVICE static float exponent_scale(const Chunk& scales, int block) {
     const uint32_t word = block < 4 ? scales.w[0] : scales.w[1];
-    return stored_scale(bits_to_float((word >> (block & 3) * 8 & 0xffu) << 23));
+    const uint32_t bits = (word >> (block & 3) * 8 & 0xffu) << 23;
+    return stored_scale(bits_to_float(bits == 0 ? 1u << 22 : bits));  // 2^-127 is denormal
   }
   MLA_DEVICE void write_rope(int step, lds_t to, const Stream& stream) const {
 #pragma unroll
