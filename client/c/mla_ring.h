@@ -129,8 +129,19 @@ MLA_API mla_code mla_chain_new(mla_ring* ring, const mla_ring_entry* entry, mla_
 // memory that each copy of `out` copies to; NULL where there are no copies.
 MLA_API mla_code mla_chain_attend(mla_chain* chain, uint64_t step_id, uint32_t layer, void* stream,
                                   void* const* addresses, int64_t room_ms, mla_error** error);
-// Waits for all attends since the last wait that did not return "no_reply_yet". As
-// mla_requests_wait.
+// Begins a step as mla_ring_message does, and leaves the reply to mla_chain_wait. `message`: a
+// serialised mla.v1.AttendStreamRequest with a begin_step of one participant, without rotations.
+// MLA_FAILED_PRECONDITION while a step of the chain is open, or calls of it are not awaited.
+MLA_API mla_code mla_chain_begin(mla_chain* chain, const void* message, size_t bytes,
+                                 int64_t room_ms, mla_error** error);
+// Begins the step that follows the chain's last one: as many rows of the same sequences, which
+// start where that one ended. MLA_FAILED_PRECONDITION also if no step of the chain has succeeded.
+MLA_API mla_code mla_chain_begin_next(mla_chain* chain, uint64_t step_id, int64_t room_ms,
+                                      mla_error** error);
+// Ends the open step with all of its rows, and leaves the reply to mla_chain_wait.
+MLA_API mla_code mla_chain_end(mla_chain* chain, int64_t room_ms, mla_error** error);
+// Waits for all calls since the last wait that did not return "no_reply_yet". As mla_requests_wait.
+// MLA_DATA_LOSS if the server's answer to a begin or end is not the one that it must be.
 MLA_API mla_code mla_chain_wait(mla_chain* chain, int64_t wait_ms, mla_error** error);
 // May come before the replies, as mla_request_free.
 MLA_API void mla_chain_free(mla_chain* chain);

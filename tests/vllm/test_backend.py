@@ -286,7 +286,7 @@ class PassesTest(unittest.TestCase):
                 new = Runtime()
                 new.worker, new._config = worker, space(
                     scheduler_config=space(async_scheduling=False))
-                new.bind(BatchPlan(plan, {}, {}))
+                new.bind(BatchPlan(plan, {}, {}, ()))
                 if asks:
                     new.finish()
                 new.bind(None)

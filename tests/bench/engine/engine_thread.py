@@ -16,12 +16,14 @@ not that of a driver: `python_us` is without it.
 For each a row: `python_us`, in a call of the backend's `forward_mha`, outside of the library's
 functions; `calls`, `c_calls` and `opcodes`, what the interpreter executes for such a call, which no
 other load of the machine changes; `connector_us`, the parts of the connector in a pass, and their
-sum. Times are medians of the fastest quarter, because other programs only make them longer.
+sum; the waits for replies are left out. Times are medians of the fastest quarter, because other
+programs only make them longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import json
 import os
@@ -67,11 +69,14 @@ class Watch:
         self.calls: List[Tuple[float, float]] = []  # seconds in all, and those in the library
         self.counts: List[Dict[str, int]] = []
         self.counting = False
-        self.parts: Parts = {}
+        self.parts: Parts = {}  # seconds of each pass
         self._library_s = 0.0
+        self._pass: Dict[str, float] = collections.defaultdict(float)  # the one under way
         gpu.install(self._layer)
         lib: Any = native.library()
         lib.mla_chain_attend = self._in_library(lib.mla_chain_attend)
+        for name in ("mla_chain_wait", "mla_request_wait"):
+            setattr(lib, name, self._part("waits", getattr(lib, name)))
         for kind, names in ((MlaServerConnector, ("build_connector_meta", "wait_for_save",
                                                   "get_block_ids_with_load_errors",
                                                   "update_connector_output")),
@@ -83,8 +88,15 @@ class Watch:
         """Forgets what was seen."""
         self.calls.clear()
         self.counts.clear()
-        for values in self.parts.values():
-            values.clear()
+        self.parts.clear()
+        self._pass.clear()
+
+    def end_pass(self) -> None:
+        """Notes the parts of a pass. Waits for replies are no time of the thread's own."""
+        self._pass["settle"] -= self._pass.pop("waits", 0.0)
+        for name, seconds in self._pass.items():
+            self.parts.setdefault(name, []).append(seconds)
+        self._pass.clear()
 
     def _layer(self, forward: Callable[..., None], *args: Any, **others: Any) -> None:
         self._library_s = 0.0
@@ -106,12 +118,10 @@ class Watch:
         return call
 
     def _part(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        times = self.parts.setdefault(name, [])
-
         def call(*args: Any, **others: Any) -> Any:
             begin = time.perf_counter()
             found = function(*args, **others)
-            times.append(time.perf_counter() - begin)
+            self._pass[name] += time.perf_counter() - begin
             return found
         return call
 
@@ -293,12 +303,10 @@ def run(passes: Any, watch: Watch, count: int) -> None:
     watch.clear()
     for _ in range(count):
         passes.a_pass()
+        watch.end_pass()
     watch.counting = True
-    parts = {name: list(values) for name, values in watch.parts.items()}
     for _ in range(2):
         passes.a_pass()
-    for name, values in parts.items():  # those of passes that were counted are longer
-        watch.parts[name][:] = values
     watch.counting = False
 
 

@@ -25,8 +25,9 @@ def traceparent() -> str:
     if _source is not None:
         return _source()
     trace = sys.modules.get("opentelemetry.trace")
-    if trace is None:
-        return ""
+    current = sys.modules.get("opentelemetry.context")
+    if trace is None or (current is not None and not current.get_current()):
+        return ""  # none of it, or nothing in its context
     context = trace.get_current_span().get_span_context()
     if not context.is_valid:
         return ""

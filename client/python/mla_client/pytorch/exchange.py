@@ -154,6 +154,7 @@ class Exchange:
                 made.step, layer, q, kv, output):
             made.chained = True
             return
+        made.chained = made.chained and made.layers > 0
         found = self._sender.attend(made.step, layer, q, whole(kv))
         output.view(found.shape).copy_(found)
 

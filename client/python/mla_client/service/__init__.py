@@ -141,6 +141,11 @@ class Service(abc.ABC):
         answer and raises a refusal; None where calls are not chained, and nothing was sent."""
         return None
 
+    def _go_on(self, step: Step) -> bool:
+        """Begins the step that follows this one, of one participant, with as many rows again, and
+        changes its id. `collect` waits for the answer. Returns False if it was not sent."""
+        return False
+
     @abc.abstractmethod
     def _attend(self, step: Step, args: AttendArgs) -> AttendFuture: ...
 

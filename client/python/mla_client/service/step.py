@@ -56,9 +56,10 @@ class Step:
         self.joined = 1  # participants when this one came; the first, and it alone, ends the step
         self._handle: Any = None
         self._chains: List[Any] = []
-        # They wait for the answers to a begin and an end that went ahead.
-        self._beginning: Optional[Callable[[], None]] = None
-        self._ending: Optional[Callable[[], List[int]]] = None
+        # `finish` has ended it with all rows; its end keeps all; its begin was a call of the chain.
+        self._whole = self._keeps_all = self._by_chain = False
+        self._beginning: Optional[Callable[[], None]] = None  # these wait for answers to a begin
+        self._ending: Optional[Callable[[], List[int]]] = None  # and an end that went ahead
 
     def __repr__(self) -> str:
         return (f"<Step {self.step_id:#x}, {self.total_rows} rows, "
@@ -105,6 +106,16 @@ class Step:
             self._give_up()
             raise
         return self
+
+    def go_on(self) -> bool:
+        """Becomes the step that follows this one, which `finish` has ended with all of its rows: as
+        many rows again of the same sequences. It begins as with `begin(ahead=True)`, in a fraction
+        of the time, and has the chain of this one. Returns False if it has not begun."""
+        whole, self._whole = self._whole, False
+        if not (whole and len(self._chains) == 1 and self.service._go_on(self)):
+            return False
+        self.open = self._by_chain = True
+        return True
 
     def _give_up(self) -> None:
         """It is not open any more, or soon is not: nothing is known of the server's side."""
@@ -376,8 +387,13 @@ class Step:
         the sequences."""
         self._check_begun("end")
         try:
-            kept = self._counts(committed)
-            self._ending = self.service._end_ahead(self, kept)
+            self._keeps_all = committed is None
+            if self._by_chain and self._keeps_all:
+                self._chains[0].end()  # which checks the lengths
+                self._ending = lambda: [sequence.length + rows for sequence, rows in zip(
+                    self.sequences, self.rows)]
+            else:
+                self._ending = self.service._end_ahead(self, self._counts(committed))
             if self._ending is None:
                 self._end(committed, {})
         except errors.MlaError:
@@ -402,6 +418,7 @@ class Step:
             raise failure
         for sequence, length in zip(self.sequences, lengths or []):
             sequence.length = length
+        self._whole = lengths is not None and self._keeps_all
 
     def _counts(self, committed: Optional[Seq[int]]) -> Optional[List[int]]:
         # Arrays are sequences too, but have no truth value.

@@ -169,6 +169,14 @@ class Admission:
         self._number += 1
         return PassPlan(self._number, tuple(scheduled), left, said)
 
+    def again(self, requests: Iterable[str]) -> Optional[int]:
+        """The number of a plan with the same requests as the last one, from which nothing but the
+        rows differs; None: `plan` has more to say."""
+        if self._said or not self._promised.keys().isdisjoint(requests):
+            return None
+        self._number += 1
+        return self._number
+
     @property
     def patient(self) -> bool:
         """True while requests that have lost their rows are to begin again; False once the server

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import itertools
 from typing import (Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional,
                     Sequence as Seq, Set, Tuple)
 
@@ -23,10 +24,8 @@ class BatchPlan:
     plan: PassPlan
     blocks: Dict[int, str]  # that get new rows, and whose they are
     first: Dict[str, int]   # the first block of each request
-
-    def key(self) -> Tuple[Tuple[str, int], ...]:
-        """Equal in two passes in a row: then their batches have one order."""
-        return tuple([(each.request, each.new) for each in self.plan.scheduled])
+    # Requests and new rows. Equal in two passes in a row: then their batches have one order.
+    key: Tuple[Tuple[str, int], ...]
 
     def first_of(self, names: Iterable[str]) -> set:
         """The first blocks of those of the requests that are in this pass."""
@@ -56,17 +55,19 @@ class Orders:
 
     def __init__(self) -> None:
         self._key: Any = None
-        self._places: List[int] = []  # in the plan, of the requests in the order of the batch
+        # In the plan, of the requests in the order of the batch; empty: the plan has that order.
+        self._places: List[int] = []
 
     def of(self, plan: BatchPlan, rows: Seq[int], read: Callable[[], Seq[int]],
-           computed: Optional[Seq[int]] = None) -> List[Scheduled]:
+           computed: Optional[Seq[int]] = None) -> Seq[Scheduled]:
         """As BatchPlan.in_order; `read` gives the blocks."""
-        key, scheduled = plan.key(), plan.plan.scheduled
+        key, scheduled = plan.key, plan.plan.scheduled
         if key == self._key and computed is None:
-            return [scheduled[place] for place in self._places]
+            return [scheduled[place] for place in self._places] if self._places else scheduled
         batch = plan.in_order(read(), rows, computed)
         places = {each.request: place for place, each in enumerate(scheduled)}
-        self._key, self._places = key, [places[each.request] for each in batch]
+        order = [places[each.request] for each in batch]
+        self._key, self._places = key, order if order != [*range(len(order))] else []
         return batch
 
 
@@ -80,6 +81,18 @@ class Given(NamedTuple):
     begins: bool = False          # with `blocks` alone: it is new, or has lost those that it had
 
 
+class _Last:
+    """The last plan in columns, for one that differs from it by the rows alone."""
+
+    def __init__(self, made: BatchPlan) -> None:
+        names, computed, new, _, turns = zip(*made.plan.scheduled)
+        self.names: List[str] = list(names)
+        self.new: List[int] = list(new)
+        self.turns: Tuple[int, ...] = turns
+        self.next: List[int] = [before + count for before, count in zip(computed, new)]
+        self.written, self.first, self.key = made.blocks, made.first, made.key
+
+
 class Planner:
     """The scheduler's side: blocks by request, and plans."""
 
@@ -89,6 +102,7 @@ class Planner:
         self._block_size = block_size
         self._drafts = drafts
         self._blocks: Dict[str, List[int]] = {}
+        self._last: Optional[_Last] = None
 
     def plan(self, given: Seq[Given], gone: Iterable[str]) -> BatchPlan:
         """The plan of a pass of these requests; those of `gone` have ended or lost their blocks."""
@@ -111,7 +125,38 @@ class Planner:
             end = (computed + new - 1) // size
             for block in held[max(0, computed - drafts) // size:end + 1]:
                 written[block] = request
-        return BatchPlan(self.admission.plan(rows, left), written, first)
+        made = BatchPlan(self.admission.plan(rows, left), written, first,
+                         tuple([(request, new) for request, (_, new) in rows.items()]))
+        self._last = _Last(made) if rows and not self._drafts else None
+        return made
+
+    def again(self, rows: Mapping[str, int], requests: Seq[str], computed: Seq[int],
+              blocks: Seq[Any]) -> Optional[BatchPlan]:
+        """The plan of a pass of the last one's `requests`, each with its (new) `rows`, `computed`
+        rows before it and groups of `blocks` in addition, or None. Returns None if it differs by
+        more than that: then `plan` makes it."""
+        last, names = self._last, list(rows)
+        if (last is None or names != last.names or requests != names or computed != last.next
+                or list(rows.values()) != last.new):
+            return None
+        number = self.admission.again(names)
+        if number is None:
+            return None
+        for name, added in zip(names, blocks):
+            if added:
+                self._blocks[name].extend(added[0])
+        size, written = self._block_size, {}
+        for name, before, new in zip(names, computed, last.new):
+            place = before % size
+            if not place or place + new > size:
+                for block in self._blocks[name][before // size:(before + new - 1) // size + 1]:
+                    written[block] = name
+        if written:  # blocks that no row was written to before; the others may stay
+            last.written = {**last.written, **written}
+        scheduled = tuple(map(Scheduled._make, zip(
+            names, computed, last.new, itertools.repeat(None), last.turns)))
+        last.next = [before + new for before, new in zip(computed, last.new)]
+        return BatchPlan(PassPlan(number, scheduled), last.written, last.first, last.key)
 
     def held(self, blocks: Iterable[int], names: Mapping[str, Any]) -> List[str]:
         """Those of the requests whose first block is one of `blocks`."""

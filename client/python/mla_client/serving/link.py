@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Iterable, List, Optional, Tuple
 
 import mla_client
 from mla_client import errors
@@ -14,7 +14,7 @@ from mla_client.serving.faults import FAILURES, Fault, Pause, fault_of
 from mla_client.serving.layers import Weights, upload
 from mla_client.serving.options import LEASE_MS, MODEL_LEASE_MS, Options
 from mla_client.serving.plan import Ranks
-from mla_client.service import Model, Sequence
+from mla_client.service import Model
 from mla_client.types import ModelSpec
 
 LOG = logging.getLogger("mla_client")
@@ -266,14 +266,14 @@ class Room:
         self._asked = -ROOM_S
         self._groups = 0
 
-    def take(self, entries: List[Tuple[Sequence, int]]) -> bool:
-        """Counts the groups that new rows of these sequences need as taken. Returns True if there
-        is room for them. Asks the server if that was not done lately, or there seems to be none."""
-        model = entries[0][0].model
+    def take(self, model: Model, lengths: Iterable[int], rows: Iterable[int]) -> bool:
+        """Counts the groups that `rows` new rows of sequences of these lengths need as taken.
+        Returns True if there is room for them. Asks the server if that was not done lately, or
+        there seems to be none."""
         page = model.spec.page_size or 1
         need = 0
-        for sequence, rows in entries:
-            need += (sequence.length + rows - 1) // page - (sequence.length - 1) // page
+        for length, new in zip(lengths, rows):
+            need += (length + new - 1) // page - (length - 1) // page
         if need > self._groups or time.monotonic() - self._asked > ROOM_S:
             self._groups = self._free(model)
             self._asked = time.monotonic()

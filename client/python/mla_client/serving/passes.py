@@ -7,7 +7,6 @@ outputs of other requests are invalid, and the engine begins these requests agai
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import time
@@ -21,8 +20,8 @@ from mla_client.service import Model, Sequence, Step
 from mla_client.serving.faults import FAILURES, Fault
 from mla_client.serving.layers import rotations_of
 from mla_client.serving.link import Link, Room
-from mla_client.serving.plan import How, Part, Pass, Scheduled
-from mla_client.serving.states import Event, Request, State
+from mla_client.serving.plan import How, Part, Pass, Repeated, Scheduled
+from mla_client.serving.states import Event, Request, State, move_all
 from mla_client.types import Prefix
 
 LOG = logging.getLogger("mla_client")
@@ -51,6 +50,7 @@ class Passes:
         self._open: List[Pass] = []
         self._ending: List[Tuple[Pass, List[int]]] = []  # whose ends are not answered yet
         self._smooth = False  # the last chained pass was good
+        self._repeated: Optional[Repeated] = None  # the last pass
         self._room = Room(link, self._failed)
         self._generation = link.generation if link.client is not None else 0
         # False where a worker cannot compute a part by itself, though it has all keys of it.
@@ -83,6 +83,13 @@ class Passes:
         """Ends the pass before, if it has not ended, releases the requests that are gone and begins
         a pass with rows of `scheduled`, in this order. `said`: what the rows of requests that are
         gone stand for, by which others find them. `number`: of the pass, equal on all ranks."""
+        if self._ending:
+            self.settle()
+        if self._repeated is not None and not (gone or said or self._open):
+            once_more = self._repeat(self._repeated, scheduled, number)
+            if once_more is not None:
+                return once_more
+        self._repeated = None
         computed = {each.request: each.computed for each in scheduled}
         if len(computed) != len(scheduled):
             raise errors.Internal(f"pass {number}: a request is in it twice: "
@@ -112,6 +119,7 @@ class Passes:
         """A layer of the pass has failed: from this layer on its rows are not sent."""
         fault = self._failed(error)
         self._smooth = False
+        self._repeated = None
         self.counts["failed"] += 1
         LOG.warning("mla: pass %d failed at layer %d: %s", made.number, made.layers, error)
         step, made.step = made.step, None
@@ -134,7 +142,13 @@ class Passes:
         A pass of several ranks ends as the next one begins: the others may still have its last
         layer before them, and the next pass needs what all of them gave."""
         if not self._deferred and self._link.ranks.size == 1:
-            self._finish({}, ahead)
+            repeated = self._repeated
+            if repeated is not None and self._open and repeated.ends(self._open, self._layers):
+                self._end_repeated(repeated)
+            else:
+                self._finish({}, ahead)
+            if not ahead:
+                self.settle()
             return
         made = self.current
         if made is not None and made.step is not None and made.chained:
@@ -164,12 +178,14 @@ class Passes:
         """Requests that the engine must begin again from nothing, each once; `among`: of these."""
         self.settle()
         if among is None:  # after each pass, of all requests
-            return [name for name, request in self._requests.items() if request.tell()]
+            return [name for name, request in self._requests.items()
+                    if request.state is State.LOST and request.tell()]
         return [name for name in among
                 if name in self._requests and self._requests[name].tell()]
 
     def recall(self, names: Iterable[str]) -> None:
         """Requests that the engine begins again because another rank has lost their rows."""
+        self._repeated = None
         for name in names:
             self._drop(self._requests.setdefault(name, Request(name)).recall())
 
@@ -180,6 +196,7 @@ class Passes:
     def release(self, names: Iterable[str]) -> None:
         """Requests that have ended, or lost their pages."""
         for name in names:
+            self._repeated = None
             request = self._requests.pop(name, None)
             if request is not None:
                 self._drop(request.release())
@@ -191,6 +208,18 @@ class Passes:
         self.release(tuple(self._requests))
 
     # --- Beginning
+
+    def _repeat(self, repeated: Repeated, scheduled: Seq[Scheduled], number: int
+                ) -> Optional[Pass]:
+        """Begins the pass of before once more, with the rows that follow; None: it is another pass,
+        or cannot go ahead."""
+        if (not self._smooth or not repeated.followed_by(scheduled)
+                or self._model() is not repeated.model or not repeated.begin(self._room.take)):
+            return None
+        repeated.made.number = number
+        self._open.append(repeated.made)
+        self.counts["passes"] += 1
+        return repeated.made
 
     def _try(self, made: Pass, scheduled: Seq[Scheduled]) -> None:
         """Gives the requests their sequences and begins the step with all that have theirs."""
@@ -244,7 +273,7 @@ class Passes:
                 self._lose(each.request)
                 return False
             if request.length > each.computed:
-                self._truncate(request, each.computed)
+                request.truncate(each.computed, self._link.ranks.size)
         except FAILURES as error:
             self._failed(error)
             LOG.warning("mla: request %s goes without the server: %s", each.request, error)
@@ -275,21 +304,8 @@ class Passes:
             return False
         self._drop(request.open(sequence, each.turn))
         if sequence.length > each.computed:
-            self._truncate(request, each.computed)
+            request.truncate(each.computed, self._link.ranks.size)
         return sequence.length == each.computed
-
-    def _truncate(self, request: Request, length: int) -> None:
-        """Cuts rows that were not right. If there are several ranks, one of them does it and the
-        others find it done."""
-        sequence = request.sequence
-        assert sequence is not None
-        if self._link.ranks.size == 1:
-            sequence.truncate(length)
-            return
-        try:
-            sequence.truncate(length)
-        except errors.FailedPrecondition:
-            sequence.refresh()
 
     def _start(self, made: Pass) -> None:
         """Begins the step with the parts that are ready. If the server lacks room, the newest
@@ -305,8 +321,7 @@ class Passes:
             except FAILURES as error:
                 self._not_begun(made, error)
                 continue
-            for request in requests:
-                request.move(Event.BEGIN)
+            move_all(requests, Event.BEGIN)
             return
 
     def _began(self, made: Pass, entries: List[Tuple[Sequence, int]]) -> Step:
@@ -337,11 +352,16 @@ class Passes:
     def _goes_ahead(self, made: Pass, entries: List[Tuple[Sequence, int]]) -> bool:
         """Returns true if the answer to the begin need not be waited for. A refusal would lose all
         requests of the pass, so there must be room, and the last pass was good."""
-        if (not self._smooth or self._link.ranks.size > 1 or self._link.fleet is not None
-                or self._link.options.arguments.get("follow_moves")
+        if (not self._smooth or not self._may_go_ahead()
                 or any(part.computed == 0 for part in made.parts)):
             return False
-        return self._room.take(entries)
+        return self._room.take(entries[0][0].model, [sequence.length for sequence, _ in entries],
+                               [rows for _, rows in entries])
+
+    def _may_go_ahead(self) -> bool:
+        """Returns true if begins of this engine may go ahead at all."""
+        return (self._link.ranks.size == 1 and self._link.fleet is None
+                and not self._link.options.arguments.get("follow_moves"))
 
     def _not_begun(self, made: Pass, error: Exception) -> None:
         """Decides which parts go without the server: the newest one if the server lacks room, else
@@ -353,26 +373,12 @@ class Passes:
         if fault == Fault.NO_ROOM:
             parts = [parts[-1]] if self._drops_newest else parts
         elif fault == Fault.LOST:
-            parts = self._missing(parts) or parts
+            parts = [part for part in parts
+                     if self._requests[part.request].differs()] or parts
         LOG.warning("mla: pass %d: %d of %d requests go without the server: %s", made.number,
                     len(parts), len(made.parts), error)
         for part in parts:
             self._give_up(part)
-
-    def _missing(self, parts: List[Part]) -> List[Part]:
-        """Returns the parts whose sequences on the server differ from what is known here."""
-        found = []
-        for part in parts:
-            request = self._requests[part.request]
-            before = request.length
-            try:
-                assert request.sequence is not None
-                state = request.sequence.refresh()
-                if state.in_step or request.length != before:
-                    found.append(part)
-            except FAILURES:
-                found.append(part)
-        return found
 
     # --- Failing
 
@@ -431,9 +437,17 @@ class Passes:
                 self.counts["drafts_kept"] += sum(
                     max(0, count - 1) for part, count in zip(parts, kept) if part.computed)
             try:
-                self._commit(made, kept, ahead and made.chained)
+                self._commit(made, kept, ahead)
             except FAILURES as error:
                 self.fail(made, error)
+
+    def _end_repeated(self, repeated: Repeated) -> None:
+        self._open.clear()
+        try:
+            repeated.step.end_ahead()
+            self._ending.append((repeated.made, repeated.rows))
+        except FAILURES as error:
+            self.fail(repeated.made, error)
 
     def _commit(self, made: Pass, kept: List[int], ahead: bool) -> None:
         step = made.step
@@ -446,7 +460,7 @@ class Passes:
                 sequence = self._requests[part.request].sequence
                 assert sequence is not None
                 sequence.length += count
-        elif any(kept) and ahead:
+        elif any(kept) and made.chained and (ahead or self._may_go_ahead()):
             step.end_ahead(None if kept == step.rows else kept)
             self._ending.append((made, kept))
             return
@@ -458,9 +472,14 @@ class Passes:
 
     def _note_ended(self, made: Pass, kept: List[int]) -> None:
         self._smooth = made.chained
-        event = Event.COMMIT if any(kept) else Event.ABORT
-        for part in made.sent():
-            self._requests[part.request].move(event)
+        repeated = self._repeated
+        if repeated is not None and kept is repeated.rows:
+            repeated.note_ended()
+            return
+        move_all([self._requests[part.request] for part in made.sent()],
+                 Event.COMMIT if any(kept) else Event.ABORT)
+        if not self._deferred and self.rotations is None and self._may_go_ahead():
+            self._repeated = Repeated.of(made, kept, self._requests)
 
     def _abort(self, step: Step) -> None:
         try:
@@ -471,13 +490,9 @@ class Passes:
 
     def _say(self, name: str, prefix: Prefix) -> None:
         request = self._requests.get(name)
-        if request is None or request.sequence is None or request.state != State.READY or (
-                not request.length or not self._link.ranks.sends_rows):
+        if request is None or not self._link.ranks.sends_rows:
             return
-        # Only the rows that it has, because a match would add rows that follow in other sequences.
         try:
-            request.sequence.match(dataclasses.replace(
-                prefix, token_ids=prefix.token_ids[:request.length]))
+            request.say(prefix)
         except FAILURES as error:
             self._failed(error)  # then they are not found
-

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import (Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence as Seq,
+                    Tuple)
 
 from mla_client import errors
-from mla_client.service import Step
+from mla_client.service import Model, Step
+from mla_client.serving.states import Event, Request, State, move_all
 from mla_client.types import Prefix
 
 
@@ -97,3 +99,66 @@ class Ranks:
             raise errors.InvalidArgument(f"{total} heads cannot be shared by {self.size} ranks")
         count = total // self.size
         return self.rank * count, count
+
+
+class Repeated:
+    """A pass that has ended well, and may be followed by one with as many rows again of the same
+    requests in the same order: most passes of an engine that decodes. All that such a pass needs is
+    kept, because the rest of a pass costs time for each request. Belongs to one thread at a time.
+    """
+
+    def __init__(self, made: Pass, step: Step, requests: List[Request], model: Model) -> None:
+        """`made` has `step`, with all rows of these requests."""
+        self.made = made
+        self.step = step
+        self.model = model
+        self.rows = [part.end - part.begin for part in made.parts]
+        self._requests = requests
+        # Columns of the pass that may follow, as zip makes them of `Scheduled`s.
+        self._names = tuple(part.request for part in made.parts)
+        self._rows = tuple(self.rows)
+        self._sequences = (None,) * len(requests)
+        self._turns = tuple(request.turn for request in requests)
+        self._lengths = tuple(request.length for request in requests)
+        for part, length in zip(made.parts, self._lengths):
+            part.computed = length  # or more, in later passes
+
+    @classmethod
+    def of(cls, made: Pass, kept: List[int], requests: Mapping[str, Request]
+           ) -> Optional["Repeated"]:
+        """A pass that has ended well with `kept` rows; None: none like it may follow."""
+        if not (made.chained and made.may_chain and made.whole) or made.step is None:
+            return None
+        own = [requests[part.request] for part in made.parts]
+        sequence = own[0].sequence
+        if sequence is None or kept != [part.end - part.begin for part in made.parts]:
+            return None
+        return cls(made, made.step, own, sequence.model)
+
+    def followed_by(self, scheduled: Seq[Scheduled]) -> bool:
+        """Returns true if these are such a pass."""
+        return [*zip(*scheduled)] == [self._names, self._lengths, self._rows, self._sequences,
+                                      self._turns]
+
+    def begin(self, take: Callable[[Model, Iterable[int], Iterable[int]], bool]) -> bool:
+        """Begins such a pass, as the Pass and the Step of before; `take`: Room.take. Returns False
+        if that cannot be; then nothing was sent."""
+        for request in self._requests:
+            if request.state is not State.READY:
+                return False
+        if not take(self.model, self._lengths, self._rows) or not self.step.go_on():
+            return False
+        self.made.layers = 0
+        move_all(self._requests, Event.BEGIN)
+        return True
+
+    def ends(self, under_way: List[Pass], layers: int) -> bool:
+        """Returns true if this pass is the only one under way, and has done all of its layers."""
+        made = self.made
+        return (len(under_way) == 1 and under_way[0] is made and made.chained
+                and made.layers == layers and made.whole)
+
+    def note_ended(self) -> None:
+        """Such a pass has ended well, with all of its rows."""
+        move_all(self._requests, Event.COMMIT)
+        self._lengths = tuple([request.length for request in self._requests])

@@ -15,11 +15,14 @@ A move that is not in the table is a bug of an adapter or of an engine, and is r
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from typing import Dict, Optional, Tuple
+from typing import Dict, Iterable, Optional, Tuple
 
 from mla_client import errors
 from mla_client.service import Sequence
+from mla_client.serving.faults import FAILURES
+from mla_client.types import Prefix
 
 
 class _Member(enum.Enum):
@@ -103,6 +106,34 @@ class Request:
         """True if a pass may begin it from nothing; False once the engine has left it out."""
         return self.state != State.OUT
 
+    def truncate(self, length: int, ranks: int) -> None:
+        """Cuts rows that were not right. If there are several ranks, one of them does it and the
+        others find it done."""
+        assert self.sequence is not None
+        if ranks == 1:
+            self.sequence.truncate(length)
+            return
+        try:
+            self.sequence.truncate(length)
+        except errors.FailedPrecondition:
+            self.sequence.refresh()
+
+    def differs(self) -> bool:
+        """Returns true if the sequence on the server is not as it is known here."""
+        before = self.length
+        try:
+            assert self.sequence is not None
+            return bool(self.sequence.refresh().in_step) or self.length != before
+        except FAILURES:
+            return True
+
+    def say(self, prefix: Prefix) -> None:
+        """Tells the server what the rows stand for, by which others find them."""
+        if self.sequence is None or self.state != State.READY or not self.length:
+            return
+        # Only the rows that it has, because a match would add rows that follow in other sequences.
+        self.sequence.match(dataclasses.replace(prefix, token_ids=prefix.token_ids[:self.length]))
+
     def move(self, event: Event) -> None:
         """Internal for a move that the table does not have."""
         after = MOVES.get((self.state, event))
@@ -152,3 +183,13 @@ class Request:
         self.move(Event.RELEASE)
         before, self.sequence = self.sequence, None
         return before
+
+
+def move_all(requests: Iterable[Request], event: Event) -> None:
+    """As Request.move of each."""
+    for request in requests:
+        after = MOVES.get((request.state, event))
+        if after is None:
+            request.move(event)
+        else:
+            request.state = after

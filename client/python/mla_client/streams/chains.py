@@ -32,6 +32,10 @@ class _Calls:
         entry.copies_in, entry.copies_out = self._arrays
         self._timeout_s = timeout_s
 
+    def begin(self, step_id: int, message: Callable[[], bytes]) -> bool:
+        """Begins the next step; False: these calls have no steps of their own."""
+        return False
+
     def clear(self, from_gpu: bool = False) -> None:
         """No copies. `from_gpu`: those to come copy from memory of the ring's GPU."""
         self._entry.in_count = self._entry.out_count = 0
@@ -88,13 +92,17 @@ class _Calls:
 class Chain(_Calls):
     """Calls of one step and one shape for which a GPU's stream waits and no thread. The work on the
     stream before a call writes the tensors, and the work after it reads the outputs. Only when
-    `collect` has returned is it known that these are good. Belongs to one thread at a time."""
+    `collect` has returned is it known that these are good. Belongs to one thread at a time.
+
+    A chain can go on to the steps that follow its first one, if they are alike: then their begins
+    and ends are calls of the chain, too."""
 
     def __init__(self, owner: "NativeStream", entry: native.Entry, timeout_s: float) -> None:
         super().__init__(owner, entry, timeout_s)
         # The library's chains: one for each set of copies. The last one is of the copies now.
         self._made: List[ctypes.c_void_p] = []
         self._now: Optional[ctypes.c_void_p] = None
+        self._begun: Optional[ctypes.c_void_p] = None  # the one that began the last step
         self._addresses: Any = None  # of the next call's copies
         # Kept for all calls: looking these up for each layer would cost as much as the call.
         self._call, self._step_id = owner.memory.lib.mla_chain_attend, entry.step_id
@@ -115,7 +123,44 @@ class Chain(_Calls):
         try:
             if self._call(chain, self._step_id, layer, gpu_stream, self._addresses, 0,
                           self._error_at):
-                self._again(chain, layer, gpu_stream)
+                self._once_more(lambda room_ms, _, error: int(self._call(
+                    chain, self._step_id, layer, gpu_stream, self._addresses, room_ms, error)))
+        except errors.MlaError:
+            raise
+        except BaseException as error:
+            self._owner.fail(stream.interrupted(error))
+            raise
+
+    def begin(self, step_id: int, message: Callable[[], bytes]) -> bool:
+        """Begins the next step, whose answer `collect` waits for. `message` makes its
+        AttendStreamRequest, if it does not follow a step that this chain has begun. Returns False
+        if it was not sent."""
+        chain, lib = self._now, self._owner.memory.lib
+        if chain is None or self._owner.ended is not None:
+            return False
+        try:
+            if chain is self._begun:
+                code = lib.mla_chain_begin_next(chain, step_id, 0, self._error_at)
+            else:
+                begin = message()
+                code = lib.mla_chain_begin(chain, begin, len(begin), 0, self._error_at)
+        except BaseException as error:
+            self._owner.fail(stream.interrupted(error))
+            raise
+        if code:
+            lib.mla_error_free(self._error)
+            return False
+        self._step_id, self._begun = step_id, chain
+        return True
+
+    def end(self) -> None:
+        """Ends the step that `begin` began, with all of its rows. `collect` waits for the answer.
+        """
+        chain, lib = self._begun, self._owner.memory.lib
+        try:
+            if lib.mla_chain_end(chain, 0, self._error_at):
+                self._once_more(lambda room_ms, _, error: int(lib.mla_chain_end(
+                    chain, room_ms, error)))
         except errors.MlaError:
             raise
         except BaseException as error:
@@ -132,16 +177,14 @@ class Chain(_Calls):
         self._addresses = (ctypes.c_void_p * (self._entry.in_count + self._entry.out_count))()
         return made
 
-    def _again(self, chain: ctypes.c_void_p, layer: int, gpu_stream: int) -> None:
-        """A call has failed: sends it when there is room."""
+    def _once_more(self, call: Callable[[int, Any, Any], int]) -> None:
+        """A call has failed: sends it when there is room. `call`: as of NativeStream.send."""
         owner = self._owner
         try:
             owner.check_room(self._error)
         except errors.MlaError as error:
             raise owner.why(error).again()
-        owner.send(lambda room_ms, _, error: int(self._call(
-            chain, self._step_id, layer, gpu_stream, self._addresses, room_ms, error)),
-                   time.monotonic() + self._timeout_s)
+        owner.send(call, time.monotonic() + self._timeout_s)
 
     def collect(self) -> None:
         """Waits for all calls so far. Raises the first one's error that has failed."""
@@ -153,7 +196,7 @@ class Chain(_Calls):
             raise
 
     def _free(self) -> None:
-        made, self._made, self._now = self._made, [], None
+        made, self._made, self._now, self._begun = self._made, [], None, None
         if not self._owner.memory._home.left:
             for chain in made:
                 self._owner.memory.lib.mla_chain_free(chain)

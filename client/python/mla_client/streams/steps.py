@@ -117,6 +117,16 @@ class Steps(Service):
         request = stream.ask(deadline, 0, _rotations_of(step), begin_step=_begin_of(step))
         return stream, lambda: self._note_begun(step, request.wait(deadline))
 
+    def _go_on(self, step: Step) -> bool:
+        # The chain sends the message of the first step again, with its trace.
+        if (self._home.left or self._closed.is_set() or step.participants > 1
+                or step.rotations is not None or tracing.traceparent()):
+            return False
+        step.step_id = (step.step_id + 1) % wire.LARGEST_POSITION
+        began: bool = step._chains[0].begin(step.step_id, lambda: attention_pb2.AttendStreamRequest(
+            begin_step=_begin_of(step)).SerializeToString())
+        return began
+
     def _note_begun(self, step: Step, reply: Any) -> None:
         if reply.begin_step.total_rows != step.total_rows:
             self._give_up(step)

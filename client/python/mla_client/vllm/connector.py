@@ -175,8 +175,14 @@ class MlaServerConnector(KVConnectorBase_V1):
         for request in self._again:  # none of them is in this pass
             request.num_computed_tokens = 0
         self._again.clear()
-        return PlanMetadata(self._planner.plan(_given(scheduler_output), {
-            *scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}))
+        output, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+        made: Optional[BatchPlan] = None
+        if not (output.scheduled_new_reqs or output.finished_req_ids or output.preempted_req_ids
+                or cached.resumed_req_ids):
+            made = self._planner.again(output.num_scheduled_tokens, cached.req_ids,
+                                       cached.num_computed_tokens, cached.new_block_ids)
+        return PlanMetadata(made or self._planner.plan(_given(output), {
+            *output.finished_req_ids, *(output.preempted_req_ids or ())}))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Requests that begin again: what of them is under way counts for nothing."""

@@ -49,6 +49,7 @@ class FakeClient(Service):
         self.fail_next = None  # raised by the next attend
         self.refuse_next = None  # the answer to the next begin that goes ahead
         self.begun_ahead = []  # steps
+        self.followed = []     # ids of steps that followed another one
 
     def _there(self):
         if self.closed:
@@ -176,6 +177,17 @@ class FakeClient(Service):
                 raise failure
             return answer
         return wait
+
+    def _go_on(self, step):
+        """A step that follows, whose begin and end are calls of its chain."""
+        (chain,) = step._chains
+        step.step_id += 1
+        self.followed.append(step.step_id)
+        _, wait_begin = self._begin_ahead(step)
+        waits = [wait_begin]
+        chain.waits = waits
+        chain.end = lambda: waits.append(self._end_ahead(step, None))
+        return True
 
     def attend(self, step):
         """A layer of a step; raises the planted error."""

@@ -2,9 +2,11 @@
 
 import pickle
 import unittest
+from random import Random
 
 from mla_client import errors
 from mla_client.serving import Admission, Given, Link, LostBlocks, Orders, Pause, Planner
+from mla_client.types import Prefix
 from serving.fake_server import SPEC, FakeServer, options
 
 BLOCK = 4
@@ -83,6 +85,70 @@ class Batches(unittest.TestCase):
         plan = self.planner.plan(given(cached=[("a", [8], 4, 1)]), ["b"])
         self.assertEqual([each.request for each in orders.of(plan, [1], lambda: read([8]))], ["a"])
         self.assertEqual(len(reads), 3)
+
+    def test_a_plan_like_the_last_one_is_that_plan(self):
+        """Against a planner that makes each plan from the start, in random runs of an engine."""
+        random = Random(43)
+        alike = 0
+        for run in range(40):
+            plain = Planner(self.planner.admission, BLOCK)
+            planner = Planner(Admission(Link(options(self.server), pause=Pause(0, 0)), "s", False),
+                              BLOCK)
+            blocks = iter(range(10 ** 6))
+            length, held, gone = {}, {}, set()
+            for turn in range(30):
+                event = random.random()
+                if event < 0.1 and length:  # ends
+                    gone = {random.choice(list(length))}
+                    for name in gone:
+                        del length[name], held[name]
+                fresh = f"{run}.{turn}" if event > 0.9 or not length else ""
+                if fresh:
+                    length[fresh], held[fresh] = 0, 0
+                rows = {name: 1 if before else random.randint(1, 9)
+                        for name, before in length.items()}
+                if event > 0.5 and event < 0.55 and len(rows) > 1:  # waits
+                    del rows[random.choice(list(rows))]
+                if event > 0.8:
+                    rows = dict(reversed(rows.items()))
+                more = {}
+                for name, count in rows.items():
+                    wanted = -(-(length[name] + count) // BLOCK) - held[name]
+                    # An engine may give a block before it is needed.
+                    wanted += random.random() < 0.1 and wanted >= 0
+                    more[name] = [next(blocks) for _ in range(max(0, wanted))]
+                    held[name] += len(more[name])
+                scheduled = [Given(name, length[name], count, tuple(more[name]), name == fresh)
+                             for name, count in rows.items()]
+                want = plain.plan(scheduled, gone)
+                got = None if fresh or gone else planner.again(
+                    rows, list(rows), [length[name] for name in rows],
+                    [(more[name],) if more[name] else None for name in rows])
+                alike += got is not None
+                got = got or planner.plan(scheduled, gone)
+                self.assertEqual(*([(each.request, each.computed, each.new, each.sequence)
+                                    for each in one.plan.scheduled] for one in (want, got)))
+                self.assertEqual((got.first, got.key), (want.first, want.key))
+                self.assertEqual({**got.blocks, **want.blocks}, got.blocks)
+                for name, count in rows.items():
+                    length[name] += count
+                gone = set()
+        self.assertGreater(alike, 300)
+
+    def test_a_plan_that_is_sent_to_another_process_stays_as_it_was(self):
+        first = self.planner.plan(given(new=[("a", [3], 0, 3)]), ())
+        self.planner.plan(given(cached=[("a", None, 3, 1)]), ())
+        second = self.planner.again({"a": 1}, ["a"], [4], [([9],)])
+        third = self.planner.again({"a": 1}, ["a"], [5], [None])
+        self.assertEqual(first.blocks, {3: "a"})
+        self.assertEqual((second.plan.scheduled[0].computed, third.plan.scheduled[0].computed),
+                         (4, 5))
+        self.assertEqual(third.plan.number, second.plan.number + 1)
+        self.assertEqual(pickle.loads(pickle.dumps(third)), third)
+        self.assertIsNone(self.planner.again({"a": 1}, ["a"], [5], [None]))  # not the next one
+        self.assertIsNone(self.planner.again({"a": 2}, ["a"], [6], [None]))
+        self.planner.admission._said["b"] = Prefix([1, 2])  # which a plan has to say
+        self.assertIsNone(self.planner.again({"a": 1}, ["a"], [6], [None]))
 
     def test_lost_blocks_are_looked_for_once_and_when_they_are_asked_for(self):
         for ask, answer in ((bool, True), (len, 2), (sorted, [3, 8]),

@@ -1,11 +1,13 @@
 """Passes whose calls a GPU's stream waits for: whether outputs are good is known at their end."""
 
 import unittest
+from unittest import mock
 
 import numpy as np
 
 from mla_client import errors
 from mla_client.serving import How, Link, Passes, Scheduled, State
+from mla_client.types import Prefix
 from serving.fake_server import SPEC, FakeServer, options
 
 WEIGHTS = np.zeros((2, 2, 4)), np.zeros((2, 4, 2))
@@ -17,9 +19,12 @@ class Chain:
     def __init__(self, error=None):
         self.error = error
         self.collected = 0
+        self.waits = []  # for the answers to a begin and an end
 
     def collect(self):
         self.collected += 1
+        for wait in self.waits:
+            wait()
         if self.error is not None:
             raise self.error
 
@@ -36,8 +41,12 @@ class ChainedPassesTest(unittest.TestCase):
     def begun(self, passes, scheduled, error=None, layers=SPEC.layers):
         """A pass, chained, after some layers; and its chain."""
         made = passes.begin(scheduled, number=1)
-        chain = Chain(error)
-        made.step._chains.append(chain)
+        if made.step._chains:  # it has that of the pass before
+            (chain,) = made.step._chains
+            chain.error = error
+        else:
+            chain = Chain(error)
+            made.step._chains.append(chain)
         made.chained = True
         for _ in range(layers):
             passes.layer_done(made)
@@ -121,7 +130,7 @@ class ChainedPassesTest(unittest.TestCase):
         # The next pass settles the one before by itself.
         chain = self.ahead(passes, [Scheduled("old", 4, 1)])
         made = passes.begin([Scheduled("old", 5, 1)], number=2)
-        self.assertEqual((chain.collected, made.whole), (1, True))
+        self.assertEqual((chain.collected, made.whole), (2, True))  # it is the first pass's, too
 
     def test_a_call_that_fails_after_the_end_loses_the_requests_all_the_same(self):
         passes = self.passes()
@@ -164,6 +173,95 @@ class ChainedPassesTest(unittest.TestCase):
         made = passes.begin([Scheduled("old", 0, 6, turn=1)], number=9)
         self.assertTrue(made.whole)
         self.assertEqual(len(self.link.client.begun_ahead), ahead)
+
+    def decoding(self, passes, names=("a", "b")):
+        """Requests of three rows each that have had one pass of one row, chained."""
+        made = passes.begin([Scheduled(name, 0, 3) for name in names])
+        for _ in range(SPEC.layers):
+            passes.layer_done(made)
+        passes.end()
+        self.ahead(passes, [Scheduled(name, 3, 1) for name in names])
+
+    def test_passes_alike_follow_one_another(self):
+        for ahead in (True, False):
+            with self.subTest(ahead=ahead):
+                self.setUp()
+                passes, client = self.passes(), self.link.client
+                self.decoding(passes)
+                ids = []
+                for rows in range(4, 9):
+                    made, chain = self.begun(passes, [Scheduled("a", rows, 1),
+                                                      Scheduled("b", rows, 1)])
+                    ids.append(made.step.step_id)
+                    self.assertEqual((made.whole, made.step.open, passes.state("a")),
+                                     (True, True, State.STEPPING))
+                    passes.end(ahead)
+                    self.assertEqual(passes.ending, ahead)
+                    self.assertEqual(passes.lost(), [])
+                    self.assertEqual((passes.length("a"), passes.length("b")), (rows + 1,) * 2)
+                    self.assertEqual(passes.state("b"), State.READY)
+                self.assertEqual((client.followed, chain.collected), (ids, 6))
+                self.assertEqual(passes.counts["passes"], 7)
+                self.assertEqual([one["length"] for one in self.server.sequences.values()], [9, 9])
+
+    def test_a_pass_that_differs_does_not_follow(self):
+        both = [Scheduled("a", 4, 1), Scheduled("b", 4, 1)]
+        for scheduled, others in (
+                (both[:1], {}), (both[::-1], {}), (both + [Scheduled("c", 0, 2)], {}),
+                ([both[0], Scheduled("b", 4, 2)], {}), ([both[0], Scheduled("b", 3, 1)], {}),
+                ([both[0], Scheduled("b", 0, 5, turn=1)], {}), (both[:1], {"gone": ["b"]}),
+                ([], {}), (both, {"said": {"d": Prefix([1, 2])}})):
+            with self.subTest(scheduled=scheduled, others=others):
+                self.setUp()
+                passes = self.passes()
+                self.decoding(passes)
+                made = passes.begin(scheduled, **others)
+                self.assertEqual(self.link.client.followed, [])
+                self.assertTrue(not scheduled or made.whole)
+                for _ in range(SPEC.layers if scheduled else 0):
+                    passes.layer_done(made)
+                passes.end()
+                self.assertEqual(passes.lost(), [])
+                for each in scheduled:
+                    self.assertEqual(passes.length(each.request), each.computed + each.new)
+
+    def test_one_that_follows_and_is_refused_loses_its_requests(self):
+        refusal = errors.NotFound("sequence", errors.ErrorDetail(reason="sequence_not_found"))
+        for planted in ("begin", "call", "layer"):
+            with self.subTest(planted):
+                self.setUp()
+                passes, client = self.passes(), self.link.client
+                self.decoding(passes)
+                if planted == "begin":
+                    client.refuse_next = refusal
+                made, _ = self.begun(passes, [Scheduled("a", 4, 1), Scheduled("b", 4, 1)],
+                                     refusal if planted == "call" else None, layers=1)
+                self.assertEqual(len(client.followed), 1)
+                if planted == "layer":
+                    passes.fail(made, refusal)
+                passes.layer_done(made)
+                passes.end(ahead=True)
+                self.assertEqual(sorted(passes.lost()), ["a", "b"])
+                self.assertEqual([part.how for part in made.parts], [How.VOID, How.VOID])
+                again = passes.begin([Scheduled(name, 0, 5, turn=1) for name in "ab"])
+                self.assertEqual((again.whole, len(client.followed)), (True, 1))
+
+    def test_without_room_a_pass_does_not_follow(self):
+        passes = self.passes()
+        self.decoding(passes)
+        with mock.patch.object(passes._room, "take", return_value=False):
+            self.ahead(passes, [Scheduled("a", 4, 1), Scheduled("b", 4, 1)])
+        self.assertEqual((self.link.client.followed, passes.lost()), ([], []))
+        self.ahead(passes, [Scheduled("a", 5, 1), Scheduled("b", 5, 1)])
+        self.assertEqual((len(self.link.client.followed), passes.lost()), (1, []))
+
+    def test_a_request_that_another_rank_has_lost_ends_the_row_of_passes(self):
+        passes = self.passes()
+        self.decoding(passes)
+        self.assertEqual(passes.lost(), [])
+        passes.recall(["b"])
+        made = passes.begin([Scheduled("a", 4, 1), Scheduled("b", 0, 5, turn=1)])
+        self.assertEqual((self.link.client.followed, made.whole), ([], True))
 
 
 if __name__ == "__main__":

@@ -379,6 +379,19 @@ class NativeTest(RingCase):
             self.assertEqual(field_of(lib.mla_chain_attend, None, 1, 0, None, None, 0), "chain")
             self.assertEqual(field_of(lib.mla_chain_wait, made, -1), "wait_ms")
             lib.check(lib.mla_chain_wait(made, 0, ctypes.byref(error)), error)  # nothing was sent
+            self.assertEqual(field_of(lib.mla_chain_begin, made, None, 0, 0), "message")
+            for body in ({"end_step": {"step_id": 1}}, {"begin_step": {"participants": 2}},
+                         {"begin_step": {"rotations": True}}):
+                message = attention_pb2.AttendStreamRequest(**body).SerializeToString()
+                self.assertIn(field_of(lib.mla_chain_begin, made, message, len(message), 0),
+                              ("message", "message.begin_step"))
+            self.assertEqual(field_of(lib.mla_chain_begin, made, b"?", 1, 0), "message")
+            self.assertEqual(field_of(lib.mla_chain_begin, None, b"", 0, 0), "chain")
+            self.assertEqual(field_of(lib.mla_chain_begin_next, made, 1, -1), "room_ms")
+            for call in (lambda: lib.mla_chain_begin_next(made, 1, 0, ctypes.byref(error)),
+                         lambda: lib.mla_chain_end(made, 0, ctypes.byref(error))):
+                with self.assertRaises(errors.FailedPrecondition):
+                    lib.check(call(), error)
         finally:
             lib.mla_chain_free(made)
 

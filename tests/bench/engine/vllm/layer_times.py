@@ -2,7 +2,8 @@
 
     MLA_CLIENT_LIBRARY=libmla_ring.so python3 tests/bench/engine/vllm/layer_times.py
         --server mla-server [--layers 4,20,61] [--batch 1,32] [--memory device,host]
-        [--context 1024] [--turns 7] [--seconds 300] [--server-gpu 0] [--json FILE] [--logs FOLDER]
+        [--context 1024] [--turns 7] [--bursts 5] [--seconds 300] [--server-gpu 0] [--json FILE]
+        [--logs FOLDER]
 
 For each number of layers and each place of tensors there is an engine, which takes a few passes
 with attention and a few without ("zeros") in turn. A host's processor may change its speed for
@@ -13,7 +14,9 @@ turn's figure is the median of its differences.
     us_a_layer   [(more layers) - (fewest layers)] / (difference of layers), the median of the turns
     added_ms     what attention adds to a pass in all, the connector's part included
     thread_us    the worker's thread in a call of attention
-    connector_us the thread in the plan, begin and end of a pass
+    connector_us the thread in the plan, begin and end of a pass, and in the replies to them
+
+The last lines give these for each batch and memory as text.
 
 Under MPS worker and server run at the same time on one GPU. --server-gpu 1: the server has a GPU of
 its own. --seconds: no turn of a batch begins later.
@@ -26,11 +29,11 @@ import json
 import statistics
 import sys
 import time
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
 from engines import MEMORIES, EngineProcess, arguments_of, ask_all, server_of, started
 
-PASSES, BURSTS = 4, 5  # passes in a row, and how often in a turn
+PASSES = 4             # in a row
 WARM_UPS = 8           # passes; a server learns the time of its launches from them
 PARTS_PASSES = 20      # by which parts of the adapter are timed
 CONNECTOR = ("plan", "begin", "end", "lost")
@@ -42,14 +45,14 @@ def numbers(text: str) -> List[int]:
     return [int(one) for one in text.split(",")]
 
 
-def a_turn(engine: EngineProcess) -> Tuple[float, float]:
+def a_turn(engine: EngineProcess, bursts: int) -> Tuple[float, float]:
     """Milliseconds that attention adds to a pass, and those of the pass."""
     found: List[Tuple[float, float]] = []
 
     def burst(mode: str) -> float:
         return statistics.median(engine.ask(passes=PASSES, mode=mode)["ms"])
     before = burst("zeros")
-    for _ in range(BURSTS):
+    for _ in range(bursts):
         with_server, after = burst("server"), burst("zeros")
         found.append((with_server - (before + after) / 2, with_server))
         before = after
@@ -61,7 +64,7 @@ def a_batch(engines: Dict[Key, EngineProcess], batch: int, flags: argparse.Names
     """The rows of one batch."""
     depths, memories = numbers(flags.layers), flags.memory.split(",")
     # The context is as asked for in the middle of the measurement.
-    passes = flags.turns * BURSTS * (PASSES + 1) + WARM_UPS + PARTS_PASSES
+    passes = flags.turns * flags.bursts * (PASSES + 1) + WARM_UPS + PARTS_PASSES
     ask_all(engines.values(), requests=batch, rows=max(flags.context - passes // 2, 1))
     ask_all(engines.values(), passes=WARM_UPS, mode="server")
     begin = time.monotonic()
@@ -71,7 +74,8 @@ def a_batch(engines: Dict[Key, EngineProcess], batch: int, flags: argparse.Names
             break
         for memory in memories:
             for depth in depths:
-                turns.setdefault((memory, depth), []).append(a_turn(engines[memory, depth]))
+                turns.setdefault((memory, depth), []).append(
+                    a_turn(engines[memory, depth], flags.bursts))
     rows = []
     for memory in memories:
         least = [added for added, _ in turns[memory, depths[0]]]
@@ -98,12 +102,27 @@ def summary(name: str, values: List[float], digits: int) -> Dict[str, Any]:
             f"{name}_of_turns": [round(min(values), digits), round(max(values), digits)]}
 
 
+def texts(rows: List[Dict[str, Any]]) -> Iterator[str]:
+    """A line for each batch and memory: what a layer adds, from the fewest layers to each other
+    number of them, and what the deepest model has."""
+    for batch, memory in dict.fromkeys((row["batch"], row["memory"]) for row in rows):
+        some = [row for row in rows if (row["batch"], row["memory"]) == (batch, memory)]
+        layers = [f"{few['us_a_layer']} us ({some[0]['layers']} to {few['layers']})"
+                  for few in some if "us_a_layer" in few]
+        deep = some[-1]
+        yield (f"batch {batch}, {memory} memory, {deep['turns']} turns: a layer adds "
+               f"{', '.join(layers) or '?'}; {deep['layers']} layers {deep['added_ms']} ms beyond "
+               f"zeros; connector {sum(deep['connector_us'].values()) / 1e3:.2f} ms a pass "
+               f"{deep['connector_us']}; thread {deep['thread_us']} us in a call")
+
+
 def main() -> int:
     """Starts everything."""
     parser = arguments_of(__doc__)
     parser.add_argument("--layers", default="4,20,61")
     parser.add_argument("--batch", default="1,32")
     parser.add_argument("--memory", default=",".join(MEMORIES))
+    parser.add_argument("--bursts", type=int, default=5, help="of passes of a kind in a turn")
     parser.add_argument("--seconds", type=float, default=600.0)
     flags = parser.parse_args()
     rows: List[Dict[str, Any]] = []
@@ -116,6 +135,7 @@ def main() -> int:
             started(list(engines.values()))
             for batch in numbers(flags.batch):
                 rows += a_batch(engines, batch, flags)
+                print(*texts(rows), sep="\n", flush=True)
         finally:
             for engine in engines.values():
                 engine.close()

@@ -44,8 +44,10 @@ for_there() {  # pip arguments: as pip, for the other machine's Python
 }
 
 work="${PACK_FOLDER:-$(mktemp -d)}"
-mkdir -p "$work"/{site,bin,lib,wheel}
+mkdir -p "$work"
 cd "$work"
+rm -rf bin lib tree  # of a run before, whose libraries its programs would find
+mkdir -p site bin lib wheel tree
 if [[ ! -d site/vllm ]]; then
   for_there download -d wheel vllm==0.25.1
   unzip -q -o wheel/vllm-0.25.1*.whl -d site -x '*.so' vllm/vllm-rs \
@@ -62,7 +64,6 @@ printf '[vllm.general_plugins]\nmla_server = mla_client.vllm.plugin:register\n' 
   >site/mla_client-0.dist-info/entry_points.txt
 
 /usr/bin/python3 "$root/client/python/generate_stubs.py" --quiet
-rm -rf tree && mkdir tree
 (cd "$root" && tar cf - --exclude=__pycache__ client/python/mla_client \
   client/python/tests/server_binary.py tests/engines tests/vllm tests/bench/engine \
   tests/bench/fleet tests/integration/device_memory) | tar xf - -C tree
