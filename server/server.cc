@@ -236,7 +236,7 @@ void Server::Parts::MakeServices() {
   if (tls != nullptr) {
     admin_options.connect_peer = [this](const std::string& address) {
       return HandOver::Connect({engine.get(), &metrics.hand_overs(), boot_id, address},
-                               GrpcStreams(*tls, address));
+                               GrpcStreams(*tls, address, options.config.hand_over_streams));
     };
   }
   admin_options.exit = [this] {

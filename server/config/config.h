@@ -166,6 +166,7 @@ struct Config {
   } tracing;
 
   int64_t drain_deadline_ms = 30000;
+  int32_t hand_over_streams = 4;  // connections to the peer of a hand-over
   // An engine silent for this long makes the server NOT_SERVING.
   int64_t unhealthy_after_ms = 10000;
   // After this much longer the server asks to be restarted; 0: never.

@@ -21,12 +21,11 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                "At most 107 bytes; the folder must exist; only owner and group may connect, with "
                "TLS only the owner.",
                MLA_SLOT(listen.unix_path), "--unix-path"),
-          Text(
-              "server.socket_group",
-              "Group, by name or number, whose members may use the unix socket and shared memory; "
-              "empty: the socket's own group may use the unix socket, the server's own user shared "
-              "memory.",
-              "The server must be a member of the group.", MLA_SLOT(listen.socket_group)),
+          Text("server.socket_group",
+               "Group, by name or number, whose members may use the unix socket and shared "
+               "memory; empty: the socket's own group may use the unix socket, the server's own "
+               "user shared memory.",
+               "The server must be a member of the group.", MLA_SLOT(listen.socket_group)),
           Text("server.unix_tenant",
                "Tenant of every caller over the unix socket and of its shared memory; empty or *: "
                "the name that the caller gives.",
@@ -59,6 +58,8 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
                  "How long a drain waits for open steps before it aborts them.",
                  "Must be below the service manager's own stop timeout.",
                  MLA_SLOT(drain_deadline_ms)),
+          Int("server.hand_over_streams", 1, 16, "Connections of a drain to another server.",
+              "Each takes the time of a core on both sides.", MLA_SLOT(hand_over_streams)),
           Millis("server.unhealthy_after_ms", 100, kDayMs,
                  "An engine that does not answer for this long is reported NOT_SERVING.",
                  "Below the longest launch it reports false alarms.", MLA_SLOT(unhealthy_after_ms)),

@@ -263,9 +263,9 @@ absl::StatusOr<uint32_t> GrpcHandOverPeer::Recall(const v1::EvictSequencesReques
 }
 
 std::vector<std::unique_ptr<HandOverPeer>> GrpcStreams(const TlsFiles& tls,
-                                                       const std::string& address) {
+                                                       const std::string& address, int32_t count) {
   std::vector<std::unique_ptr<HandOverPeer>> streams;
-  for (size_t i = 0; i < kHandOverStreams; ++i) {
+  for (int32_t i = 0; i < count; ++i) {
     streams.push_back(std::make_unique<GrpcHandOverPeer>(tls, address));
   }
   return streams;

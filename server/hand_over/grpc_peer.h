@@ -7,6 +7,7 @@
 #include <grpcpp/channel.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
@@ -101,9 +102,9 @@ class GrpcHandOverPeer final : public HandOverPeer {
   grpc::ClientContext* running_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
 
-// Returns the streams of a hand-over to this address, kHandOverStreams of them. Borrows tls.
+// Returns the streams of a hand-over to this address, `count` of them. Borrows tls.
 std::vector<std::unique_ptr<HandOverPeer>> GrpcStreams(const TlsFiles& tls,
-                                                       const std::string& address);
+                                                       const std::string& address, int32_t count);
 
 }  // namespace mla::server
 

@@ -53,9 +53,6 @@
 
 namespace mla::server {
 
-// Streams to a peer. One takes the time of one core on each side, most of it for digests and TLS.
-inline constexpr size_t kHandOverStreams = 4;
-
 struct HandOverOptions {
   scheduler::Engine* engine = nullptr;   // outlives the hand-over
   HandOverCounters* counters = nullptr;  // outlives the hand-over too

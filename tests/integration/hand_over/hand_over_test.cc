@@ -29,6 +29,7 @@ using scheduler::testing::FaultyBackend;
 using std::chrono::milliseconds;
 
 constexpr uint32_t kRows = kHandOverRows;
+const auto kStreams = static_cast<size_t>(server::Config().hand_over_streams);
 
 TEST_F(HandOverTest, SequencesMoveAsTheirTenantsAndUnderTheirIds) {
   Fill(3);
@@ -153,7 +154,7 @@ TEST_F(HandOverTest, SequencesGoOverSeveralConnectionsAtATime) {
   scheduler::testing::FaultyBackend* faults = nullptr;
   const auto b = Serve({}, &faults);
   auto drained = DrainHeld(*b, faults);
-  EXPECT_TRUE(Eventually([&] { return UploadsOf(*b) == server::kHandOverStreams; }));
+  EXPECT_TRUE(Eventually([&] { return UploadsOf(*b) == kStreams; }));
   faults->ReleaseLaunches();
   const auto reply = drained.get();
   ASSERT_TRUE(reply.ok()) << reply.status();
@@ -291,7 +292,7 @@ TEST_F(HandOverTest, OpenStepsAreWaitedForUntilTheDeadline) {
 }
 
 TEST_F(HandOverTest, WhatIsCutOrReleasedOnTheWayIsNotOnThePeer) {
-  constexpr size_t kMoving = server::kHandOverStreams;
+  const size_t kMoving = kStreams;
   Fill(kMoving + 2);
   FaultyBackend* faults = nullptr;
   const auto b = Serve({}, &faults);
