@@ -4,10 +4,12 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "proto/wire/futex.h"
 
 namespace mla::relay {
@@ -26,6 +28,10 @@ absl::Status Broken(const char* field, const std::string& got, const std::string
       absl::StrCat("a frame's ", field, ": got ", got, ", must be ", limit));
 }
 
+bool OnDevice(const wire::SubmissionEntry& entry) {
+  return entry.kind == wire::kEntryAttend && (entry.flags & wire::kEntryOnDevice) != 0;
+}
+
 }  // namespace
 
 Relay::Relay(RelayOptions options, client::RingMemory* memory)
@@ -33,6 +39,7 @@ Relay::Relay(RelayOptions options, client::RingMemory* memory)
       memory_(memory),
       mask_(memory->ring_entries() - 1),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      may_complete_(!options_.device),
       slots_(memory->ring_entries()) {}
 
 absl::StatusOr<std::unique_ptr<Relay>> Relay::Open(const wire::UcxApi& api, RelayOptions options,
@@ -47,6 +54,7 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Open(const wire::UcxApi& api, Rela
     relay->link_->Encrypt(*relay->options_.secret, wire::FrameSeal::Sender::kServer);
   }
   if (relay->options_.batches) relay->link_->BatchFrames();
+  if (relay->options_.device) MLA_RETURN_IF_ERROR(relay->CheckDevice());
   // Payloads take slower ways without it.
   relay->link_->Register(memory->region()).IgnoreError();
   return relay;
@@ -73,6 +81,31 @@ bool Relay::handles_losses() {
 absl::StatusOr<wire::UcxTarget> Relay::Offer() {
   const MutexLock lock(mutex_);
   return link_->Offer(memory_->region().last(memory_->arena_bytes()));
+}
+
+absl::StatusOr<wire::UcxTarget> Relay::OfferDevice() {
+  const MutexLock lock(mutex_);
+  return link_->Offer(device_tensors(), device_kind());
+}
+
+absl::Status Relay::CheckDevice() {
+  if (!options_.link.puts) return absl::FailedPreconditionError("device memory needs puts");
+  if (!memory_->has_device_memory()) {
+    const absl::Status why = memory_->device_status();
+    return why.ok() ? absl::FailedPreconditionError("the ring has no device memory") : why;
+  }
+  MLA_RETURN_IF_ERROR(link_->Knows(device_kind()));
+  MLA_RETURN_IF_ERROR(memory_->device()->Bind());
+  return memory_->device()->ShowRemoteWrites();
+}
+
+std::span<std::byte> Relay::device_tensors() const {
+  const std::span<std::byte> all = memory_->device()->tensors();
+  return all.first(std::min<uint64_t>(all.size(), memory_->arena_bytes()));
+}
+
+wire::UcxMemoryKind Relay::device_kind() const {
+  return memory_->device()->nvidia() ? wire::UcxMemoryKind::kCuda : wire::UcxMemoryKind::kRocm;
 }
 
 absl::Status Relay::Connect(std::string_view client) {
@@ -108,8 +141,20 @@ void Relay::Fail(const absl::Status& status) {
 // -------------------------------------------------------------------------------------- Requests
 
 absl::Status Relay::CheckPlaces(const wire::UcxRequestFrame& frame, size_t payload_bytes) const {
-  const uint64_t size = memory_->region().size();
-  const uint64_t arena = size - memory_->arena_bytes();
+  const wire::SubmissionEntry& entry = frame.entry;
+  const uint8_t elsewhere = entry.kind != wire::kEntryAttend ? 0
+                            : options_.device                ? wire::kEntryChained
+                                              : wire::kEntryOnDevice | wire::kEntryChained;
+  if ((entry.flags & elsewhere) != 0) {
+    return Broken("flags", absl::StrCat(int{entry.flags}),
+                  options_.device ? "without 128" : "without 64 and 128");
+  }
+  const bool on_device = OnDevice(entry);
+  if (on_device && payload_bytes > 0) {
+    return Broken("payload", absl::StrCat(payload_bytes, " bytes"), "0 bytes: its tensors are put");
+  }
+  const uint64_t arena = on_device ? 0 : arena_offset();
+  const uint64_t size = on_device ? device_tensors().size() : memory_->region().size();
   const auto holds = [&](uint64_t offset, uint64_t bytes) {
     return bytes == 0 || (offset >= arena && offset <= size && bytes <= size - offset);
   };
@@ -117,13 +162,8 @@ absl::Status Relay::CheckPlaces(const wire::UcxRequestFrame& frame, size_t paylo
   if (!holds(frame.place, payload_bytes)) {
     return Broken("place", absl::StrCat(frame.place, " + ", payload_bytes), limit);
   }
-  const uint64_t out = frame.entry.out_offset;
-  if (!holds(out, frame.out_bytes)) {
-    return Broken("out_bytes", absl::StrCat(out, " + ", frame.out_bytes), limit);
-  }
-  constexpr int kElsewhere = wire::kEntryOnDevice | wire::kEntryChained;
-  if (frame.entry.kind == wire::kEntryAttend && (frame.entry.flags & kElsewhere) != 0) {
-    return Broken("flags", absl::StrCat(int{frame.entry.flags}), "without 64 and 128");
+  if (!holds(entry.out_offset, frame.out_bytes)) {
+    return Broken("out_bytes", absl::StrCat(entry.out_offset, " + ", frame.out_bytes), limit);
   }
   return absl::OkStatus();
 }
@@ -186,9 +226,14 @@ void Relay::SubmitArrived() {
     if (slot.state != SlotState::kArrived) return;
     const wire::SubmissionEntry& entry = slot.frame.entry;
     if (entry.kind == wire::kEntryAttend) {
-      outputs_[entry.tag] = {entry.out_offset, slot.frame.out_bytes};
+      outputs_[entry.tag] = {entry.out_offset, slot.frame.out_bytes, OnDevice(entry)};
+    }
+    if (OnDevice(entry)) {
+      if (absl::Status s = memory_->device()->ShowRemoteWrites(); !s.ok()) return Fail(s);
     }
     if (!memory_->Submit(entry, {}, nullptr, false)) {
+      const absl::Status device = memory_->device_status();
+      if (OnDevice(entry) && !device.ok()) return Fail(device);
       return Fail(
           absl::ResourceExhaustedError("more requests in flight than the ring has entries"));
     }
@@ -202,6 +247,7 @@ void Relay::SubmitArrived() {
 bool Relay::CompleteAll(const wire::CompletionEntry* first) {
   wire::CompletionEntry entry;
   bool any = first != nullptr;
+  if (!any && !may_complete_) return false;
   link_->Hold();
   if (any) Complete(*first);
   while (sending_.load() <= mask_ && memory_->Poll(&entry)) {
@@ -218,6 +264,7 @@ void Relay::Complete(const wire::CompletionEntry& entry) {
   frame.number = completed_++;
   frame.entry = entry;
   std::span<const std::byte> payload;
+  bool on_device = false;
   const auto outputs = outputs_.find(entry.tag);
   if (entry.kind == wire::kEntryMessage) {
     const std::string_view message = memory_->Message(entry);
@@ -226,20 +273,29 @@ void Relay::Complete(const wire::CompletionEntry& entry) {
     payload = *copy;
     frame.place = entry.message_offset;
     messages_[frame.number] = std::move(copy);
+  } else if (outputs != outputs_.end() && outputs->second.on_device) {
+    on_device = true;
+    frame.place = arena_offset() + outputs->second.offset;
+    payload = device_tensors().subspan(outputs->second.offset, outputs->second.bytes);
   } else if (outputs != outputs_.end()) {
     frame.place = outputs->second.offset;
     payload = memory_->region().subspan(frame.place, outputs->second.bytes);
   }
   if (outputs != outputs_.end()) outputs_.erase(outputs);
   sending_.fetch_add(1);
-  if (absl::Status sent = SendOutputs(frame, payload); !sent.ok()) Fail(sent);
+  if (absl::Status sent = SendOutputs(frame, payload, on_device); !sent.ok()) Fail(sent);
 }
 
 absl::Status Relay::SendOutputs(const wire::UcxCompletionFrame& frame,
-                                std::span<const std::byte> payload) {
+                                std::span<const std::byte> payload, bool on_device) {
   const auto header = std::as_bytes(std::span<const wire::UcxCompletionFrame, 1>(&frame, 1));
   ++counts_.sent_frames;
-  const uint64_t arena = memory_->region().size() - memory_->arena_bytes();
+  const uint64_t arena = arena_offset();
+  if (on_device && !payload.empty()) {
+    counts_.put_bytes += payload.size();
+    return link_->Put(header, payload, frame.place - arena, frame.number, wire::UcxRemote::kArena,
+                      device_kind());
+  }
   if (!link_->reaches() || payload.size() < wire::UcxLink::kLeastPutBytes || frame.place < arena) {
     counts_.sent_bytes += payload.size();
     return link_->Send(header, payload, frame.number);
@@ -263,6 +319,7 @@ bool Relay::Progress() {
   if (key_state_ == KeyState::kArrived && status_.ok()) {
     key_state_ = KeyState::kUsed;
     Fail(link_->Reach(client_));
+    may_complete_ = true;
   }
   return moved;
 }
@@ -277,8 +334,13 @@ bool Relay::Step() {
 // The loop of the second thread. A client that takes no frames gets no more of them, and the ring
 // holds what comes.
 void Relay::SendCompletions() {
+  if (options_.device) {
+    const absl::Status bound = memory_->device()->Bind();
+    const MutexLock lock(mutex_);
+    Fail(bound);
+  }
   while (!stop_) {
-    if (sending_.load() > mask_) {
+    if (sending_.load() > mask_ || !may_complete_) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
       continue;
     }

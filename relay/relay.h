@@ -40,7 +40,8 @@ struct RelayOptions {
   wire::UcxLinkOptions link;
   std::optional<wire::UcxSecret> secret;  // frames are encrypted; not with link.puts
   bool batches = false;                   // the client takes frames that travel together
-  std::chrono::microseconds spin{0};      // how long to poll before sleeping
+  bool device = false;  // the client may put tensors into the ring's device memory; with link.puts
+  std::chrono::microseconds spin{0};  // how long to poll before sleeping
   // Called by Run when the counts have changed, not more often than ten times a second, and at the
   // end. Empty: no reports.
   std::function<void(const RelayCounts&)> report;
@@ -48,7 +49,8 @@ struct RelayOptions {
 
 class Relay final : private wire::UcxReceiver {
  public:
-  // UNAVAILABLE as UcxLink::Open.
+  // UNAVAILABLE as UcxLink::Open. With options.device also FAILED_PRECONDITION: UCX or the GPU
+  // cannot do that; or why the ring has no device memory.
   static absl::StatusOr<std::unique_ptr<Relay>> Open(const wire::UcxApi& api, RelayOptions options,
                                                      client::RingMemory* memory);
   ~Relay() override;
@@ -57,6 +59,8 @@ class Relay final : private wire::UcxReceiver {
   bool handles_losses();  // as of wire::UcxLink
   // The arena, for puts of the client. UNAVAILABLE: UCX makes no key. REQUIRES: options.link.puts.
   absl::StatusOr<wire::UcxTarget> Offer();
+  // As Offer, the part of the device memory that tensors may use. REQUIRES: options.device.
+  absl::StatusOr<wire::UcxTarget> OfferDevice();
   absl::Status Connect(std::string_view client);
 
   // Runs one round of both directions, for tests. Returns true if something has moved.
@@ -77,6 +81,7 @@ class Relay final : private wire::UcxReceiver {
   };
   struct Outputs {
     uint64_t offset, bytes;
+    bool on_device;
   };
 
   Relay(RelayOptions options, client::RingMemory* memory);
@@ -89,8 +94,13 @@ class Relay final : private wire::UcxReceiver {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // To the mirror of the client, by a put if it has given a key.
   absl::Status SendOutputs(const wire::UcxCompletionFrame& frame,
-                           std::span<const std::byte> payload)
+                           std::span<const std::byte> payload, bool on_device)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckDevice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Device memory that outputs and inputs of the client may use: what its arena is a mirror of.
+  std::span<std::byte> device_tensors() const;
+  wire::UcxMemoryKind device_kind() const;
+  uint64_t arena_offset() const { return memory_->region().size() - memory_->arena_bytes(); }
   absl::Status CheckPlaces(const wire::UcxRequestFrame& frame, size_t payload_bytes) const;
   void SubmitArrived() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Sends `first`, if any, and what else the ring has completed, in as few messages as possible.
@@ -111,6 +121,7 @@ class Relay final : private wire::UcxReceiver {
   std::atomic<int32_t> wanted_{0};  // threads that wait for the mutex while Run polls
   std::atomic<bool> stop_{false};
   std::atomic<uint32_t> sending_{0};  // frames whose payload UCX still reads
+  std::atomic<bool> may_complete_;    // outputs in device memory need the client's key
 
   Mutex mutex_;
   std::unique_ptr<wire::UcxLink> link_ ABSL_GUARDED_BY(mutex_);

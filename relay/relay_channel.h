@@ -78,9 +78,11 @@ struct RelaySetup {
   bool puts;            // as of wire::UcxLinkOptions
   bool encrypted;       // with `secret`
   bool batches;         // as of RelayOptions
+  uint32_t device_mib;  // memory of the server's GPU for puts, in MiB; 0: none
   wire::UcxSecret secret;
   wire::UcxToken token;
   RelayText library, transports, devices;  // as of wire::OpenUcxApi and wire::UcxLinkOptions
+  RelayText gpu_library;                   // of the GPU's runtime; empty: search for it
   RelayAddress client;
 };
 
@@ -91,7 +93,9 @@ struct RelayReply {
   uint32_t spin_us;  // as granted
   RelayText text;    // of an error; else UCX's version
   RelayAddress address;
-  RelayKey arena;  // of setup.puts
+  RelayKey arena;   // of setup.puts
+  RelayKey device;  // of setup.device_mib
+  uint64_t device_bytes;
 
   absl::Status status() const {
     return absl::Status(static_cast<absl::StatusCode>(code), text.Get());

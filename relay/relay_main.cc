@@ -60,6 +60,8 @@ absl::Status Serve(const wire::UcxApi& api, const RelaySetup& setup, RelayOption
   region.bytes = setup.arena_bytes;
   region.server_spin_us = region.spin_us = setup.spin_us;
   region.connect_timeout_ms = static_cast<int32_t>(setup.ring_ms);
+  region.device_mib = setup.device_mib;
+  region.device = {client::DeviceRegionOptions::kTheServers, setup.gpu_library.Get()};
   auto memory = client::SharedMemory::Attach(kRelayRing, region);
   if (!memory.ok()) return memory.status();
   options.spin = std::chrono::microseconds((*memory)->server_spin_us());
@@ -81,6 +83,14 @@ absl::Status Serve(const wire::UcxApi& api, const RelaySetup& setup, RelayOption
   reply.text.Set(wire::UcxVersionText(api));
   if (!reply.address.Set((*relay)->address())) {
     return absl::UnavailableError("UCX: its address is too long");
+  }
+  if (setup.device_mib > 0) {
+    const auto device = (*relay)->OfferDevice();
+    if (!device.ok()) return device.status();
+    if (!reply.device.Set(device->address, device->key)) {
+      return absl::UnavailableError("UCX: its key is too long");
+    }
+    reply.device_bytes = device->bytes;
   }
   if (setup.puts) {
     const auto arena = (*relay)->Offer();
@@ -127,6 +137,7 @@ int RunRelay() {
   options.link.puts = setup->puts;
   if (setup->encrypted) options.secret = setup->secret;
   options.batches = setup->batches;
+  options.device = setup->device_mib > 0;
   options.report = [](const RelayCounts& counts) {
     // A server that does not read gets the next ones.
     (void)send(kRelayControl, &counts, sizeof(counts), MSG_NOSIGNAL | MSG_DONTWAIT);

@@ -66,6 +66,11 @@ TlsStats TlsFiguresOf(const TlsFiles::Status& status) {
           status.cert_expires, status.client_ca_expires, status.client_crl_expires};
 }
 
+TransportOptions TransportOptionsOf(const ServerOptions& options) {
+  return {options.config.ucx, options.relay_program, options.config.shm.ring_entries,
+          options.config.backend_options.gpu_runtime_library};
+}
+
 }  // namespace
 
 // Members are constructed in this order and destroyed in the opposite one.
@@ -227,8 +232,7 @@ void Server::Parts::MakeServices() {
   watchers.emplace(&state, options.config.wire.max_watchers);
   cache =
       std::make_unique<CacheService>(rpc, chunk_bytes, idle.get(), checkpoints.get(), &*watchers);
-  transports = std::make_unique<TransportService>(
-      rpc, TransportOptions{options.config.ucx, options.relay_program}, &state);
+  transports = std::make_unique<TransportService>(rpc, TransportOptionsOf(options), &state);
   AdminOptions admin_options;
   admin_options.ucx = transports->usable();
   admin_options.watchers = &*watchers;

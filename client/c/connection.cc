@@ -22,8 +22,8 @@ constexpr uint64_t kElementBytes = 2;  // size of a weight: bf16
 absl::StatusOr<client::ClientOptions> OptionsOf(const mla_connect_options* given) {
   mla_connect_options known;
   if (absl::Status status = Read(given, false, "options", &known); !status.ok()) return status;
-  if (known.transport < MLA_TRANSPORT_AUTO || known.transport > MLA_TRANSPORT_UCX_PUTS) {
-    return Refuse("options.transport", "0..5", std::to_string(known.transport));
+  if (known.transport < MLA_TRANSPORT_AUTO || known.transport > MLA_TRANSPORT_UCX_DEVICE) {
+    return Refuse("options.transport", "0..6", std::to_string(known.transport));
   }
   client::ClientOptions options;
   options.tenant = Text(known.tenant);

@@ -103,12 +103,13 @@ MLA_API void mla_error_free(mla_error* error);
 // --- Connections
 
 typedef enum mla_transport MLA_INT_ENUM {
-  MLA_TRANSPORT_AUTO = 0,     // the ring where a unix target offers it, else inline
-  MLA_TRANSPORT_INLINE = 1,   // all in gRPC messages
-  MLA_TRANSPORT_SHM = 2,      // messages over gRPC, tensors in shared memory
-  MLA_TRANSPORT_RING = 3,     // all in shared memory
-  MLA_TRANSPORT_UCX = 4,      // as the ring, to a server of any host over UCX (docs/rdma.md)
-  MLA_TRANSPORT_UCX_PUTS = 5  // likewise, with puts if the server allows them; for RDMA
+  MLA_TRANSPORT_AUTO = 0,       // the ring where a unix target offers it, else inline
+  MLA_TRANSPORT_INLINE = 1,     // all in gRPC messages
+  MLA_TRANSPORT_SHM = 2,        // messages over gRPC, tensors in shared memory
+  MLA_TRANSPORT_RING = 3,       // all in shared memory
+  MLA_TRANSPORT_UCX = 4,        // as the ring, to a server of any host over UCX (docs/rdma.md)
+  MLA_TRANSPORT_UCX_PUTS = 5,   // likewise, with puts if the server allows them; for RDMA
+  MLA_TRANSPORT_UCX_DEVICE = 6  // likewise, into memory of the server's GPU, or not at all
 } mla_transport;
 
 typedef struct mla_connect_options {

@@ -209,6 +209,7 @@ typedef struct mla_ucx_options {
   int32_t pins;
   int32_t gpu;
   const char* gpu_library;  // the driver's or runtime's library; NULL: where it is found
+  int32_t device_memory;    // with puts, 1: tensors are put into memory of the server's GPU
 } mla_ucx_options;
 
 typedef struct mla_ucx_reply {
@@ -235,12 +236,16 @@ typedef struct mla_ucx_reply {
   const void* secret;
   size_t secret_bytes;
   int32_t batches;  // 1 or 0
+  // Fields of OpenUcxReply, of device_memory.
+  const void* device_key;
+  size_t device_key_bytes;
+  uint64_t device_address, device_bytes;
 } mla_ucx_reply;
 
 // MLA_UNAVAILABLE: UCX cannot be opened or started, with its reason.
 MLA_API mla_code mla_ucx_start(const mla_ucx_options* options, mla_ucx** out, mla_error** error);
 // Returns the address for the request's worker_address. It is valid as long as the object, or its
-// ring, lives. The request's `puts` are those of the options.
+// ring, lives. The request's `puts` and `device_memory` are those of the options.
 MLA_API const void* mla_ucx_address(const mla_ucx* ucx, size_t* bytes);
 // Returns the value for the request's handles_losses.
 MLA_API int32_t mla_ucx_handles_losses(const mla_ucx* ucx);

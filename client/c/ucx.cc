@@ -38,10 +38,15 @@ absl::Status Start(const mla_ucx_options* given, mla_ucx** out) {
   if (known.pins < 0 || known.pins > 1) {
     return Refuse("options.pins", "0..1", std::to_string(known.pins));
   }
+  if (known.device_memory < 0 || known.device_memory > known.puts) {
+    return Refuse("options.device_memory", "0, or 1 with puts",
+                  std::to_string(known.device_memory));
+  }
   if (known.gpu < 0) return Refuse("options.gpu", "0 or more", std::to_string(known.gpu));
   options.pins = known.pins == 1;
   options.device = {known.gpu, Text(known.gpu_library)};
   options.link = {Text(known.transports), Text(known.devices), known.puts == 1};
+  options.device_memory = known.device_memory == 1;
   options.spin = std::chrono::microseconds(known.spin_us);
   auto memory = client::UcxMemory::Open(options);
   if (!memory.ok()) return memory.status();
@@ -77,6 +82,11 @@ absl::Status Open(mla_ucx* ucx, const mla_ucx_reply* given, mla_ring** out) {
     described.arena_key = {static_cast<const char*>(known.arena_key), known.arena_key_bytes};
   }
   described.arena_address = known.arena_address;
+  if (known.device_key != nullptr) {
+    described.device_key = {static_cast<const char*>(known.device_key), known.device_key_bytes};
+  }
+  described.device_address = known.device_address;
+  described.device_bytes = known.device_bytes;
   if (known.secret != nullptr) {
     described.secret = {static_cast<const char*>(known.secret), known.secret_bytes};
   }

@@ -451,7 +451,7 @@ absl::StatusOr<std::unique_ptr<Session>> Client::OpenSession() {
   using Transport = ClientOptions::Transport;
   const Transport wanted = impl_->options.transport;
   if (wanted != Transport::kInline) {
-    const bool ucx = wanted == Transport::kUcx || wanted == Transport::kUcxPuts;
+    const bool ucx = wanted >= Transport::kUcx;
     auto shared = ucx ? impl_->OpenUcx() : impl_->OpenShared(wanted != Transport::kShm);
     if (!shared.ok() && wanted != Transport::kAuto) return shared.status();
     if (shared.ok()) session->stream_ = *std::move(shared);

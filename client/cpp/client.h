@@ -56,9 +56,19 @@ struct ClientOptions {
   // over UCX, which is opened at run time (docs/rdma.md). kUcxPuts: as kUcx, and tensors are put
   // into the server's memory and outputs into this process's, if the server allows it (ucx.puts).
   // Use kUcxPuts with RDMA: over TCP, each process that reaches UCX's port could then read all
-  // memory of this one. kAuto: kRing if a unix target's server offers it, else kInline. With the
-  // others, OpenSession fails with UNIMPLEMENTED if the server does not offer them.
-  enum class Transport { kAuto, kInline, kShm, kRing, kUcx, kUcxPuts } transport = Transport::kAuto;
+  // memory of this one. kUcxDevice: as kUcxPuts, into memory of the server's GPU; OpenSession fails
+  // if the server, its UCX or its GPU cannot (ucx.device_memory). kAuto: kRing if a unix target's
+  // server offers it, else kInline. With the others, OpenSession fails with UNIMPLEMENTED if the
+  // server does not offer them.
+  enum class Transport {
+    kAuto,
+    kInline,
+    kShm,
+    kRing,
+    kUcx,
+    kUcxPuts,
+    kUcxDevice
+  } transport = Transport::kAuto;
   // Size of one session's region, at most the server's limit. 0: 64 MiB, or 32, 16, 8 or 4 if the
   // server has less left. Another size is granted exactly or refused.
   uint64_t shared_bytes = 0;

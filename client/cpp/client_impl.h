@@ -246,8 +246,10 @@ struct Client::Impl {
                             info.limits().shm_region_bytes());
     wanted.timeout = Millis(std::clamp<int64_t>(options.call_timeout_ms, 0, INT32_MAX));
     wanted.memory.library = options.ucx_library;
+    using Transport = ClientOptions::Transport;
     wanted.memory.link = {options.ucx_transports, options.ucx_devices,
-                          options.transport == ClientOptions::Transport::kUcxPuts};
+                          options.transport >= Transport::kUcxPuts};
+    wanted.memory.device_memory = options.transport == Transport::kUcxDevice;
     wanted.memory.spin = std::chrono::microseconds(options.spin_us);
     const std::shared_ptr<StreamCarrier> carrier = connections->ForStream();
     auto memory = OpenUcxRing(carrier->channel, wanted);

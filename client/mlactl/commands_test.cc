@@ -83,9 +83,9 @@ TEST(CommandsTest, BashCompletesCommandsOptionsAndChoices) {
   EXPECT_EQ(Completed("mlactl info --conc", 2), "\n");
   EXPECT_EQ(Completed("mlactl bench --transport = ring", 4), "ring-futex ring-spin\n");
   EXPECT_EQ(Completed("mlactl bench --transport =", 3),
-            "auto ucx ucx-puts inline shm ring-futex ring-spin all\n");
+            "auto ucx ucx-puts ucx-device inline shm ring-futex ring-spin all\n");
   EXPECT_EQ(Completed("mlactl replay --transport =", 3),
-            "auto inline shm ring-futex ring-spin ucx ucx-puts\n");
+            "auto inline shm ring-futex ring-spin ucx ucx-puts ucx-device\n");
   EXPECT_EQ(Completed("mlactl bench --arrivals uni", 3), "uniform\n");
   EXPECT_EQ(Completed("mlactl bench --output = j", 4), "json\n");
   EXPECT_EQ(Completed("mlactl --output = t", 3), "text table\n");

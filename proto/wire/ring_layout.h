@@ -161,6 +161,14 @@ struct SubmissionEntry {
   uint64_t out_offset;  // o, then lse, then lists
 };
 
+// Tensors of an attend may lie in device memory: the server reads index lists and 8 bits itself.
+constexpr bool MayLieOnDevice(const SubmissionEntry& entry) {
+  constexpr uint8_t kReadByServer = kEntryHasLists | kEntrySelects | kEntryWantLists | kEntryFp8Kv;
+  constexpr uint8_t kFp8 = 3;  // mla.v1.DTYPE_F8_E4M3
+  return entry.kind == kEntryAttend && (entry.flags & kReadByServer) == 0 &&
+         (entry.dtypes & 0xf) != kFp8;
+}
+
 struct CompletionEntry {
   uint32_t sequence;
   uint8_t kind;

@@ -122,6 +122,7 @@ struct Config {
     std::string library;              // empty: where the loader finds it
     std::string transports, devices;  // as of UCX_TLS and UCX_NET_DEVICES
     bool puts = false;
+    bool device_memory = false;
     bool encrypted = false;
     int32_t sessions = 16;
     int64_t open_ms = 10000;

@@ -299,6 +299,12 @@ TEST(ConfigTest, NothingToServe) {
               ElementsAre(HasSubstr("ucx.enabled: got true, must be false without shm.enabled")));
   EXPECT_THAT(LoadConfig({"--ucx-enabled"}, {}).faults, IsEmpty());
   EXPECT_THAT(LoadConfig({"--ucx-enabled", "--ucx-puts"}, {}).faults, IsEmpty());
+  EXPECT_THAT(
+      LoadConfig({"--ucx-puts", "--ucx-device-memory", "--shm-device-bytes=1GiB"}, {}).faults,
+      IsEmpty());
+  EXPECT_THAT(LoadConfig({"--ucx-device-memory"}, {}).faults,
+              ElementsAre("ucx.device_memory: got true, must be false without ucx.puts",
+                          "ucx.device_memory: got true, must be false without shm.device_bytes"));
   EXPECT_THAT(LoadConfig({"--ucx-encrypted"}, {}).faults,
               ElementsAre("ucx.encrypted: got true, must be false without tls.cert"));
   EXPECT_THAT(LoadConfig({"--ucx-encrypted", "--ucx-puts"}, {}).faults,

@@ -30,6 +30,12 @@ void AddUcxKeys(std::vector<ConfigKey>* keys) {
                "For RDMA: no core of the receiver takes part then. Over TCP UCX emulates it by "
                "copies, and a process that reaches a relay's port can read that relay's memory.",
                MLA_SLOT(ucx.puts)),
+          Bool("ucx.device_memory",
+               "Clients that want it put tensors into memory of the GPU, and get outputs put from "
+               "there.",
+               "Needs ucx.puts, and UCX with the modules of the GPU. The memory is a part of "
+               "shm.device_bytes; each relay opens the GPU's runtime.",
+               MLA_SLOT(ucx.device_memory)),
           Bool("ucx.encrypted", "Encrypt what rings over UCX carry.",
                "AES-256-GCM with keys that the client gets over TLS, so it needs tls.*. The hosts' "
                "cores do it, and no tensor is put: RDMA loses by it more than TCP.",
@@ -49,6 +55,12 @@ void CheckUcx(const Config& config, std::vector<std::string>* faults) {
   }
   if (config.ucx.encrypted && config.ucx.puts) {
     faults->push_back("ucx.encrypted: got true, must be false with ucx.puts");
+  }
+  if (config.ucx.device_memory && !config.ucx.puts) {
+    faults->push_back("ucx.device_memory: got true, must be false without ucx.puts");
+  }
+  if (config.ucx.device_memory && config.shm.device_bytes == 0) {
+    faults->push_back("ucx.device_memory: got true, must be false without shm.device_bytes");
   }
   if (config.ucx.encrypted && config.tls.cert.empty()) {
     faults->push_back("ucx.encrypted: got true, must be false without tls.cert");

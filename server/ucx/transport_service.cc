@@ -2,8 +2,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,7 +21,9 @@ namespace {
 // Between two looks at a ring's relay and its call. The end of either ends the other then.
 constexpr std::chrono::milliseconds kLook{20};
 
-absl::Status CheckRequest(const v1::OpenUcxRequest& request, bool encrypted) {
+constexpr uint64_t kMiB = 1 << 20;
+
+absl::Status CheckRequest(const v1::OpenUcxRequest& request, const Config::Ucx& ucx) {
   if (request.version() != wire::kUcxVersion) {
     return RefuseField("version", absl::StrCat(request.version()), absl::StrCat(wire::kUcxVersion),
                        "unknown_version", absl::StatusCode::kUnimplemented);
@@ -30,7 +34,14 @@ absl::Status CheckRequest(const v1::OpenUcxRequest& request, bool encrypted) {
                        absl::StrCat("1..", wire::kUcxMostAddressBytes, " bytes"));
   }
   if (request.bytes() == 0) return RefuseField("bytes", "0", "at least 1");
-  if (encrypted && !request.encrypts()) {
+  if (request.device_memory() && !ucx.device_memory) {
+    return RefuseField("device_memory", "true", "false: ucx.device_memory is", "no_device_memory",
+                       absl::StatusCode::kFailedPrecondition);
+  }
+  if (request.device_memory() && !request.puts()) {
+    return RefuseField("device_memory", "true", "false without puts");
+  }
+  if (ucx.encrypted && !request.encrypts()) {
     return RefuseField("encrypts", "false", "true: ucx.encrypted is", "not_encrypted",
                        absl::StatusCode::kFailedPrecondition);
   }
@@ -86,12 +97,20 @@ relay::RelaySetup TransportService::SetupOf(const v1::OpenUcxRequest& request) c
   setup.spin_us = request.spin_us();
   setup.handles_losses = request.handles_losses();
   setup.puts = options_.ucx.puts && request.puts();
+  if (request.device_memory()) {
+    // Next to the tensors lie words of chains.
+    const uint64_t words = wire::NearbyBytes(static_cast<uint64_t>(options_.ring_entries));
+    const uint64_t most = uint64_t{UINT32_MAX} * kMiB - words;
+    setup.device_mib =
+        static_cast<uint32_t>((std::min(request.bytes(), most - kMiB) + words + kMiB - 1) / kMiB);
+  }
   setup.encrypted = options_.ucx.encrypted;
   setup.batches = request.batches();
   setup.ring_ms = static_cast<uint32_t>(options_.ucx.open_ms);
   setup.library.Set(options_.ucx.library);
   setup.transports.Set(options_.ucx.transports);
   setup.devices.Set(options_.ucx.devices);
+  setup.gpu_library.Set(options_.gpu_library);
   setup.client.Set(request.worker_address());
   return setup;
 }
@@ -140,6 +159,11 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
     reply.set_arena_address(made.arena.address);
     reply.set_arena_key(std::string(made.arena.Get()));
   }
+  if (setup.device_mib > 0) {
+    reply.set_device_address(made.device.address);
+    reply.set_device_key(std::string(made.device.Get()));
+    reply.set_device_bytes(made.device_bytes);
+  }
   if (!writer->Write(reply)) return absl::CancelledError("the client has gone");
   const std::optional<absl::Status> ended = Watch(context, relay->get());
   if (!ended.has_value()) return absl::OkStatus();
@@ -173,7 +197,7 @@ grpc::Status TransportService::OpenUcx(grpc::ServerContext* context,
                             rpc_.unix_tenant);
   absl::Status status = who.status();
   if (status.ok()) status = usable_;
-  if (status.ok()) status = CheckRequest(*request, options_.ucx.encrypted);
+  if (status.ok()) status = CheckRequest(*request, options_.ucx);
   // Not counted among the tenant's control calls, which a few rings would use up for good:
   // `sessions_` bounds them.
   if (status.ok()) status = Serve(context, *who, *request, writer);

@@ -24,7 +24,9 @@ namespace mla::server {
 
 struct TransportOptions {
   Config::Ucx ucx;
-  std::string program;  // of relays; empty: this process's own
+  std::string program;       // of relays; empty: this process's own
+  int32_t ring_entries = 0;  // shm.ring_entries
+  std::string gpu_library;   // of the GPU's runtime; empty: search for it
 };
 
 class TransportService final : public v1::Transports::Service {

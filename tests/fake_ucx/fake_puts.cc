@@ -20,6 +20,10 @@ ucs_status_t DoPut(const Put& put) {
   }
   std::memcpy(reinterpret_cast<void*>(put.to), put.from, put.bytes);
   ++world.counts.puts;
+  if (found->second.type != UCS_MEMORY_TYPE_HOST) {
+    ++world.counts.device_puts;
+    world.counts.device_put_bytes += put.bytes;
+  }
   world.counts.put_bytes += put.bytes;
   return UCS_OK;
 }
@@ -27,6 +31,10 @@ ucs_status_t DoPut(const Put& put) {
 ucs_status_t MemMap(ucp_context_h, const ucp_mem_map_params_t* params, ucp_mem_h* handle) {
   if (Fails("memory")) return UCS_ERR_NO_MEMORY;
   World& world = TheWorld();
+  const ucs_memory_type_t type = (params->field_mask & UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE) != 0
+                                     ? params->memory_type
+                                     : UCS_MEMORY_TYPE_HOST;
+  if ((world.faults.memory_types & UCS_BIT(type)) == 0) return UCS_ERR_UNSUPPORTED;
   const std::lock_guard<std::mutex> lock(world.mutex);
   ++world.counts.registered;
   auto* const memory = new Memory();
@@ -34,6 +42,7 @@ ucs_status_t MemMap(ucp_context_h, const ucp_mem_map_params_t* params, ucp_mem_h
   memory->bytes = params->length;
   memory->writable = (params->field_mask & UCP_MEM_MAP_PARAM_FIELD_PROT) != 0 &&
                      (params->prot & UCP_MEM_MAP_PROT_REMOTE_WRITE) != 0;
+  memory->type = type;
   memory->name = world.next_name++;
   world.memory[memory->name] = *memory;
   *handle = reinterpret_cast<ucp_mem_h>(memory);
@@ -82,6 +91,8 @@ ucs_status_ptr_t PutNbx(ucp_ep_h handle, const void* from, size_t bytes, uint64_
   Endpoint* const endpoint = AsEndpoint(handle);
   if (Fails("put")) return UCS_STATUS_PTR(UCS_ERR_NO_MEMORY);
   if (endpoint->lost) return UCS_STATUS_PTR(UCS_ERR_CONNECTION_RESET);
+  CheckType(from, *param);
+  if (param->memory_type != UCS_MEMORY_TYPE_HOST) ++world.counts.puts_from_device;
   Request* const request = NewRequest(endpoint->own, param);
   request->sent = param->cb.send;
   request->is_put = true;
@@ -107,6 +118,18 @@ ucs_status_ptr_t FlushNbx(ucp_ep_h handle, const ucp_request_param_t* param) {
 }
 
 }  // namespace
+
+void CheckType(const void* payload, const ucp_request_param_t& param) {
+  World& world = TheWorld();
+  const auto at = reinterpret_cast<uint64_t>(payload);
+  const ucs_memory_type_t named = (param.op_attr_mask & UCP_OP_ATTR_FIELD_MEMORY_TYPE) != 0
+                                      ? param.memory_type
+                                      : UCS_MEMORY_TYPE_HOST;
+  for (const auto& [name, memory] : world.memory) {
+    const bool holds = at >= memory.begin && at - memory.begin < memory.bytes;
+    if (holds && memory.type != named) ++world.counts.wrong_types;
+  }
+}
 
 bool HasWrites(const Worker& worker) {
   return std::any_of(worker.endpoints.begin(), worker.endpoints.end(),

@@ -48,6 +48,10 @@ ucs_status_t InitVersion(unsigned, unsigned, const ucp_params_t*, const ucp_conf
   *context = reinterpret_cast<ucp_context_h>(new int(0));
   return UCS_OK;
 }
+ucs_status_t ContextQuery(ucp_context_h, ucp_context_attr_t* attributes) {
+  attributes->memory_types = TheWorld().faults.memory_types;
+  return UCS_OK;
+}
 void Cleanup(ucp_context_h context) { delete reinterpret_cast<int*>(context); }
 
 ucs_status_t WorkerCreate(ucp_context_h, const ucp_worker_params_t*, ucp_worker_h* worker) {
@@ -256,6 +260,7 @@ ucs_status_ptr_t AmSend(ucp_ep_h handle, unsigned id, const void* header, size_t
     --world.faults.lost_after;
   }
   ++world.counts.messages;
+  CheckType(payload, *param);
   auto message = std::make_unique<Message>();
   message->id = id;
   message->header.assign(static_cast<const char*>(header), header_bytes);
@@ -388,6 +393,7 @@ wire::UcxApi Api() {
   api.config_modify = ConfigModify;
   api.config_release = ConfigRelease;
   api.init_version = InitVersion;
+  api.context_query = ContextQuery;
   api.cleanup = Cleanup;
   api.worker_create = WorkerCreate;
   api.worker_destroy = WorkerDestroy;

@@ -31,6 +31,8 @@ struct Faults {
   bool flips = false;  // as of SetFlips
   // Most bytes of a message's header.
   size_t most_header_bytes = 8192;
+  // Kinds of memory that are known, by UCS_BIT of their types.
+  uint64_t memory_types = UCS_BIT(UCS_MEMORY_TYPE_HOST);
   // Workers have no descriptor to sleep on.
   bool no_descriptor = false;
 };
@@ -61,6 +63,9 @@ wire::UcxApi Api();
 struct Counts {
   uint64_t messages = 0, payload_bytes = 0, live_requests = 0, registered = 0;
   uint64_t puts = 0, put_bytes = 0, refused_puts = 0, flushes = 0, live_keys = 0;
+  uint64_t device_puts = 0, device_put_bytes = 0;  // among those puts: into memory of a GPU
+  uint64_t puts_from_device = 0;                   // and from there
+  uint64_t wrong_types = 0;  // payloads whose memory is registered as another type than was named
 };
 Counts counts();
 

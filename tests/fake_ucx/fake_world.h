@@ -29,6 +29,7 @@ struct Request;
 struct Memory {
   uint64_t begin = 0, bytes = 0;
   bool writable = false;  // by peers
+  ucs_memory_type_t type = UCS_MEMORY_TYPE_HOST;
   uint64_t name = 0;
 };
 
@@ -163,6 +164,8 @@ inline Request* NewRequest(Worker* owner, const ucp_request_param_t* param) {
 // Puts and flushes (fake_puts.cc). DoWrite does one of the worker; false if there is none.
 bool HasWrites(const Worker& worker);
 bool DoWrite(Worker* worker);
+// Counts a payload whose memory is registered as another type than the one that was named.
+void CheckType(const void* payload, const ucp_request_param_t& param);
 // Registered memory, keys, puts and flushes.
 void AddPuts(wire::UcxApi* api);
 

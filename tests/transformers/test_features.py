@@ -1,6 +1,8 @@
 """Every feature of generate() with attention on a server, whose cache rounds rows to bf16."""
 
+import os
 import unittest
+from unittest import mock
 
 import features
 import mla_client
@@ -28,9 +30,10 @@ class FeaturesTest(unittest.TestCase):
     def tearDownClass(cls):
         cls.server.stop()
 
-    def check(self, transport, kind, **changes):
+    def check(self, transport, kind, server=None, **changes):
         model, assistant = seeded.pair(kind, **{**_SMALL, **changes})
-        with mla_client.Client.connect(self.server.target, transport=transport) as client:
+        with mla_client.Client.connect((server or self.server).target,
+                                       transport=transport) as client:
             self.assertTrue(features.check(
                 model, assistant, "cpu", features.remote_of(client, model),
                 features.remote_of(client, model, assistant), print, _UNIT, _NEW_TOKENS))
@@ -41,6 +44,16 @@ class FeaturesTest(unittest.TestCase):
 
     def test_deepseek_v2(self):
         self.check("inline", "deepseek_v2", q_lora_rank=None)
+
+    def test_over_ucx(self):
+        reason = server_binary.why_no_ucx()
+        if reason:
+            self.skipTest(reason)
+        with mock.patch.dict(os.environ, UCX_TLS="tcp"), \
+                server_binary.start("--ucx-enabled=true", "--ucx-puts=true") as server:
+            for transport in ("ucx", "ucx_puts"):
+                with self.subTest(transport):
+                    self.check(transport, "deepseek_v3", server)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """vLLM with attention on a server, in all configurations that a CPU supports."""
 
 import json
+import os
 import unittest
+from unittest import mock
 
 import cases
+import server_binary
 import vllm_signatures
 
 ENVIRONMENT = "vllm"
@@ -52,6 +55,18 @@ class Ways(unittest.TestCase):
         counts = self.run_case([{}, {}], server=[["--kv-cache-bytes=1MiB"]],
                                llm={"num_gpu_blocks_override": 512, "max_model_len": 192})
         self.assertGreater(counts["waits"], 0)
+
+    def test_over_ucx(self):
+        reason = server_binary.why_no_ucx()
+        if reason:
+            self.skipTest(reason)
+        # By the memory of the machine: over TCP, UCX 1.13 may end the engine with its relay.
+        with mock.patch.dict(os.environ, UCX_TLS="posix,cma"):
+            for transport in ("ucx", "ucx_puts"):
+                with self.subTest(transport):
+                    self.run_case([{}, {"events": KILLED}], extra={
+                        **cases.COLD, "transport": transport},
+                        server=[["--ucx-enabled=true", "--ucx-puts=true"]])
 
     def test_two_ranks(self):
         self.run_case([{}, {}], llm={"tensor_parallel_size": 2})

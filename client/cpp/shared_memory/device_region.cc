@@ -21,6 +21,11 @@ constexpr int kReadWrite = 3;
 constexpr unsigned kEventWithoutTiming = 2;
 constexpr unsigned kLazyPeerAccess = 1;
 constexpr int kNvidiaMpsEnabled = 133;
+// Of writes by other devices: how the GPU orders them for its own kernels, how it can be asked to,
+// and what is asked.
+constexpr int kNvidiaRemoteFlushes = 117, kNvidiaRemoteOrder = 118;
+constexpr int kOrderedForOwner = 100, kFlushByHost = 1;
+constexpr int kFlushCurrentContext = 0, kFlushForOwner = 100;
 constexpr unsigned kPortableAndMapped = 3;
 constexpr unsigned kEqualOrLater = 0;
 constexpr unsigned kWithBarrier = 0;  // earlier writes of the stream become visible first
@@ -148,7 +153,8 @@ struct DeviceRegion::State {
     if (s.ok() && header.nvidia == 0) s = Check(api.amd_version(&amd_version), "runtime version");
     if (s.ok()) s = Check(api.device_count(&count), "device count");
     if (!s.ok()) return s;
-    if (device < 0 || device >= count) {
+    const bool own = device != DeviceRegionOptions::kTheServers;
+    if (own && (device < 0 || device >= count)) {
       return absl::UnavailableError(absl::StrCat("device memory: device ", device, " of ", count));
     }
     server_device = -1;
@@ -160,6 +166,7 @@ struct DeviceRegion::State {
     if (server_device < 0) {
       return absl::UnavailableError("device memory: the server's GPU is not visible here");
     }
+    if (!own) device = server_device;
     if (header.nvidia == 0) return s;
     s = Check(api.nvidia_retain(&context, device), "context");
     if (s.ok()) s = Check(api.nvidia_retain(&server_context, server_device), "context");
@@ -320,6 +327,34 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::WithoutMemory(
 std::span<std::byte> DeviceRegion::memory() const {
   return {static_cast<std::byte*>(state_->at), state_->bytes()};
 }
+std::span<std::byte> DeviceRegion::tensors() const {
+  return state_->header.words > 0 ? memory().first(state_->header.words) : memory();
+}
+
+absl::Status DeviceRegion::Bind() const {
+  const DeviceRuntime& api = state_->api;
+  return Check(nvidia() ? api.nvidia_push(state_->context) : api.amd_set_device(state_->device),
+               "making a device current");
+}
+
+absl::Status DeviceRegion::ShowRemoteWrites() const {
+  if (!nvidia()) return absl::OkStatus();
+  const DeviceRuntime& api = state_->api;
+  int order = 0, flushes = 0;
+  // Drivers that do not know the attribute promise nothing.
+  if (api.nvidia_attribute(&order, kNvidiaRemoteOrder, state_->device) != 0) order = 0;
+  if (order >= kOrderedForOwner) return absl::OkStatus();
+  if (api.nvidia_attribute(&flushes, kNvidiaRemoteFlushes, state_->device) != 0) flushes = 0;
+  if (api.nvidia_flush_remote == nullptr || (flushes & kFlushByHost) == 0) {
+    return absl::FailedPreconditionError(
+        "device memory: the GPU does not order what network devices write into it");
+  }
+  const State::Current current(*state_, false);
+  MLA_RETURN_IF_ERROR(current.status());
+  return Check(api.nvidia_flush_remote(kFlushCurrentContext, kFlushForOwner),
+               "showing writes of other devices");
+}
+
 bool DeviceRegion::nvidia() const { return state_->header.nvidia != 0; }
 bool DeviceRegion::chains() const { return state_->header.chains != 0; }
 const std::string& DeviceRegion::warning() const { return state_->warning; }

@@ -26,8 +26,10 @@
 namespace mla::client {
 
 struct DeviceRegionOptions {
-  int device = 0;       // of this process, in the runtime's order
-  std::string library;  // of the runtime; empty: search for it (device_runtime.h)
+  // Of this process, in the runtime's order.
+  int device = 0;
+  static constexpr int kTheServers = -1;  // as `device`: the one that has the memory
+  std::string library;                    // of the runtime; empty: search for it (device_runtime.h)
 };
 
 class DeviceRegion final {
@@ -45,6 +47,8 @@ class DeviceRegion final {
   ~DeviceRegion();
 
   std::span<std::byte> memory() const;  // device addresses; empty: there is none
+  // The part of memory() in front of the words of chains.
+  std::span<std::byte> tensors() const;
   bool nvidia() const;
   bool chains() const;  // wire::DeviceHeader::chains
   // Returns a reason for slowness, in words for people, or empty: worker and server share one GPU,
@@ -58,6 +62,14 @@ class DeviceRegion final {
   uint64_t OffsetOf(const void* data) const {
     return static_cast<uint64_t>(static_cast<const std::byte*>(data) - memory().data());
   }
+
+  // Makes the memory's device current in the calling thread until it ends, for libraries that
+  // register the memory.
+  absl::Status Bind() const;
+  // Makes what devices of the host (network adapters) have written into the memory so far visible
+  // to kernels that are launched afterwards; does nothing on GPUs that order such writes.
+  // FAILED_PRECONDITION: the GPU neither orders them nor can be asked to.
+  absl::Status ShowRemoteWrites() const;
 
   // Records the work that `stream` has been given so far in the event of ring slot `slot`. `stream`
   // is a CUstream or hipStream_t of the process's device; null is the default stream. Does not wait

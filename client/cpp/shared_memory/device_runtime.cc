@@ -72,6 +72,7 @@ absl::StatusOr<DeviceRuntime> OpenDeviceRuntime(bool nvidia, const std::string& 
   need(nullptr, "cuCtxCreate_v2", &table.nvidia_create);
   need(nullptr, "cuCtxDestroy_v2", &table.nvidia_destroy);
   want(nullptr, "cuCtxGetCurrent", &table.nvidia_current);
+  want(nullptr, "cuFlushGPUDirectRDMAWrites", &table.nvidia_flush_remote);
   want("hipHostRegister", "cuMemHostRegister_v2", &table.register_host);
   want("hipHostUnregister", "cuMemHostUnregister", &table.unregister_host);
   want("hipHostGetDevicePointer", "cuMemHostGetDevicePointer_v2", &table.device_address);

@@ -87,6 +87,7 @@ struct DeviceRuntime {
   int (*nvidia_destroy)(void*);
   // Null if the runtime does not have the call.
   int (*nvidia_current)(void**);
+  int (*nvidia_flush_remote)(int, int);
   int (*register_host)(void*, size_t, unsigned);
   int (*unregister_host)(void*);
   int (*device_address)(void**, void*, unsigned);

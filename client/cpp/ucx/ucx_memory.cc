@@ -52,7 +52,9 @@ absl::Status CheckRing(const UcxRing& ring) {
     return Mismatch("ring_entries", ring.entries,
                     absl::StrCat("a power of two up to ", kMostRingEntries));
   }
-  const uint64_t arena = wire::RingBytes(ring.entries);
+  const bool on_device = !ring.device_key.empty();
+  const uint64_t arena =
+      wire::RingBytes(ring.entries) + (on_device ? wire::DevicePartBytes(ring.entries) : 0);
   if (ring.arena_offset != arena) {
     return Mismatch("arena_offset", ring.arena_offset, absl::StrCat(arena));
   }
@@ -89,6 +91,11 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> UcxMemory::Open(const wire::UcxApi& a
 
 absl::Status UcxMemory::Connect(const UcxRing& ring) {
   MLA_RETURN_IF_ERROR(CheckRing(ring));
+  if (options_.device_memory == ring.device_key.empty()) {
+    return absl::UnimplementedError(options_.device_memory
+                                        ? "UCX ring: the server puts nothing into memory of a GPU"
+                                        : "UCX ring: device_key: got one that was not asked for");
+  }
   std::memcpy(token_.data(), ring.token.data(), token_.size());
   entries_ = ring.entries;
   slots_ = std::vector<Slot>(entries_);
@@ -124,7 +131,16 @@ absl::Status UcxMemory::Connect(const UcxRing& ring) {
 }
 
 absl::Status UcxMemory::ExchangeKeys(const UcxRing& ring) {
-  if (!options_.link.puts || ring.arena_key.empty()) return absl::OkStatus();
+  if (!options_.link.puts || ring.arena_key.empty()) {
+    return options_.device_memory ? absl::UnimplementedError("UCX ring: the server takes no puts")
+                                  : absl::OkStatus();
+  }
+  if (options_.device_memory) {
+    MLA_RETURN_IF_ERROR(
+        link_->Reach({ring.device_address, ring.device_bytes, std::string(ring.device_key)},
+                     wire::UcxRemote::kDevice));
+    device_bytes_ = std::min(ring.device_bytes, arena_bytes());
+  }
   MLA_RETURN_IF_ERROR(
       link_->Reach({ring.arena_address, arena_bytes(), std::string(ring.arena_key)}));
   MLA_ASSIGN_OR_RETURN(wire::UcxTarget arena, link_->Offer(region().last(arena_bytes())));
@@ -220,10 +236,25 @@ void UcxMemory::OnArrived(std::span<const std::byte> header) {
 
 void UcxMemory::OnSent(uint64_t) { --sending_; }
 
+bool UcxMemory::GoesToDevice(const wire::SubmissionEntry& entry, const RingPlaces& places) const {
+  const uint64_t arena = region().size() - arena_bytes();
+  const auto lies = [&](uint64_t offset, uint64_t bytes) {
+    return bytes == 0 || (offset >= arena && offset - arena <= device_bytes_ &&
+                          bytes <= device_bytes_ - (offset - arena));
+  };
+  return device_bytes_ > 0 && wire::MayLieOnDevice(entry) &&
+         places.in_bytes >= wire::UcxLink::kLeastPutBytes &&
+         lies(places.in_offset, places.in_bytes) && lies(entry.out_offset, places.out_bytes);
+}
+
 absl::Status UcxMemory::SendRequest(const wire::UcxRequestFrame& frame, const RingPlaces& places) {
   const auto header = std::as_bytes(std::span<const wire::UcxRequestFrame, 1>(&frame, 1));
   const auto payload = region().subspan(frame.place, places.in_bytes);
   const uint64_t arena = region().size() - arena_bytes();
+  if ((frame.entry.flags & wire::kEntryOnDevice) != 0) {
+    return link_->Put(header, region().subspan(places.in_offset, places.in_bytes),
+                      places.in_offset - arena, frame.number, wire::UcxRemote::kDevice);
+  }
   if (!link_->reaches() || payload.size() < wire::UcxLink::kLeastPutBytes || frame.place < arena) {
     return link_->Send(header, payload, frame.number);
   }
@@ -241,6 +272,13 @@ bool UcxMemory::Submit(wire::SubmissionEntry entry, const RingPlaces& places, vo
   frame.place = places.in_bytes > 0 ? places.in_offset : 0;
   frame.out_bytes = entry.kind == wire::kEntryAttend ? places.out_bytes : 0;
   frame.entry = entry;
+  if (GoesToDevice(entry, places)) {
+    const uint64_t arena = region().size() - arena_bytes();
+    frame.place = 0;
+    frame.entry.flags |= wire::kEntryOnDevice;
+    frame.entry.in_offset = places.in_offset - arena;
+    frame.entry.out_offset = places.out_bytes > 0 ? entry.out_offset - arena : 0;
+  }
   // Without the lock, because a driver may wait for the stream's earlier work.
   absl::Status turn;
   if (chained) turn = chains_->PassTurn(frame.number, returned_, stream);

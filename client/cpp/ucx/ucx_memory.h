@@ -38,8 +38,11 @@
 namespace mla::client {
 
 struct UcxMemoryOptions {
-  std::string library;                // of UCX; empty: libucp.so.0 where the loader finds it
-  wire::UcxLinkOptions link;          // transports and devices; whether to put
+  std::string library;        // of UCX; empty: libucp.so.0 where the loader finds it
+  wire::UcxLinkOptions link;  // transports and devices; whether to put
+  // Tensors are put into memory of the server's GPU where they may lie there (MayLieOnDevice), and
+  // are not small. With link.puts.
+  bool device_memory = false;
   std::chrono::microseconds spin{0};  // how long Wait polls before it sleeps
   // Registers the mirror with the driver of `device`, so that its streams copy from and to the
   // arena, and calls can be chained.
@@ -57,6 +60,9 @@ struct UcxRing {
   // Key and address of the arena in the server's memory, for puts. An empty key allows no puts.
   std::string_view arena_key;
   uint64_t arena_address = 0;
+  // Likewise of memory of the server's GPU, of which the arena is the mirror.
+  std::string_view device_key;
+  uint64_t device_address = 0, device_bytes = 0;
   std::string_view secret;  // empty: frames travel in clear
   bool batches = false;     // the server takes frames that travel together
 };
@@ -74,7 +80,9 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   const std::string& address() const { return address_; }
   bool handles_losses() const { return handles_losses_; }  // as of wire::UcxLink
   bool wants_puts() const { return options_.link.puts; }
-  // Makes the mirror and connects. UNIMPLEMENTED if the ring is not laid out as this protocol says.
+  bool wants_device_memory() const { return options_.device_memory; }
+  // Makes the mirror and connects. UNIMPLEMENTED if the ring is not laid out as this protocol says,
+  // or has no device memory although it is wanted.
   absl::Status Connect(const UcxRing& ring);
   // Called by Close, Disconnect and the destructor, once: asks the server to end the ring, which
   // SetEnded tells. Destroyed by the destructor; after that SetEnded must not be called.
@@ -127,6 +135,8 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   void OnSent(uint64_t number) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Lets both sides put, if the server does.
   absl::Status ExchangeKeys(const UcxRing& ring) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // True if the tensors of the entry go to memory of the server's GPU.
+  bool GoesToDevice(const wire::SubmissionEntry& entry, const RingPlaces& places) const;
   absl::Status SendRequest(const wire::UcxRequestFrame& frame, const RingPlaces& places)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Sends what may leave now. Returns true if something has left.
@@ -148,7 +158,8 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   bool handles_losses_ = false;
   wire::UcxToken token_{};
   uint32_t entries_ = 0;
-  std::vector<Slot> slots_;  // completions, by number % entries
+  uint64_t device_bytes_ = 0;  // of the server's GPU, that tensors are put into
+  std::vector<Slot> slots_;    // completions, by number % entries
   std::function<void()> give_up_;
   std::atomic<bool> gave_up_{false};
   int event_ = -1;  // UCX's descriptor; -1: none

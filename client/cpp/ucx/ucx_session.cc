@@ -35,6 +35,7 @@ class UcxCall final {
     request.set_encrypts(true);
     request.set_batches(true);
     request.set_puts(memory_->wants_puts());
+    request.set_device_memory(memory_->wants_device_memory());
     request.set_spin_us(static_cast<uint32_t>(options.memory.spin.count()));
     reader_ = stub_->OpenUcx(&context_, request);
     try {
@@ -105,6 +106,9 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcxRing(std::shared_ptr<grpc::Cha
   ring.arena_bytes = options.bytes;
   ring.arena_key = reply.arena_key();
   ring.arena_address = reply.arena_address();
+  ring.device_key = reply.device_key();
+  ring.device_address = reply.device_address();
+  ring.device_bytes = reply.device_bytes();
   ring.secret = reply.secret();
   ring.batches = reply.batches();
   MLA_RETURN_IF_ERROR((*memory)->Connect(ring));

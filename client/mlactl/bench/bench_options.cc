@@ -130,10 +130,10 @@ void Combine(const BenchArguments& arguments, Add add) {
 // `scene`: if it is given, decode steps and their options are left out.
 void AddLoad(Command* command, CLI::Option* scene, BenchArguments* arguments) {
   LoadOptions* const load = &arguments->options.load;
-  command->Choices({"transport", "LIST",
-                    "inline, shm, ring-futex, ring-spin, all of these, ucx, ucx-puts, or auto "
-                    "(default)"},
-                   TransportNames(), {"auto", kUcx, kUcxPuts}, &arguments->transports);
+  command->Choices(
+      {"transport", "LIST",
+       "inline, shm, ring-futex, ring-spin, all these, ucx[-puts|-device], auto (default)"},
+      TransportNames(), {"auto", kUcx, kUcxPuts, kUcxDevice}, &arguments->transports);
   command->Numbers(
       {"concurrency", "LIST", "workers, each with a connection of its own (default 1)"}, 1, 4096,
       kMaxList, &arguments->workers);

@@ -13,9 +13,10 @@ void AddTransport(Command* command, std::string* name) {
   names.insert(names.begin(), "auto");
   names.emplace_back(kUcx);
   names.emplace_back(kUcxPuts);
-  command->Choice(
-      {"transport", "NAME", "inline, shm, ring-futex, ring-spin, ucx, ucx-puts, or auto (default)"},
-      names, name);
+  names.emplace_back(kUcxDevice);
+  command->Choice({"transport", "NAME",
+                   "inline, shm, ring-futex, ring-spin, ucx[-puts|-device], or auto (default)"},
+                  names, name);
 }
 
 void AddSpin(Command* command, uint32_t* spin_us) {
@@ -33,7 +34,8 @@ void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptio
   if (name == "ring-spin") options->transport = Transport::kRing;
   if (name == kUcx) options->transport = Transport::kUcx;
   if (name == kUcxPuts) options->transport = Transport::kUcxPuts;
-  if (name == "ring-spin" || name == kUcx || name == kUcxPuts) options->spin_us = spin_us;
+  if (name == kUcxDevice) options->transport = Transport::kUcxDevice;
+  if (name == "ring-spin" || name.starts_with(kUcx)) options->spin_us = spin_us;
 }
 
 }  // namespace mla::mlactl

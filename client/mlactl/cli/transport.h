@@ -13,9 +13,11 @@ namespace mla::mlactl {
 
 inline constexpr uint32_t kDefaultSpinMicros = 100;
 
-// A ring over UCX, to a server that offers it; the second with puts.
+// A ring over UCX, to a server that offers it; the second with puts, the third with puts into
+// memory of the server's GPU.
 inline constexpr char kUcx[] = "ucx";
 inline constexpr char kUcxPuts[] = "ucx-puts";
+inline constexpr char kUcxDevice[] = "ucx-device";
 
 // inline, shm, ring-futex, ring-spin: without auto, which leaves the choice to the client library,
 // and those over UCX, which few servers offer.

@@ -50,10 +50,11 @@ class Client(Steps, Pages, Operations, Following):
     `transport` says how steps travel: "ring" (messages and tensors in shared memory), "shm"
     (tensors in shared memory, messages over gRPC), "inline" (all over gRPC), "ucx" (a ring that
     travels over UCX to a server of any host; needs the C library, mla_client.native), "ucx_puts"
-    (likewise, with tensors put where the server allows it, for RDMA: docs/rdma.md), or "auto":
-    the ring where a unix target's server offers one, else inline with the reason in the log. Each
-    stream gets memory of its own: `shared_bytes` (at most the server's limit), or, if that is None,
-    64 MiB, 32 and so on down to 4, depending on what the server has left; 0 asks for none, which
+    (likewise, with tensors put where the server allows it, for RDMA: docs/rdma.md), "ucx_device"
+    (likewise, into memory of the server's GPU; an error where it cannot), or "auto": the ring
+    where a unix target's server offers one, else inline with the reason in the log. Each stream
+    gets memory of its own: `shared_bytes` (at most the server's limit), or, if that is None, 64
+    MiB, 32 and so on down to 4, depending on what the server has left; 0 asks for none, which
     leaves "inline". A wait on a ring looks for `spin_us` before it sleeps; so does the server, as
     far as it allows.
 

@@ -21,6 +21,8 @@ constexpr int kReadWrite = 3;
 constexpr unsigned kEventWithoutTiming = 2;
 constexpr unsigned kEventInterprocess = 4;
 constexpr size_t kAllocationUnit = size_t{2} << 20;
+// Attribute: memory of the virtual memory calls may be registered with network devices.
+constexpr int kNvidiaRemoteReachesVirtual = 110;
 
 struct Location {
   int type, id;
@@ -47,6 +49,7 @@ struct SharingTable {
   int (*memory_handle)(Handle*, DevicePtr);
   int (*event_create)(Event*, unsigned);
   int (*event_handle)(Handle*, Event);
+  int (*nvidia_attribute)(int*, int, int);  // null: not NVIDIA
   // Virtual memory calls; null if the library lacks them.
   int (*granularity)(size_t*, const AllocationProperties*, int);
   int (*create)(uint64_t*, size_t, const AllocationProperties*, unsigned long long);
@@ -167,6 +170,11 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     properties.type = kPinned;
     properties.handle_types = kPosixDescriptor;
     properties.location = here;
+    // Such memory must be made for it (docs/rdma.md); drivers refuse the wish where none may reach.
+    int reach = 0;
+    const bool known = api.nvidia_attribute != nullptr &&
+                       api.nvidia_attribute(&reach, kNvidiaRemoteReachesVirtual, here.id) == 0;
+    properties.rdma = known && reach != 0 ? 1 : 0;
     size_t unit = 0;
     absl::Status s = Check(api.granularity(&unit, &properties, 0), "allocation granularity");
     if (!s.ok()) return s;
@@ -250,6 +258,9 @@ absl::StatusOr<std::unique_ptr<DeviceSharing>> DeviceSharing::Open(GpuRuntime* r
   find("hipIpcGetMemHandle", "cuIpcGetMemHandle", &table->memory_handle);
   find("hipEventCreateWithFlags", "cuEventCreate", &table->event_create);
   find("hipIpcGetEventHandle", "cuIpcGetEventHandle", &table->event_handle);
+  if (runtime->vendor() == Vendor::kNvidia) {
+    symbols.Need("cuDeviceGetAttribute", &table->nvidia_attribute);
+  }
   MLA_RETURN_IF_ERROR(symbols.Check("the GPU runtime"));
   find("hipMemGetAllocationGranularity", "cuMemGetAllocationGranularity", &table->granularity);
   find("hipMemCreate", "cuMemCreate", &table->create);

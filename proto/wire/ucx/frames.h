@@ -10,6 +10,12 @@
 // server's side by the key of the client's UcxKeyFrame. That frame is the client's first, and has
 // no number; replies are sent as payloads until it has come.
 //
+// A client that has a key of device memory (OpenUcxReply) may put the inputs of an attend there.
+// Byte d of that memory belongs to byte d of the arena. The entry then has kEntryOnDevice, its
+// offsets count from the start of the device memory, and the frame has no payload. The outputs are
+// put into the arena of the client at the same offset, so no such entry may come without a key of
+// the client; completions are kept until the key has come.
+//
 // A client numbers its requests from 0 on, the server's side its completions. Frames may arrive in
 // any order; receivers use them in the order of their numbers. At most `entries` requests may be in
 // flight: request n may be sent once completion n - entries was taken.

@@ -26,6 +26,7 @@ absl::StatusOr<UcxApi> OpenUcxApi(const std::string& library) {
   symbols.Need("ucp_config_modify", &api.config_modify);
   symbols.Need("ucp_config_release", &api.config_release);
   symbols.Need("ucp_init_version", &api.init_version);
+  symbols.Need("ucp_context_query", &api.context_query);
   symbols.Need("ucp_cleanup", &api.cleanup);
   symbols.Need("ucp_worker_create", &api.worker_create);
   symbols.Need("ucp_worker_destroy", &api.worker_destroy);

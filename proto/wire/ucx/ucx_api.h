@@ -19,6 +19,7 @@ struct UcxApi {
   decltype(&ucp_config_modify) config_modify;
   decltype(&ucp_config_release) config_release;
   decltype(&ucp_init_version) init_version;
+  decltype(&ucp_context_query) context_query;
   decltype(&ucp_cleanup) cleanup;
   decltype(&ucp_worker_create) worker_create;
   decltype(&ucp_worker_destroy) worker_destroy;

@@ -6,11 +6,13 @@
 #include <cstring>
 #include <filesystem>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/status_macros.h"
 #include "proto/wire/ucx/frames.h"
@@ -69,13 +71,28 @@ bool UsesRdma(const std::string& transports) {
                          "ud_mlx5", "ud_verbs", "dc", "dc_x", "dc_mlx5"});
 }
 
-ucp_request_param_t ParamOf(ucp_send_nbx_callback_t done, void* user_data) {
+ucs_memory_type_t TypeOf(UcxMemoryKind kind) {
+  switch (kind) {
+    case UcxMemoryKind::kCuda:
+      return UCS_MEMORY_TYPE_CUDA;
+    case UcxMemoryKind::kRocm:
+      return UCS_MEMORY_TYPE_ROCM;
+    case UcxMemoryKind::kHost:
+      break;
+  }
+  return UCS_MEMORY_TYPE_HOST;
+}
+
+constexpr const char* kMemoryNames[] = {"host", "cuda", "cuda-managed", "rocm", "rocm-managed"};
+
+ucp_request_param_t ParamOf(ucp_send_nbx_callback_t done, void* user_data,
+                            UcxMemoryKind kind = UcxMemoryKind::kHost) {
   ucp_request_param_t param{};
   param.op_attr_mask =
       UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   param.cb.send = done;
   param.user_data = user_data;
-  param.memory_type = UCS_MEMORY_TYPE_HOST;  // not looked up for each frame
+  param.memory_type = TypeOf(kind);  // not looked up for each frame
   return param;
 }
 
@@ -190,16 +207,21 @@ UcxLink::~UcxLink() {
       api_.request_free(closing);
     }
   }
-  if (remote_key_ != nullptr) api_.rkey_destroy(remote_key_);
+  for (const Remote& remote : remotes_) {
+    if (remote.key != nullptr) api_.rkey_destroy(remote.key);
+  }
   for (ucp_mem_h memory : registered_) (void)api_.mem_unmap(context_, memory);
   if (worker_ != nullptr) api_.worker_destroy(worker_);
   if (context_ != nullptr) api_.cleanup(context_);
 }
 
 // `access` 0: all that UCX gives by itself.
-absl::Status UcxLink::Map(std::span<std::byte> memory, unsigned access, ucp_mem_h* handle) {
+absl::Status UcxLink::Map(std::span<std::byte> memory, unsigned access, UcxMemoryKind kind,
+                          ucp_mem_h* handle) {
   ucp_mem_map_params_t params{};
-  params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
+  params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH |
+                      UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
+  params.memory_type = TypeOf(kind);
   params.address = memory.data();
   params.length = memory.size();
   if (access != 0) params.field_mask |= UCP_MEM_MAP_PARAM_FIELD_PROT;
@@ -211,7 +233,22 @@ absl::Status UcxLink::Map(std::span<std::byte> memory, unsigned access, ucp_mem_
 
 absl::Status UcxLink::Register(std::span<std::byte> memory) {
   ucp_mem_h handle = nullptr;
-  return Map(memory, 0, &handle);
+  return Map(memory, 0, UcxMemoryKind::kHost, &handle);
+}
+
+absl::Status UcxLink::Knows(UcxMemoryKind kind) const {
+  ucp_context_attr_t attributes{};
+  attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
+  MLA_RETURN_IF_ERROR(Check(api_.context_query(context_, &attributes), "memory types"));
+  if ((attributes.memory_types >> TypeOf(kind) & 1) != 0) return absl::OkStatus();
+  std::vector<absl::string_view> known;
+  for (size_t i = 0; i < std::size(kMemoryNames); ++i) {
+    if ((attributes.memory_types >> i & 1) != 0) known.push_back(kMemoryNames[i]);
+  }
+  return absl::FailedPreconditionError(
+      absl::StrCat("UCX ", UcxVersionText(api_), " cannot put into memory of the GPU: it knows ",
+                   absl::StrJoin(known, ", "), ", and not ", kMemoryNames[TypeOf(kind)],
+                   ": it was built without that, or ucx.transports leaves it out"));
 }
 
 absl::Status UcxLink::Connect(std::string_view address) {
@@ -342,12 +379,13 @@ void UcxLink::OnMessageSent(void* request, ucs_status_t code, void* user_data) {
 
 // ------------------------------------------------------------------------------------------ Puts
 
-absl::StatusOr<UcxTarget> UcxLink::Offer(std::span<std::byte> memory) {
+absl::StatusOr<UcxTarget> UcxLink::Offer(std::span<std::byte> memory, UcxMemoryKind kind) {
+  MLA_RETURN_IF_ERROR(Knows(kind));
   ucp_mem_h handle = nullptr;
   MLA_RETURN_IF_ERROR(Map(
       memory,
       UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_LOCAL_WRITE | UCP_MEM_MAP_PROT_REMOTE_WRITE,
-      &handle));
+      kind, &handle));
   void* key = nullptr;
   size_t bytes = 0;
   MLA_RETURN_IF_ERROR(Check(api_.rkey_pack(context_, handle, &key, &bytes), "key"));
@@ -359,7 +397,7 @@ absl::StatusOr<UcxTarget> UcxLink::Offer(std::span<std::byte> memory) {
                                              kUcxMostKeyBytes, " are possible"));
 }
 
-absl::Status UcxLink::Reach(const UcxTarget& target) {
+absl::Status UcxLink::Reach(const UcxTarget& target, UcxRemote which) {
   if (target.key.empty() || target.key.size() > kUcxMostKeyBytes) {
     return absl::InvalidArgumentError(
         absl::StrCat("UCX: key: got ", target.key.size(), " bytes, must be 1..", kUcxMostKeyBytes));
@@ -372,26 +410,25 @@ absl::Status UcxLink::Reach(const UcxTarget& target) {
   std::memcpy(key.data(), target.key.data(), target.key.size());
   ucp_rkey_h unpacked = nullptr;
   MLA_RETURN_IF_ERROR(Check(api_.ep_rkey_unpack(endpoint_, key.data(), &unpacked), "key"));
-  remote_key_ = unpacked;
-  remote_address_ = target.address;
-  remote_bytes_ = target.bytes;
+  remotes_[static_cast<size_t>(which)] = {unpacked, target.address, target.bytes};
   return absl::OkStatus();
 }
 
 absl::Status UcxLink::Put(std::span<const std::byte> header, std::span<const std::byte> payload,
-                          uint64_t offset, uint64_t tag) {
+                          uint64_t offset, uint64_t tag, UcxRemote which, UcxMemoryKind kind) {
   if (!status_.ok()) return status_;
-  if (offset > remote_bytes_ || payload.size() > remote_bytes_ - offset) {
+  const Remote& remote = RemoteOf(which);
+  if (offset > remote.bytes || payload.size() > remote.bytes - offset) {
     return absl::InvalidArgumentError(absl::StrCat("UCX: put: got ", offset, " + ", payload.size(),
-                                                   ", must be within 0..", remote_bytes_));
+                                                   ", must be within 0..", remote.bytes));
   }
   Message* const frame = TakeMessage(header);
   if (frame == nullptr) return absl::ResourceExhaustedError("UCX: too many frames are under way");
   frame->tags.push_back(tag);
   frame->steps = kPutSteps;
-  const ucp_request_param_t param = ParamOf(OnPut, frame);
+  const ucp_request_param_t param = ParamOf(OnPut, frame, kind);
   ucs_status_ptr_t const put = api_.put_nbx(endpoint_, payload.data(), payload.size(),
-                                            remote_address_ + offset, remote_key_, &param);
+                                            remote.address + offset, remote.key, &param);
   if (UCS_PTR_IS_ERR(put)) {
     ReturnMessage(frame);
     Fail(Check(UCS_PTR_STATUS(put), "put"));

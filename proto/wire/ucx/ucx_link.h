@@ -52,11 +52,17 @@ struct UcxLinkOptions {
   bool puts = false;
 };
 
+// What memory is made of, as UCX tells it apart.
+enum class UcxMemoryKind : uint8_t { kHost, kCuda, kRocm };
+
 // Memory of one side that the other may put payloads into.
 struct UcxTarget {
   uint64_t address = 0, bytes = 0;
   std::string key;  // as UCX packs it
 };
+
+// Which of the peer's memory a payload is put into.
+enum class UcxRemote : uint8_t { kArena, kDevice };
 
 class UcxLink final {
  public:
@@ -98,17 +104,24 @@ class UcxLink final {
   absl::Status SendHeld();
   // Lets the peer put payloads into `memory`, which must be mapped until the link is destroyed;
   // returns what the peer's Reach needs. The key allows to write and not to read, where transports
-  // have keys. REQUIRES: options.puts.
-  absl::StatusOr<UcxTarget> Offer(std::span<std::byte> memory);
+  // have keys. Memory of a GPU is registered as `kind`, in the context that is current.
+  // FAILED_PRECONDITION: this UCX does not know that kind. REQUIRES: options.puts.
+  absl::StatusOr<UcxTarget> Offer(std::span<std::byte> memory,
+                                  UcxMemoryKind kind = UcxMemoryKind::kHost);
+  // OK if UCX registers memory of this kind; FAILED_PRECONDITION names the kinds that it knows.
+  absl::Status Knows(UcxMemoryKind kind) const;
   // Payloads may be put into this memory of the peer from now on. INVALID_ARGUMENT: its key is too
-  // long, or it has no addresses. REQUIRES: options.puts, no Encrypt, after Connect, once.
-  absl::Status Reach(const UcxTarget& target);
-  bool reaches() const { return remote_key_ != nullptr; }
+  // long, or it has no addresses. REQUIRES: options.puts, no Encrypt, after Connect, once for each
+  // `which`.
+  absl::Status Reach(const UcxTarget& target, UcxRemote which = UcxRemote::kArena);
+  bool reaches(UcxRemote which = UcxRemote::kArena) const { return RemoteOf(which).key != nullptr; }
   // As Send, but puts the payload at `offset` of the peer's memory, and sends the header alone once
   // it is there. Puts that come while earlier ones are on their way are waited for together.
-  // INVALID_ARGUMENT: the peer's memory does not hold the payload. REQUIRES: reaches().
+  // `kind` is the payload's. INVALID_ARGUMENT: the peer's memory does not hold the payload.
+  // REQUIRES: reaches(which).
   absl::Status Put(std::span<const std::byte> header, std::span<const std::byte> payload,
-                   uint64_t offset, uint64_t tag);
+                   uint64_t offset, uint64_t tag, UcxRemote which = UcxRemote::kArena,
+                   UcxMemoryKind kind = UcxMemoryKind::kHost);
   // Returns true if something has moved.
   bool Progress();
   // Becomes readable when there is something for Progress, if Arm was called and returned true.
@@ -130,7 +143,8 @@ class UcxLink final {
   absl::Status Init(const UcxLinkOptions& options);
   absl::Status Check(ucs_status_t code, const char* call) const;
   void Fail(const absl::Status& status);
-  absl::Status Map(std::span<std::byte> memory, unsigned access, ucp_mem_h* handle);
+  absl::Status Map(std::span<std::byte> memory, unsigned access, UcxMemoryKind kind,
+                   ucp_mem_h* handle);
   absl::Status SetHandler(unsigned id, ucp_am_recv_callback_t receive);
   // Sends a message of its own: one frame, or a list of them.
   absl::Status SendMessage(unsigned id, std::span<const std::byte> header,
@@ -185,8 +199,12 @@ class UcxLink final {
   std::span<const std::byte> first_payload_, carried_;
   std::optional<FrameSeal> seals_, opens_;  // of Encrypt
   // The peer's memory.
-  ucp_rkey_h remote_key_ = nullptr;
-  uint64_t remote_address_ = 0, remote_bytes_ = 0;
+  struct Remote {
+    ucp_rkey_h key = nullptr;
+    uint64_t address = 0, bytes = 0;
+  };
+  const Remote& RemoteOf(UcxRemote which) const { return remotes_[static_cast<size_t>(which)]; }
+  std::array<Remote, 2> remotes_;    // by UcxRemote
   std::vector<Message*> unflushed_;  // frames whose puts wait for the next flush
   std::vector<Message*> flushing_;   // and for the one that is under way
 };

@@ -46,9 +46,9 @@ std::unique_ptr<client::UcxMemory> OpenUcxRing(const std::string& listener, uint
   setup.token.fill(1);
   setup.client.Set((*memory)->address());
   const int ring = Dial(listener);
-  if (path.relay_core >= 0) StayOn(path.relay_core);  // a process begins where its starter is
+  if (path.relay_cpu >= 0) StayOn(path.relay_cpu);  // a process begins where its starter is
   auto started = server::RelayProcess::Start("/proc/self/exe", setup, ring, kRelayTimeout);
-  if (path.relay_core >= 0) StayOn(path.own_core);
+  if (path.relay_cpu >= 0) StayOn(path.own_cpu);
   close(ring);
   Check(started.status());
   const std::shared_ptr<server::RelayProcess> relay = *std::move(started);

@@ -15,9 +15,9 @@ namespace mla::bench {
 struct UcxPathOptions {
   std::string transports;  // as of UCX_TLS
   bool puts = false;
-  bool batches = true;                 // entries that are submitted together travel together
-  std::chrono::microseconds spin{0};   // of both sides
-  int relay_core = -1, own_core = -1;  // of the relay, and of the calling thread; -1: any
+  bool batches = true;                // entries that are submitted together travel together
+  std::chrono::microseconds spin{0};  // of both sides
+  int relay_cpu = -1, own_cpu = -1;   // of the relay, and of the calling thread; -1: any
 };
 
 // `listener` is the path of the server's listener for shared memory, `bytes` the size of the arena.

@@ -10,8 +10,8 @@
 // rows as a session does; a bare message is always whole. N: threads that serve the server's
 // streams. K: threads that share the copy of a large message if queries are gathered, default 4. M:
 // threads on either side that touch tensors in gbps_wide, default a quarter of the CPUs, at most
-// four. --one-core-each: all threads of the client stay on core 0, those of the server and of its
-// relays on core 1. L: attends that are under way at once on a ring, default 1; p50_us is then a
+// four. --one-core-each: all threads of the client stay on one core, those of the server and of its
+// relays on another. L: attends that are under way at once on a ring, default 1; p50_us is then a
 // share of the time of all. The other paths are compared with the first.
 //
 // Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is.
@@ -42,6 +42,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -75,16 +76,15 @@ constexpr const char* kPaths[] = {
     "grpc_stream",       "grpc_unary",   "inline",    "inline_staged", "shm",
     "grpc_stream_sleep", "inline_sleep", "shm_sleep", "ring_futex",    "grpc_stream_stock"};
 constexpr const char* kAlone[] = {
-    "ring_spin",           "inline_tcp", "inline_tcp_sleep", "ucx_tcp",      "ucx_tcp_sleep",
-    "ucx_tcp_puts",        "ucx_shm",    "ucx_shm_sleep",    "ucx_shm_puts", "ucx_shm_puts_sleep",
-    "ucx_shm_alone_sleep", "tcp_bare"};
+    "ring_spin",     "inline_tcp",         "inline_tcp_sleep",         "ucx_tcp",
+    "ucx_tcp_sleep", "ucx_tcp_puts",       "ucx_tcp_alone_sleep",      "ucx_shm",
+    "ucx_shm_sleep", "ucx_shm_puts",       "ucx_shm_puts_sleep",       "ucx_shm_alone_sleep",
+    "tcp_bare",      "ucx_tcp_puts_sleep", "ucx_tcp_puts_alone_sleep", "ucx_shm_puts_alone_sleep"};
 constexpr Shape kShapes[] = {
     {"EXPANDED-1", v1::PROFILE_EXPANDED, 1},     {"EXPANDED-32", v1::PROFILE_EXPANDED, 32},
     {"EXPANDED-128", v1::PROFILE_EXPANDED, 128}, {"ABSORBED-1", v1::PROFILE_ABSORBED, 1},
     {"ABSORBED-32", v1::PROFILE_ABSORBED, 32},   {"ABSORBED-128", v1::PROFILE_ABSORBED, 128},
 };
-
-constexpr int kClientCore = 0, kServerCore = 1;  // with --one-core-each
 
 struct Options {
   double seconds = 0.8;
@@ -98,7 +98,7 @@ struct Options {
       std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()) / 4, 1, 4);
   uint64_t piece_bytes = (4 << 20) - 1024;  // bytes of a piece that a session sends
   std::string paths, shapes;                // empty: all
-  bool one_core_each = false;
+  std::array<int, 2> cpus{-1, -1};          // of the client and of the server; -1: all
   uint32_t ahead = 1;
 };
 
@@ -237,10 +237,8 @@ class Benchmark {
       ucx.puts = name.find("_puts") != std::string::npos;
       ucx.batches = name.find("_alone") == std::string::npos;
       ucx.spin = spin;
-      if (options_.one_core_each) {
-        ucx.own_core = kClientCore;
-        ucx.relay_core = kServerCore;
-      }
+      ucx.own_cpu = options_.cpus[0];
+      ucx.relay_cpu = options_.cpus[1];
       auto ring = OpenUcxRing(folder_ + "/s.shm", bytes, ucx);
       const auto sent = [at = ring.get()] { return at->messages_sent(); };
       return std::make_unique<Ring>(shape, std::move(ring), sent);
@@ -382,7 +380,7 @@ void Print(const std::vector<Row>& rows) {
 }
 
 void RunClient(const std::string& folder, Shared* shared, const Options& options) {
-  if (options.one_core_each) StayOn(kClientCore);
+  if (options.cpus[0] >= 0) StayOn(options.cpus[0]);
   while (shared->ready.load() == 0 || shared->stock_ready.load() == 0 ||
          shared->bare_port.load() == 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -428,7 +426,7 @@ int Main(const Options& options) {
   char name[] = "/tmp/mla-wire-XXXXXX";
   const std::string folder = mkdtemp(name);
   // Forks before any side has a thread. The stock server runs without our setting of the heap.
-  if (options.one_core_each) StayOn(kServerCore);
+  if (options.cpus[1] >= 0) StayOn(options.cpus[1]);
   const pid_t stock = Fork([&] { ServeStock(folder, shared); });
   const pid_t bare = Fork([&] { ServeBareTcp(shared); });
   wire::KeepMessageMemory();
@@ -482,7 +480,7 @@ int main(int argc, char** argv) {
     } else if (argument == "--ahead" && more) {
       options.ahead = static_cast<uint32_t>(std::max(std::atoi(argv[++i]), 1));
     } else if (argument == "--one-core-each") {
-      options.one_core_each = true;
+      options.cpus = mla::bench::TwoCores();
     } else if (argument == "--paths" && more) {
       options.paths = argv[++i];
     } else if (argument == "--shapes" && more) {

@@ -11,10 +11,12 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <span>
@@ -58,15 +60,33 @@ inline void Check(const absl::Status& status) {
   if (!status.ok()) Die(status.ToString());
 }
 
-// Keeps the calling thread, and the threads and processes that it starts from now on, on one core;
+// Keeps the calling thread, and the threads and processes that it starts from now on, on one CPU;
 // -1: on all.
-inline void StayOn(int core) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
+inline void StayOn(int cpu) {
+  cpu_set_t cpus;
+  CPU_ZERO(&cpus);
   for (int i = 0; i < CPU_SETSIZE; ++i) {
-    if (core < 0 || i == core) CPU_SET(i, &cores);
+    if (cpu < 0 || i == cpu) CPU_SET(i, &cpus);
   }
-  if (sched_setaffinity(0, sizeof(cores), &cores) != 0) Die("there is no core of that number");
+  if (sched_setaffinity(0, sizeof(cpus), &cpus) != 0) Die("there is no CPU of that number");
+}
+
+// Two CPUs that this process may use, of different cores: CPUs of one core share its units.
+inline std::array<int, 2> TwoCores() {
+  cpu_set_t usable;
+  if (sched_getaffinity(0, sizeof(usable), &usable) != 0) Die("the usable CPUs are not known");
+  int first = -1;
+  std::string first_core;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &usable)) continue;
+    std::string core = std::to_string(cpu);  // where the system does not name its CPUs
+    std::getline(
+        std::ifstream("/sys/devices/system/cpu/cpu" + core + "/topology/thread_siblings_list"),
+        core);
+    if (first >= 0 && core != first_core) return {first, cpu};
+    if (first < 0) first = cpu, first_core = core;
+  }
+  Die("there are no two cores");
 }
 
 inline v1::AttendStreamRequest AttendOf(const Shape& shape, uint64_t step, uint32_t layer) {

@@ -90,8 +90,14 @@ struct Control {
   // release the lock, because the lock belongs to a thread.
   void (*before_launch)(const char* kernel) = nullptr;
 
+  // CUDA's attributes of writes by network devices: how they are ordered for the GPU's own kernels
+  // (100: for them), and how it can be asked to show them (1: by a call).
+  int remote_order = 100, remote_flushes = 1;
+
   // Counters.
-  int64_t live_bytes = 0;  // of device memory
+  int64_t remote_shown = 0;  // calls that showed writes of network devices
+  int64_t remote_bytes = 0;  // of device memory that was made for network devices, in total
+  int64_t live_bytes = 0;    // of device memory
   int64_t allocations = 0;
   int64_t launches = 0;
   int64_t expanded_launches = 0;  // those of attention in the expanded form

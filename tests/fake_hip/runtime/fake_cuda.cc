@@ -21,6 +21,7 @@ constexpr int kHipMultiprocessorCount = 63;
 constexpr int kCapabilityMajor = 75;
 constexpr int kCapabilityMinor = 76;
 constexpr int kHostPointersReach = 91;
+constexpr int kRemoteReachesVirtual = 110, kRemoteFlushes = 117, kRemoteOrder = 118;
 constexpr int kProcessesShareIt = 133;
 constexpr int kMaxDynamicShared = 8;
 constexpr unsigned kCooperative = 2;
@@ -174,6 +175,10 @@ int fake_hip_order_nodes(void*, void*);
 
 #define IN_CONTEXT(call) return current == nullptr ? kInvalidContext : call
 
+int cuFlushGPUDirectRDMAWrites(int, int) {
+  ++fake_hip_control()->remote_shown;
+  return kSuccess;
+}
 int cuInit(unsigned flags) { return hipInit(flags); }
 int cuDeviceGetCount(int* count) { return hipGetDeviceCount(count); }
 int cuDeviceGetName(char* name, int bytes, int device) {
@@ -183,8 +188,14 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (attribute == kMultiprocessorCount) {
     return hipDeviceGetAttribute(value, kHipMultiprocessorCount, device);
   }
-  if (attribute == kHostPointersReach || attribute == kProcessesShareIt) {
+  if (attribute == kHostPointersReach || attribute == kProcessesShareIt ||
+      attribute == kRemoteReachesVirtual) {
     *value = 1;
+    return kSuccess;
+  }
+  if (attribute == kRemoteOrder || attribute == kRemoteFlushes) {
+    const mla::fake_hip::Control& control = *fake_hip_control();
+    *value = attribute == kRemoteOrder ? control.remote_order : control.remote_flushes;
     return kSuccess;
   }
   // In "sm_90" the last digit is the minor number.

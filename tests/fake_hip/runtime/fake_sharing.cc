@@ -24,6 +24,12 @@ constexpr int kOutOfMemory = 2;
 constexpr size_t kUnit = size_t{2} << 20;
 constexpr char kUuid[] = "fake device 0001";
 
+// As of both vendors.
+struct Properties {
+  int type, handle_types, location_type, location;
+  void* security;
+  unsigned char compression, remote;
+};
 struct Allocation {
   int descriptor;
   size_t bytes;
@@ -131,7 +137,7 @@ int hipMemGetAllocationGranularity(size_t* bytes, const void*, int) {
   *bytes = fake::kUnit;
   return fake::kSuccess;
 }
-int hipMemCreate(uint64_t* handle, size_t bytes, const void*, unsigned long long) {
+int hipMemCreate(uint64_t* handle, size_t bytes, const void* wanted, unsigned long long) {
   FAIL_IF_ASKED("hipMemCreate");
   fake::Control& control = *fake_hip_control();
   if (bytes == 0 || bytes % fake::kUnit != 0) return fake::kInvalidValue;
@@ -150,6 +156,9 @@ int hipMemCreate(uint64_t* handle, size_t bytes, const void*, unsigned long long
   std::memset(at, 0xff, bytes);
   munmap(at, bytes);
   control.live_bytes += static_cast<int64_t>(bytes);
+  if (static_cast<const fake::Properties*>(wanted)->remote != 0) {
+    control.remote_bytes += static_cast<int64_t>(bytes);
+  }
   *handle = fake::Add({descriptor, bytes, false});
   return fake::kSuccess;
 }

@@ -65,6 +65,62 @@ TEST_P(StepProgramTest, AnswersAreRight) {
 INSTANTIATE_TEST_SUITE_P(Transports, StepProgramTest, ::testing::Values("inline", "shm", "ring"),
                          [](const auto& info) { return std::string(info.param); });
 
+// Where UCX is not installed, this fails.
+class UcxStepProgramTest : public ::testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    setenv("MLA_TEST_UCX", "1", 1);
+    setenv("UCX_TLS", "tcp", 1);  // of both sides
+  }
+  void TearDown() override {
+    unsetenv("MLA_TEST_UCX");
+    unsetenv("UCX_TLS");
+  }
+};
+
+TEST_P(UcxStepProgramTest, AnswersAreRight) {
+  const TestServer server([](server::Config& config) {
+    config.limits.max_row_dim = 576;
+    config.ucx.puts = true;
+  });
+  const std::string command =
+      std::string("tests/integration/c_client/step ") + server.tcp_target() + " " + GetParam();
+  EXPECT_EQ(std::system(command.c_str()), 0) << command;
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, UcxStepProgramTest, ::testing::Values("ucx", "ucx_puts"),
+                         [](const auto& info) { return std::string(info.param); });
+
+// A server without such memory is an error, not another way.
+TEST(UcxDeviceTest, TheServersReasonIsTheErrors) {
+  setenv("MLA_TEST_UCX", "1", 1);
+  setenv("UCX_TLS", "tcp", 1);
+  for (const bool offered : {false, true}) {
+    const TestServer server([offered](server::Config& config) {
+      config.ucx.puts = true;
+      config.ucx.device_memory = offered;
+      config.shm.device_bytes = 16 << 20;
+    });
+    mla_connect_options options{};
+    options.struct_size = sizeof(options);
+    options.transport = MLA_TRANSPORT_UCX_DEVICE;
+    mla_client* client = nullptr;
+    ASSERT_EQ(mla_connect(server.tcp_target().c_str(), &options, &client, nullptr), MLA_OK);
+    const ClientHandle handle(client, mla_client_free);
+    mla_session* session = nullptr;
+    mla_error* error = nullptr;
+    // The CPU backend has no memory of a GPU.
+    ASSERT_EQ(mla_session_open(client, &session, &error),
+              offered ? MLA_UNAVAILABLE : MLA_FAILED_PRECONDITION);
+    const std::string message = mla_error_message(error);
+    EXPECT_EQ(Said(error).field, offered ? "" : "device_memory");
+    EXPECT_NE(message.find(offered ? "device memory" : "ucx.device_memory"), std::string::npos)
+        << message;
+  }
+  unsetenv("MLA_TEST_UCX");
+  unsetenv("UCX_TLS");
+}
+
 TEST(CClientTest, NoServer) {
   mla_client* client = reinterpret_cast<mla_client*>(1);
   mla_error* error = nullptr;

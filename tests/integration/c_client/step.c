@@ -40,9 +40,11 @@ static mla_client* connect_to(const char* target, const char* transport) {
   mla_error* error;
   mla_server_info info = {0};
   options.struct_size = sizeof options;
-  options.transport = strcmp(transport, "inline") == 0 ? MLA_TRANSPORT_INLINE
-                      : strcmp(transport, "shm") == 0  ? MLA_TRANSPORT_SHM
-                                                       : MLA_TRANSPORT_RING;
+  options.transport = strcmp(transport, "inline") == 0     ? MLA_TRANSPORT_INLINE
+                      : strcmp(transport, "shm") == 0      ? MLA_TRANSPORT_SHM
+                      : strcmp(transport, "ucx") == 0      ? MLA_TRANSPORT_UCX
+                      : strcmp(transport, "ucx_puts") == 0 ? MLA_TRANSPORT_UCX_PUTS
+                                                           : MLA_TRANSPORT_RING;
   if (mla_connect(target, &options, &client, &error) != MLA_OK) fail("connect", error);
   info.struct_size = sizeof info;
   if (mla_client_server_info(client, &info, &error) != MLA_OK) fail("server info", error);
@@ -227,7 +229,9 @@ int main(int argc, char** argv) {
   upload(client);
   if (mla_sequence_open(client, "c", NULL, &sequence, &error) != MLA_OK) fail("open", error);
   if (mla_session_open(client, &session, &error) != MLA_OK) fail("session", error);
-  check(strcmp(mla_session_transport(session), argv[2]) == 0, "transport");
+  check(strcmp(mla_session_transport(session),
+               strcmp(argv[2], "ucx_puts") == 0 ? "ucx" : argv[2]) == 0,
+        "transport");
   shared_in = mla_session_allocate(session, sizeof in);
   shared_out = mla_session_allocate(session, sizeof out);
   check((shared_in != NULL) == (strcmp(argv[2], "inline") != 0), "shared memory");

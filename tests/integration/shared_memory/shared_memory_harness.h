@@ -41,6 +41,8 @@ inline std::string TransportName(
       return "ucx";
     case client::ClientOptions::Transport::kUcxPuts:
       return "ucx_puts";
+    case client::ClientOptions::Transport::kUcxDevice:
+      return "ucx_device";
   }
   return "other";
 }

@@ -76,7 +76,8 @@ class UcxOptions(ctypes.Structure):
 
     _fields_ = [("struct_size", _SIZE), ("library", _TEXT), ("transports", _TEXT),
                 ("devices", _TEXT), ("spin_us", _I32), ("puts", _I32),
-                ("pins", _I32), ("gpu", _I32), ("gpu_library", _TEXT)]
+                ("pins", _I32), ("gpu", _I32), ("gpu_library", _TEXT),
+                ("device_memory", _I32)]
 
 
 class UcxReply(ctypes.Structure):
@@ -88,7 +89,8 @@ class UcxReply(ctypes.Structure):
                 ("reserved", _U32), ("bytes", _U64), ("request_ms", _I64), ("give_up", GiveUp),
                 ("argument", _P), ("arena_key", _TEXT), ("arena_key_bytes", _SIZE),
                 ("arena_address", _U64), ("secret", _TEXT), ("secret_bytes", _SIZE),
-                ("batches", _I32)]
+                ("batches", _I32), ("device_key", _TEXT), ("device_key_bytes", _SIZE),
+                ("device_address", _U64), ("device_bytes", _U64)]
 
 
 class Times(ctypes.Structure):

@@ -92,14 +92,16 @@ class UcxMemory(NativeMemory):
     @classmethod
     def open_call(cls, lib: native.Library, channels: Any, metadata: Tuple[Tuple[str, str], ...],
                   *, size: int, spin_us: int, timeout_s: float,
-                  puts: bool = False, wish: DeviceWish = DeviceWish()) -> "UcxMemory":
+                  puts: bool = False, device: bool = False,
+                  wish: DeviceWish = DeviceWish()) -> "UcxMemory":
         """Opens a ring with `size` bytes for tensors, at the server of these channels. `puts`:
-        tensors are put, if the server allows it. `wish` may have `pins`."""
+        tensors are put, if the server allows it; `device`: into memory of its GPU. `wish` may
+        have `pins`."""
         functions: Any = lib
         ucx, error = ctypes.c_void_p(), ctypes.c_void_p()
         options = native.sized(
-            native.UcxOptions, spin_us=spin_us, puts=int(puts), pins=int(wish.pins),
-            gpu=wish.device, gpu_library=wish.library.encode() or None)
+            native.UcxOptions, spin_us=spin_us, puts=int(puts), device_memory=int(device),
+            pins=int(wish.pins), gpu=wish.device, gpu_library=wish.library.encode() or None)
         lib.check(functions.mla_ucx_start(ctypes.byref(options), ctypes.byref(ucx),
                                           ctypes.byref(error)), error)
         call = _Call(lib, channels)
@@ -109,7 +111,8 @@ class UcxMemory(NativeMemory):
             request = transport_pb2.OpenUcxRequest(
                 version=FRAMES_VERSION, worker_address=ctypes.string_at(address, length.value),
                 bytes=size, spin_us=spin_us, puts=puts, encrypts=True,
-                batches=True, handles_losses=bool(functions.mla_ucx_handles_losses(ucx)))
+                batches=True, device_memory=device,
+                handles_losses=bool(functions.mla_ucx_handles_losses(ucx)))
             reply = call.start(request, metadata, timeout_s)
             described = native.sized(
                 native.UcxReply, boot_id=reply.boot_id, worker_address=reply.worker_address,
@@ -124,6 +127,11 @@ class UcxMemory(NativeMemory):
                 described.arena_key = reply.arena_key
                 described.arena_key_bytes = len(reply.arena_key)
                 described.arena_address = reply.arena_address
+            if reply.device_key:
+                described.device_key = reply.device_key
+                described.device_key_bytes = len(reply.device_key)
+                described.device_address = reply.device_address
+                described.device_bytes = reply.device_bytes
             ring = ctypes.c_void_p()
             lib.check(functions.mla_ucx_open(ucx, ctypes.byref(described), ctypes.byref(ring),
                                              ctypes.byref(error)), error)

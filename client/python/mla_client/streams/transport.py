@@ -17,15 +17,15 @@ from mla_client.streams.over_native import NativeStream
 from mla_client.streams.over_ring import RingStream
 from mla_client.streams.stream import StepStream
 
-TRANSPORTS = ("auto", "inline", "shm", "ring", "ucx", "ucx_puts")
-_UCX = ("ucx", "ucx_puts")
+TRANSPORTS = ("auto", "inline", "shm", "ring", "ucx", "ucx_puts", "ucx_device")
+_UCX = ("ucx", "ucx_puts", "ucx_device")
 # The memory that a stream asks for if the caller gives no size, and the smallest useful size.
 DEFAULT_SHARED_BYTES = 64 << 20
 LEAST_SHARED_BYTES = 4 << 20
 # The arena must hold the inputs and outputs of several messages.
 MESSAGES_IN_ARENA = 4
 _CAPABILITY = {"shm": "shared_memory", "ring": "command_ring", "ucx": "ucx",
-               "ucx_puts": "ucx"}
+               "ucx_puts": "ucx", "ucx_device": "ucx"}
 _log = logging.getLogger("mla_client")
 
 
@@ -144,7 +144,8 @@ class StreamMaker:
         if lib is not None and kind in _UCX:
             return UcxMemory.open_call(lib, self._channels, self._metadata, size=size,
                                        spin_us=self._spin_us, timeout_s=self._timeout_s,
-                                       puts=kind == "ucx_puts", wish=self._wish)
+                                       puts=kind != "ucx", device=kind == "ucx_device",
+                                       wish=self._wish)
         if lib is not None:
             return NativeMemory.open(lib, self._shm_path, tenant=self._tenant, size=size,
                                      spin_us=self._spin_us, timeout_s=self._timeout_s,

@@ -136,6 +136,18 @@ class UcxTest(unittest.TestCase):
             mla_client.Client.connect(server.target, transport="ucx")
         self.assertIn("ucx", str(caught.exception))
 
+    def test_memory_of_a_gpu_is_refused_with_the_reason(self):
+        with self.assertRaises(errors.FailedPrecondition) as caught:
+            steps(self.connect("ucx_device"))
+        self.assertEqual(caught.exception.detail.field, "device_memory")
+        self.assertIn("ucx.device_memory", str(caught.exception))
+        # This server has no GPU.
+        with server_binary.start("--ucx-enabled=true", "--ucx-puts=true",
+                                 "--ucx-device-memory=true", "--shm-device-bytes=64MiB"
+                                 ) as server, self.assertRaises(errors.Unavailable) as caught:
+            steps(mla_client.Client.connect(server.target, transport="ucx_device"))
+        self.assertIn("device memory", str(caught.exception))
+
     def test_device_memory_does_not_travel(self):
         with self.assertRaises(errors.InvalidArgument):
             self.connect(device_bytes=1 << 20)
