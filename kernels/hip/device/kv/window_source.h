@@ -49,20 +49,34 @@ class RowSource<AttentionKind::kWindow> {
     const int of_list = place - held;
     return visible(memory.listed() ? as_global<const int32_t>(memory.list())[of_list] : of_list);
   }
-  // Returns the address of a row or an entry, and of its exponents if the format keeps them after
-  // the page's rows.
-  MLA_DEVICE const uint8_t* row_of(int of_place, const uint8_t*& exponents) const {
+  // The same look-up in steps, as in RowSource; a spot's row is a complement for rows, too.
+  MLA_DEVICE RowSpot spot(int position) const {
+    const PagedRows of = pages(position < 0);
+    const PagedRows::Place at = of.place(static_cast<int>(counted(position)));
+    return {of.table + at.page, position < 0 ? ~at.inside : at.inside};
+  }
+  MLA_DEVICE const uint8_t* address(uint32_t granule, int row_inside) const {
+    return pages(row_inside < 0).address(granule, static_cast<int>(counted(row_inside)));
+  }
+  // Returns the address of the exponents of a row, which a page of kFp8Page keeps after its rows.
+  MLA_DEVICE const uint8_t* exponents(uint32_t granule, int row_inside) const {
+    const PagedRows of = pages(row_inside < 0);
+    return of.address(granule, 0) + of.page_size * of.row_stride +
+           counted(row_inside) * kExponentBytes;
+  }
+  // The same look-up at once: the address of a row or an entry, and of its exponents.
+  MLA_DEVICE const uint8_t* row_of(int of_place, const uint8_t*& exponents_at) const {
     const bool is_entry = of_place >= 0;
     const int position = is_entry ? of_place : of_place == kNone ? seen - 1 : ~of_place;
     const PagedRows of = is_entry ? memory.entries() : memory.rows();
     const PagedRows::Place at = of.place(position);
     const uint8_t* const page = of.address(of.granule(at.page), 0);
-    exponents = page + of.page_size * of.row_stride + at.inside * kExponentBytes;
+    exponents_at = page + of.page_size * of.row_stride + at.inside * kExponentBytes;
     return page + at.inside * of.row_stride;
   }
   MLA_DEVICE const uint8_t* row_of(int of_place) const {
-    const uint8_t* exponents;
-    return row_of(of_place, exponents);
+    const uint8_t* exponents_at;
+    return row_of(of_place, exponents_at);
   }
 #else
   // Returns the address of the word that gives a place's entry, and the entry made from that word.
@@ -210,6 +224,11 @@ class RowSource<AttentionKind::kWindow> {
     MLA_RECORD const WindowRecord* window;
   };
 
+#if !MLA_AMD
+  MLA_DEVICE PagedRows pages(bool of_rows) const {
+    return of_rows ? memory.rows() : memory.entries();
+  }
+#endif
   // The number of a row or an entry from its position or complement.
   MLA_DEVICE static uint32_t counted(int of) { return static_cast<uint32_t>(of < 0 ? ~of : of); }
   MLA_DEVICE int place_of(int at) const { return first + (at < end ? at : end - 1); }

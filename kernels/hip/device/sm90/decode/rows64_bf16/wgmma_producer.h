@@ -2,13 +2,16 @@
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_WGMMA_PRODUCER_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_WGMMA_PRODUCER_H_
 
+#include "kernels/hip/device/kv/row_finder.h"
 #include "kernels/hip/device/kv/window_source.h"
 #include "kernels/hip/device/primitives/query_loader.h"
 #include "kernels/hip/device/sm90/decode/rows64_bf16/wgmma_layout.h"
 
 namespace mla::kernels::hip {
 
-// The group that copies queries and KV rows of one item after the other.
+// The group that copies queries and KV rows of one item after the other. Eight lanes copy a row.
+// With lists a row is looked up by one lane (RowFinder), which hands it to the eight; without them
+// each finds its rows, which keeps more registers and takes fewer instructions.
 template <class C, class Args = AttendArgs>
 class WgmmaProducer {
  public:
@@ -22,6 +25,23 @@ class WgmmaProducer {
   MLA_DEVICE void produce(const Item& item) {
     const Source source(args, item);
     if (source.begin >= source.end) return;
+    if constexpr (L::kLists) {
+      produce_lists(item, source);
+    } else {
+      produce_positions(item, source);
+    }
+  }
+
+ private:
+  using Finder = RowFinder<Source, C::kTileKv>;
+  static constexpr int kCopyRows = 4;  // rows of a tile a lane copies chunks of
+  static constexpr int kWarpRows = 4;  // neighbouring rows that a warp copies at a time
+
+  MLA_DEVICE int row(int g) const { return (g * 4 + warp) * kWarpRows + (lane >> 3); }
+  // A lane copies chunk position lane mod 8 of its rows, which are all congruent mod 8.
+  MLA_DEVICE int chunk_bytes() const { return ((lane & 7) ^ tile::swizzle(row(0))) * 16; }
+
+  MLA_DEVICE void produce_positions(const Item& item, const Source& source) {
     find(source, source.begin);
     if constexpr (!Args::kStreams) start_queries(item);
     for (int first = source.begin; first < source.end; first += 2 * C::kTileKv) {
@@ -34,42 +54,78 @@ class WgmmaProducer {
       find(source, first + 2 * C::kTileKv);
     }
   }
-
- private:
-  static constexpr int kCopyRows = 4;  // rows of a tile a lane copies chunks of
-  static constexpr int kWarpRows = 4;  // neighbouring rows that a warp copies at a time
-
-  MLA_DEVICE int row(int g) const { return (g * 4 + warp) * kWarpRows + (lane >> 3); }
-  // A lane copies chunk position lane mod 8 of its rows, which are all congruent mod 8.
-  MLA_DEVICE int chunk_bytes() const { return ((lane & 7) ^ tile::swizzle(row(0))) * 16; }
-
   // Finds this lane's chunks of the tile at `first`.
   MLA_DEVICE void find(const Source& source, int first) {
-    if constexpr (L::kLists) {
-      seen = 0;
-#pragma unroll
-      for (int g = 0; g < kCopyRows; ++g) {
-        const int place = first + row(g), entry = source.entry(place);
-        kv_rows[g] = source.row_of(entry);
-        seen |= static_cast<uint32_t>(place < source.end && source.sees_entry(entry)) << g;
-      }
-    } else {
-      source.find(kv_rows, first, [this](int g) { return row(g); });
-    }
+    source.find(kv_rows, first, [this](int g) { return row(g); });
 #pragma unroll
     for (int g = 0; g < kCopyRows; ++g) kv_rows[g] += chunk_bytes();
   }
 
-  // With lists: stores which of this warp's rows of a tile are seen, four bits a row. The bits
-  // belong to the tile's first part.
-  MLA_DEVICE void publish_seen(int s) const {
+  MLA_DEVICE void produce_lists(const Item& item, const Source& source) {
+    Finder finder(source, source.begin + found_row());
+    await_queries_emptied();
+    const QueryLoader queries(item);
+    queries_aligned = queries.aligned;
+    if (!queries_aligned) {
+      queries.copy_tile<L::kRows, L::kDim, L::kGroupWarps>(shared.queries(), warp, lane);
+    }
+    const auto* const query = reinterpret_cast<const uint8_t*>(queries.row(found_row()));
+    for (int first = source.begin; first < source.end; first += 2 * C::kTileKv) {
+      copy_listed<0>(source, finder, first == source.begin ? query : nullptr);
+      if (first + C::kTileKv < source.end) copy_listed<1>(source, finder, nullptr);
+    }
+  }
+  // Returns the row of a tile that this lane finds; 16 lanes of a warp find its rows.
+  MLA_DEVICE int found_row() const { return ((lane >> 2 & 3) * 4 + warp) * kWarpRows + (lane & 3); }
+  // Copies the tile that `finder` is at, and moves it to the next one. `query`: the query row that
+  // this lane has found, for the first tile of an item, whose queries come part by part; or null.
+  template <int kSlot>
+  MLA_DEVICE void copy_listed(const Source& source, Finder& finder, const uint8_t* query) {
+    const uint32_t n = used[kSlot]++;
+    const uint8_t* const found = finder.row(source);
+    const uint32_t seen = tile::ballot(finder.sees());
+    finder.next(source);
+#pragma unroll
+    for (int part = 0; part < L::kParts; ++part) {
+      if (query != nullptr) {
+        if (queries_aligned) {
+          copy_found(0, part, shared.queries(), query);
+          tile::barrier_arrive_after_copies(shared.queries_filled(part));
+        } else {  // already copied
+          tile::barrier_arrive(shared.queries_filled(part));
+        }
+      }
+      if (part % 2 == 0 && n > 0) {
+        tile::barrier_wait(shared.emptied(kSlot, part / 2 ^ kSlot), (n - 1) & 1);
+      }
+      if (part == 0) publish_seen(kSlot, seen);
+      copy_found(kSlot, part, shared.slot(kSlot), found);
+      tile::barrier_arrive_after_copies(shared.filled(kSlot, part));
+    }
+  }
+  // As copy_part, from the rows that lanes have found.
+  MLA_DEVICE void copy_found(int s, int part, lds_t tile_base, const uint8_t* found) const {
 #pragma unroll
     for (int g = 0; g < kCopyRows; ++g) {
-      const uint32_t eight_bits = tile::ballot((seen >> g & 1) != 0);  // a row
-      const uint32_t word = (eight_bits & 0xfu) | (eight_bits >> 4 & 0xf0u) |
-                            (eight_bits >> 8 & 0xf00u) | (eight_bits >> 12 & 0xf000u);
-      if (lane == 0) tile::store_half_word(shared.seen(s, row(g) >> 3) + (warp & 1) * 2, word);
+      const uint8_t* const from = row_from_lane(found, g * kWarpRows + (lane >> 3)) + chunk_bytes();
+      const lds_t to = tile_base + row(g) * 128 + (lane & 7) * 16;
+#pragma unroll
+      for (int i = 0; i < (L::kRotated && part == L::kParts - 1 ? 3 : 2); ++i) {
+        const int block = L::block(s, 2 * part + i);
+        tile::copy_chunk(to + block * L::kBlockBytes, from + block * 128);
+      }
     }
+  }
+
+  // With lists: stores which of this warp's rows of a tile are seen, four bits a row. The bits
+  // belong to the tile's first part. `rows` has a bit for each row that the warp has found.
+  MLA_DEVICE void publish_seen(int s, uint32_t rows) const {
+    if (lane < kCopyRows) {
+      const uint32_t four = rows >> (lane * kWarpRows) & 0xfu;
+      const uint32_t spread = (four | four << 3 | four << 6 | four << 9) & 0x1111u;
+      tile::store_half_word(shared.seen(s, 2 * lane + (warp >> 1)) + (warp & 1) * 2, spread * 0xfu);
+    }
+    tile::sync_warp();
     if (lane == 0) tile::barrier_arrive(shared.filled(s, 0));
   }
 
@@ -101,7 +157,6 @@ class WgmmaProducer {
       if (part % 2 == 0 && n > 0) {
         tile::barrier_wait(shared.emptied(kSlot, half ^ kSlot), (n - 1) & 1);
       }
-      if (L::kLists && part == 0) publish_seen(kSlot);
       copy_part(kSlot, part, shared.slot(kSlot), kv_rows);
       tile::barrier_arrive_after_copies(shared.filled(kSlot, part));
     }
@@ -194,7 +249,6 @@ class WgmmaProducer {
   const int lane, warp;
   const uint8_t* kv_rows[kCopyRows];     // addresses of this lane's chunks of the next tile
   const uint8_t* query_rows[kCopyRows];  // addresses of its chunks of the item's queries
-  uint32_t seen = 0;                     // bit g: the query row sees row(g)
   bool queries_aligned = true;
   uint32_t used[2] = {0, 0};
   uint32_t items = 0;

@@ -2,15 +2,14 @@
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COPIER_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COPIER_H_
 
-#include "kernels/hip/device/kv/row_source.h"
+#include "kernels/hip/device/kv/row_finder.h"
 #include "kernels/hip/device/sm90/decode/rows16_fp8/layout.h"
 #include "kernels/hip/device/sm90/e4m3_instructions.h"
 
 namespace mla::kernels::hip {
 
 // Copies the KV rows of one item after the other, 64 keys a slot. A warp takes 16 rows, eight lanes
-// a row. One lane finds a row: it loads the row's entry three tiles ahead, and the entry's
-// page-table word two tiles ahead, so that no load stalls it.
+// a row. One lane finds a row (RowFinder).
 //
 // It also converts scales of fp8_row to the forms that scorers and summing groups use; rows are not
 // changed. Copies of up to kBehind tiles run ahead of the conversion, if slots are free. Where
@@ -31,14 +30,16 @@ class E4m3Copier {
     const Source source(args, item);
     if (source.begin >= source.end) return;
     const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
-    Finder finder(source, source.begin + warp * kRows + (lane & (kRows - 1)));
+    RowFinder<Source, C::kTileKv> finder(source,
+                                         source.begin + warp * kRows + (lane & (kRows - 1)));
     for (int t = 0; t < tiles; ++t) {
       wait_emptied();
-      if constexpr (L::kLists) write_seen(ring.at, finder.seen);
-      copy_tile(ring.at, finder.row);
+      if constexpr (L::kLists) write_seen(ring.at, finder.sees());
+      const uint8_t* const row = finder.row(source);
+      finder.next(source);
+      copy_tile(ring.at, row);
       hand_over();
       ring.next();
-      finder.next(source);
     }
     finish_all();
   }
@@ -61,48 +62,15 @@ class E4m3Copier {
   static constexpr bool kMayConvert = L::kScaledRows && !Args::kSplit;
   static_assert(4 * kRows == L::kKeys);
 
-  // Finds this lane's row of a tile.
-  struct Finder {
-    const uint8_t* row;
-    bool seen;
-    int at;                // place of the row in the next tile but two
-    int entry;             // entry of that row
-    uint32_t granule = 0;  // page of the next tile's row
-    int inside = 0;
-    bool next_seen = false;
-
-    MLA_DEVICE Finder(const Source& source, int first) : at(first) {
-      entry = source.entry(at);
-      next(source);
-      next(source);
-    }
-    MLA_DEVICE void next(const Source& source) {
-      row = source.pages.address(granule, inside);
-      seen = next_seen;
-      const typename PagedRows::Place place = source.pages.place(source.position_of(entry));
-      granule = source.pages.granule(place.page);
-      inside = place.inside;
-      next_seen = at < source.end && source.sees_entry(entry);
-      at += C::kTileKv;
-      entry = source.entry(at);
-    }
-  };
-
   // Returns the index of this lane's i-th row.
   MLA_DEVICE static int row_lane(int i, int lane) { return i * 4 + (lane >> 3); }
   MLA_DEVICE int row(int i) const { return warp * kRows + row_lane(i, lane); }
-  MLA_DEVICE static const uint8_t* from_lane(const uint8_t* x, int from) {
-    const auto bits = reinterpret_cast<uintptr_t>(x);
-    const uint64_t low = tile::from_lane(static_cast<uint32_t>(bits), from);
-    const uint64_t high = tile::from_lane(static_cast<uint32_t>(bits >> 32), from);
-    return reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(high << 32 | low));
-  }
 
   MLA_DEVICE void copy_tile(int slot, const uint8_t* mine) const {
     const int place = lane & 7;
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      const uint8_t* const from = from_lane(mine, row_lane(i, lane));
+      const uint8_t* const from = row_from_lane(mine, row_lane(i, lane));
       const int to = row(i), chunk = place ^ tile::swizzle(to);
 #pragma unroll
       for (int block = 0; block < L::kBlocks; ++block) {
