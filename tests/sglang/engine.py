@@ -3,16 +3,20 @@
     engine.py CASE.json OUT.json
 
 CASE: "model" (a folder of tests/engines/models.py), "engine" (arguments of sglang.Engine),
-"options" (of MLA_SGLANG), "server" (arguments of mla-server; a list of lists: several), and
-"rounds", each with "prompts" (lists of ids; absent: the model's), "tokens", "logprobs" (of prompts:
-then no prefix is used) and "events": [tokens, what, argument], each of which happens when the round
-has this many tokens. OUT: for each round its rows, as compare.py reads them, and counts."""
+"options" (of MLA_SGLANG), "server" (arguments of mla-server; a list of lists: several), "gpu"
+(true: calls are chained, on a fake GPU), "kill_in" ([pass, layer] before which server 0 is killed,
+and then started again, with "gpu"), and "rounds", each with "prompts" (lists of ids; absent: the
+model's), "tokens", "logprobs" (of prompts: then no prefix is used) and "events": [tokens, what,
+argument], each of which happens when the round has this many tokens. OUT: for each round its rows,
+as compare.py reads them, and counts."""
 
 import asyncio
 import json
 import os
 import pathlib
 import sys
+import tempfile
+import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -59,6 +63,8 @@ class Case:
         os.environ["MLA_SGLANG"] = json.dumps({
             "target": [server.target for server in self.servers], "model_id": self.model.name,
             "timeout_s": 5.0, **self.case.get("options", {})})
+        if self.case.get("gpu"):
+            self._use_gpu()
         ranks = self.case.get("engine", {}).get("tp_size", 1)
         if ranks > 1:  # by default each rank takes a node of memory of its own
             cores = sorted(os.sched_getaffinity(0))
@@ -68,6 +74,24 @@ class Case:
         self.engine = sglang.Engine(model_path=str(self.model),
                                     **{**OPTIONS, **self.case.get("engine", {})})
         self.counts["started_s"] = time.monotonic() - begun
+
+    def _use_gpu(self):
+        """For the processes of the engine."""
+        info = pathlib.Path(tempfile.mkdtemp()) / "on_fake_gpu-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: on-fake-gpu\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(
+            "[sglang.srt.plugins]\non_fake_gpu = on_fake_gpu:register\n")
+        sys.path.append(str(info.parent))  # which spawned processes get
+        if "kill_in" in self.case:
+            server = self.servers[0]
+            os.environ["MLA_TEST_KILL"] = " ".join(
+                map(str, [*self.case["kill_in"], server.pid]))
+
+            def restarted():
+                server.wait(None)
+                server.start()
+            threading.Thread(target=restarted, daemon=True).start()
 
     def round(self, given):
         """The rows of one round."""

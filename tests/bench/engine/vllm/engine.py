@@ -168,14 +168,17 @@ class Engine:
 def measured() -> Iterator[Dict[str, List[float]]]:
     """Seconds of the calls of each part of the adapter. A pass begins in its first layer."""
     # pylint: disable=import-outside-toplevel
-    from mla_client.serving import Passes, Planner, Worker
+    from mla_client import native
+    from mla_client.serving import Passes, Worker
+    from mla_client.vllm.connector import MlaServerConnector
     from mla_client.vllm.runtime import Runtime
 
     parts: Dict[str, List[float]] = {}
     before = []
-    for kind, name, part in ((Planner, "plan", "plan"), (Worker, "begin", "begin"),
-                             (Runtime, "attend", "attend"), (Worker, "end", "end"),
-                             (Passes, "lost", "lost")):
+    for kind, name, part in ((MlaServerConnector, "build_connector_meta", "plan"),
+                             (Worker, "begin", "begin"), (Runtime, "attend", "attend"),
+                             (Worker, "end", "end"), (Passes, "lost", "lost"),
+                             (native.library(), "mla_chain_wait", "waits")):
         before.append((kind, name, getattr(kind, name)))
         setattr(kind, name, timed(getattr(kind, name), parts.setdefault(part, [])))
     try:

@@ -22,8 +22,8 @@ from mla_client.testing import ServerProcess
 MEMORIES = {"device": 256 << 20, "host": 0}  # bytes of tensors in the server's GPU memory
 SHARED_BYTES = 256 << 20
 ANSWER_S = 400.0
-# Rows and weights of six engines of up to 61 layers, and their regions.
-SERVER = ("--backend=cuda", "--kv-cache-bytes=12GiB", "--limits-weights-bytes=8GiB",
+# Rows and weights of six engines of up to 61 layers with 32 requests each, and their regions.
+SERVER = ("--backend=cuda", "--kv-cache-bytes=40GiB", "--limits-weights-bytes=8GiB",
           "--limits-max-models=16",
           "--shm-device-bytes=4GiB", "--shm-total-bytes=12GiB", "--shm-region-bytes=1GiB",
           "--tenants-region-bytes=12GiB", "--shm-tenant-regions=40", "--log-level=warning")

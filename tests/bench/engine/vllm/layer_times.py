@@ -14,7 +14,8 @@ turn's figure is the median of its differences.
     us_a_layer   [(more layers) - (fewest layers)] / (difference of layers), the median of the turns
     added_ms     what attention adds to a pass in all, the connector's part included
     thread_us    the worker's thread in a call of attention
-    connector_us the thread in the plan, begin and end of a pass, and in the replies to them
+    connector_us the thread in the plan, begin and end of a pass, and in the replies to them;
+                 "waits" for these are a part of "lost" and not of the sum
 
 The last lines give these for each batch and memory as text.
 
@@ -36,7 +37,7 @@ from engines import MEMORIES, EngineProcess, arguments_of, ask_all, server_of, s
 PASSES = 4             # in a row
 WARM_UPS = 8           # passes; a server learns the time of its launches from them
 PARTS_PASSES = 20      # by which parts of the adapter are timed
-CONNECTOR = ("plan", "begin", "end", "lost")
+CONNECTOR = ("plan", "begin", "end", "lost", "waits")  # the waits are a part of "lost"
 Key = Tuple[str, int]  # memory and layers
 
 
@@ -109,11 +110,12 @@ def texts(rows: List[Dict[str, Any]]) -> Iterator[str]:
         some = [row for row in rows if (row["batch"], row["memory"]) == (batch, memory)]
         layers = [f"{few['us_a_layer']} us ({some[0]['layers']} to {few['layers']})"
                   for few in some if "us_a_layer" in few]
-        deep = some[-1]
+        deep, parts = some[-1], some[-1]["connector_us"]
+        connector = sum(parts.values()) - 2 * parts.get("waits", 0.0)
         yield (f"batch {batch}, {memory} memory, {deep['turns']} turns: a layer adds "
                f"{', '.join(layers) or '?'}; {deep['layers']} layers {deep['added_ms']} ms beyond "
-               f"zeros; connector {sum(deep['connector_us'].values()) / 1e3:.2f} ms a pass "
-               f"{deep['connector_us']}; thread {deep['thread_us']} us in a call")
+               f"zeros; connector {connector / 1e3:.2f} ms a pass {parts}; thread "
+               f"{deep['thread_us']} us in a call")
 
 
 def main() -> int:
