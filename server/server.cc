@@ -238,9 +238,9 @@ void Server::Parts::MakeServices() {
   admin_options.watchers = &*watchers;
   admin_options.drain = &*drain;
   if (tls != nullptr) {
-    admin_options.connect_peer = [this](const std::string& address) {
-      return HandOver::Connect({engine.get(), &metrics.hand_overs(), boot_id, address},
-                               GrpcStreams(*tls, address, options.config.hand_over_streams));
+    admin_options.connect_peers = [this](const std::vector<std::string>& addresses) {
+      return HandOver::Connect({engine.get(), &metrics.hand_overs(), boot_id},
+                               GrpcTargets(*tls, addresses, options.config.hand_over_streams));
     };
   }
   admin_options.exit = [this] {

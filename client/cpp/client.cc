@@ -159,11 +159,14 @@ absl::Status Client::WatchStatus(uint32_t interval_ms,
 }
 
 absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit,
-                                             const std::string& to) {
+                                             const std::vector<std::string>& to) {
   v1::DrainRequest request;
   request.set_deadline_ms(deadline_ms);
   request.set_exit(exit);
-  request.set_to(to);
+  if (!to.empty()) {
+    request.set_to(to.front());
+    request.mutable_also_to()->Assign(to.begin() + 1, to.end());
+  }
   return impl_->Unary<v1::DrainReply>(
       [&](auto* context, auto* reply) {
         return impl_->Calls()->admin->Drain(context, request, reply);

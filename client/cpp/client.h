@@ -36,6 +36,9 @@ namespace mla::client {
 class Session;
 class Sequence;
 
+// Servers that one drain may name.
+inline constexpr size_t kMostDrainPeers = 16;
+
 struct ClientOptions {
   std::string tenant;     // sent only without TLS; empty: the server's default tenant
   std::string client_id;  // groups this client's sequences; empty: a random name
@@ -144,8 +147,10 @@ class Client final {
   absl::Status WatchStatus(uint32_t interval_ms,
                            const std::function<bool(const v1::StatusUpdate&)>& update);
   // `deadline_ms`: 0 means the server's default. The call may take this long plus call_timeout_ms.
-  // `to`: HOST:PORT of a server that takes over the sequences, over TLS; empty: they stay.
-  absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit, const std::string& to = "");
+  // `to`: HOST:PORT of the servers that take over the sequences, over TLS, at most kMostDrainPeers;
+  // empty: they stay. A server without the capability "hand_over_many" uses the first one alone.
+  absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit,
+                                       const std::vector<std::string>& to = {});
   // Ends a drain, whether it is under way or done, so that the server takes new work again.
   absl::StatusOr<v1::CancelDrainReply> CancelDrain();
   // Returns use and bounds of tenants: the caller's own for an empty request. Only operators see

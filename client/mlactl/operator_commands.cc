@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -108,9 +109,10 @@ bool ReadBound(absl::string_view text, v1::QuotaBound* bound) {
 // ------------------------------------------------------------------------------------- Drain
 
 constexpr char kDrainNotes[] =
-    "If --to names several servers, the one after this host in the list is asked first, then each\n"
-    "of the others while sequences are left. This host's own name is passed over, so all pods of\n"
-    "a set can have the same list.\n";
+    "If --to names several servers, each sequence goes to the one with the most free bytes that\n"
+    "takes it. This host's own name is passed over, so all pods of a set can have the same list;\n"
+    "of a longer one, the 16 after this host are asked. A server without the capability\n"
+    "hand_over_many (0.1.0) knows the first of them alone.\n";
 
 struct DrainOptions {
   uint32_t deadline_ms = 0;  // 0: the server's
@@ -124,9 +126,11 @@ struct DrainOptions {
 std::string HandOverText(const v1::DrainReply& reply) {
   std::string kept;
   int moved = 0;
+  std::map<std::string, int> by_peer;
   for (const v1::HandedOver& one : reply.handed_over()) {
     if (one.outcome() == v1::HAND_OVER_OUTCOME_MOVED) {
       ++moved;
+      ++by_peer[one.peer()];
       continue;
     }
     const std::string outcome = absl::AsciiStrToLower(
@@ -134,7 +138,14 @@ std::string HandOverText(const v1::DrainReply& reply) {
     absl::StrAppendFormat(&kept, "%016x  %-8s %-24s %10d rows  %s: %s\n", one.sequence_id(),
                           outcome, one.tenant(), one.rows(), one.reason(), one.message());
   }
-  return absl::StrCat(kept, moved, " of ", reply.handed_over_size(), " sequences moved\n");
+  std::string peers;
+  for (const v1::DrainPeer& peer : reply.peers()) {
+    absl::StrAppendFormat(&peers, "%-32s %5d sequences%s%s\n", peer.address(),
+                          by_peer[peer.address()], peer.message().empty() ? "" : "  ",
+                          peer.message());
+  }
+  return absl::StrCat(kept, reply.peers_size() > 1 ? peers : "", moved, " of ",
+                      reply.handed_over_size(), " sequences moved\n");
 }
 
 bool Left(const v1::DrainReply& reply) {
@@ -142,20 +153,6 @@ bool Left(const v1::DrainReply& reply) {
                      [](const v1::HandedOver& one) {
                        return one.outcome() != v1::HAND_OVER_OUTCOME_MOVED && one.rows() > 0;
                      });
-}
-
-// Asks one server after another to take the sequences that are left. Returns the reply of the last
-// server that answered.
-absl::StatusOr<v1::DrainReply> DrainToOneOf(client::Client* client, const DrainOptions& options) {
-  std::vector<std::string> peers = PeersOf(options.to, OwnHost());
-  if (peers.empty()) peers.emplace_back();  // sequences stay
-  absl::StatusOr<v1::DrainReply> reply = absl::UnknownError("no peer");
-  for (const std::string& peer : peers) {
-    auto next = client->Drain(options.deadline_ms, options.exit, peer);
-    if (next.ok() || !reply.ok()) reply = std::move(next);
-    if (reply.ok() && reply->drained() && !Left(*reply)) break;
-  }
-  return reply;
 }
 
 // While it lives, shows on a terminal how far the server's drain is.
@@ -197,7 +194,9 @@ int Drain(const CommonOptions& common, const DrainOptions& options) {
   const auto client = Connect(common);
   if (!client.ok()) return Fail(client.status());
   std::optional<DrainWatch> watch(std::in_place, client->get());
-  const auto reply = DrainToOneOf(client->get(), options);
+  std::vector<std::string> peers = PeersOf(options.to, OwnHost());
+  if (peers.size() > client::kMostDrainPeers) peers.resize(client::kMostDrainPeers);
+  const auto reply = (*client)->Drain(options.deadline_ms, options.exit, peers);
   watch.reset();
   if (!reply.ok()) return Fail(reply.status());
   const v1::DrainReply plain = WithPlainTexts(*reply);

@@ -26,10 +26,11 @@ constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 
 // Tokens of optional features; clients check them instead of version numbers.
 constexpr const char* kCapabilities[] = {
-    "fork",         "truncate", "participants", "partial_commit",    "lse",
-    "kv_compare",   "quotas",   "eviction",     "cancel_drain",      "model_leases",
-    "prefix_cache", "fp8_wire", "page_groups",  "cache_events",      "cache_hints",
-    "hand_over",    "probe",    "pages_xxh3",   "hand_over_weights", "all_sequences"};
+    "fork",          "truncate", "participants", "partial_commit",    "lse",
+    "kv_compare",    "quotas",   "eviction",     "cancel_drain",      "model_leases",
+    "prefix_cache",  "fp8_wire", "page_groups",  "cache_events",      "cache_hints",
+    "hand_over",     "probe",    "pages_xxh3",   "hand_over_weights", "all_sequences",
+    "hand_over_many"};
 constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
 
 // Returns false for names without a port and for URIs, which gRPC would interpret differently.
@@ -321,15 +322,22 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
   });
 }
 
-absl::StatusOr<std::unique_ptr<HandOver>> AdminService::ConnectPeer(
-    const std::string& address) const {
-  if (address.size() > scheduler::kMostPeerBytes || !IsHostAndPort(address)) {
-    return RefuseField("to", absl::StrCat(address.size(), " bytes"),
+absl::StatusOr<std::unique_ptr<HandOver>> AdminService::ConnectPeers(
+    const v1::DrainRequest& request) const {
+  std::vector<std::string> addresses = {request.to()};
+  addresses.insert(addresses.end(), request.also_to().begin(), request.also_to().end());
+  if (addresses.size() > kMostDrainPeers) {
+    return RefuseField("also_to", absl::StrCat(request.also_to_size()),
+                       absl::StrCat("at most ", kMostDrainPeers - 1, " entries"));
+  }
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    if (addresses[i].size() <= scheduler::kMostPeerBytes && IsHostAndPort(addresses[i])) continue;
+    return RefuseField(DrainPeerField(i), absl::StrCat(addresses[i].size(), " bytes"),
                        absl::StrCat("HOST:PORT, at most ", scheduler::kMostPeerBytes, " bytes"),
                        "name_characters");
   }
-  if (options_.connect_peer) return options_.connect_peer(address);
-  return RefuseField("to", address, "empty: this server has no tls.cert", "no_tls",
+  if (options_.connect_peers) return options_.connect_peers(addresses);
+  return RefuseField("to", request.to(), "empty: this server has no tls.cert", "no_tls",
                      absl::StatusCode::kFailedPrecondition);
 }
 
@@ -338,23 +346,31 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
   return rpc_.ServeOperator(context, "Admin.Drain", [&](const Identity& who) {
     const int64_t deadline_ms = request->deadline_ms() == 0 ? options_.config.drain_deadline_ms
                                                             : int64_t{request->deadline_ms()};
-    std::unique_ptr<HandOver> peer;
+    std::unique_ptr<HandOver> peers;
     DrainHandOver hand_over;
-    if (!request->to().empty()) {
-      MLA_ASSIGN_OR_RETURN(peer, ConnectPeer(request->to()));
-      Log(LogLevel::kInfo, "hand_over", {{"operator", who.tenant}, {"to", request->to()}});
-      hand_over = {request->to(), [&] { peer->Start(); }, [&] { return peer->done(); },
-                   [&] { peer->Stop(); }};
+    if (!request->to().empty() || request->also_to_size() > 0) {
+      MLA_ASSIGN_OR_RETURN(peers, ConnectPeers(*request));
+      for (const v1::DrainPeer& peer : peers->asked()) {
+        Log(peer.reason().empty() ? LogLevel::kInfo : LogLevel::kWarning, "hand_over",
+            {{"operator", who.tenant},
+             {"to", peer.address()},
+             {"free_bytes", peer.free_bytes()},
+             {"message", peer.message()},
+             {"reason", peer.reason()}});
+      }
+      hand_over = {peers->address(), [&] { peers->Start(); }, [&] { return peers->done(); },
+                   [&] { peers->Stop(); }};
     }
     const DrainResult result =
         options_.drain->Run(std::chrono::milliseconds(deadline_ms), /*for_good=*/false,
-                            peer == nullptr ? nullptr : &hand_over);
+                            peers == nullptr ? nullptr : &hand_over);
     if (result.refused) {
       return RefuseField("to", request->to(), "empty while the server drains: cancel the drain",
                          "draining", absl::StatusCode::kFailedPrecondition);
     }
-    if (peer != nullptr) {
-      reply->mutable_handed_over()->Assign(peer->outcomes().begin(), peer->outcomes().end());
+    if (peers != nullptr) {
+      reply->mutable_handed_over()->Assign(peers->outcomes().begin(), peers->outcomes().end());
+      reply->mutable_peers()->Assign(peers->asked().begin(), peers->asked().end());
     }
     reply->set_drained(result.drained);
     reply->set_cancelled(result.cancelled);

@@ -25,8 +25,9 @@ namespace mla::server {
 
 struct AdminOptions {
   Drain* drain = nullptr;
-  // Prepares a hand-over to the server at an address; empty if this server does not have TLS.
-  std::function<absl::StatusOr<std::unique_ptr<HandOver>>(const std::string&)> connect_peer;
+  // Prepares a hand-over to the servers at these addresses; empty if this server does not have TLS.
+  std::function<absl::StatusOr<std::unique_ptr<HandOver>>(const std::vector<std::string>&)>
+      connect_peers;
   Watchers* watchers = nullptr;
   std::function<void()> exit;  // asks the process to stop
   std::vector<kernels::BackendCandidate> candidates;
@@ -65,7 +66,7 @@ class AdminService final : public v1::Admin::Service {
 
  private:
   scheduler::EngineStats Stats() const;
-  absl::StatusOr<std::unique_ptr<HandOver>> ConnectPeer(const std::string& address) const;
+  absl::StatusOr<std::unique_ptr<HandOver>> ConnectPeers(const v1::DrainRequest& request) const;
   absl::Status CheckTenant(const std::string& tenant) const;
   void FillLimits(v1::Limits* limits) const;
   void FillBackends(v1::GetServerInfoReply* reply) const;

@@ -19,7 +19,6 @@
 #include "proto/wire/grpc_tuning.h"
 #include "proto/wire/nested_payload.h"
 #include "server/grpc/grpc_status.h"
-#include "server/hand_over/hand_over.h"
 
 namespace mla::server {
 namespace {
@@ -151,7 +150,7 @@ absl::Status GrpcHandOverPeer::GetInfo(v1::GetServerInfoReply* info) {
   return StatusOf(status, context, &refused);
 }
 
-absl::Status GrpcHandOverPeer::CheckOperator() {
+absl::StatusOr<uint64_t> GrpcHandOverPeer::FreeBytes() {
   grpc::ClientContext context;
   SetDeadline(&context);
   v1::GetQuotaReply quota;
@@ -161,9 +160,16 @@ absl::Status GrpcHandOverPeer::CheckOperator() {
   End();
   absl::Status asked = StatusOf(status, context, &refused);
   // Only operators see the use of the whole server, and every answer to an operator has it.
-  if (!asked.ok() || quota.server_size() > 0) return asked;
-  return MakeError(absl::StatusCode::kPermissionDenied,
-                   "it does not take this server for an operator", {.reason = "peer_refuses"});
+  if (!asked.ok()) return asked;
+  if (quota.server_size() == 0) {
+    return MakeError(absl::StatusCode::kPermissionDenied,
+                     "it does not take this server for an operator", {.reason = "peer_refuses"});
+  }
+  for (const v1::QuotaUsage& usage : quota.server()) {
+    if (usage.resource() != v1::QUOTA_RESOURCE_KV_BYTES) continue;
+    return usage.bound() - std::min(usage.used(), usage.bound());
+  }
+  return 0;  // it does not say
 }
 
 GrpcHandOverPeer::Sent GrpcHandOverPeer::Stream(const char* method,
@@ -262,13 +268,18 @@ absl::StatusOr<uint32_t> GrpcHandOverPeer::Recall(const v1::EvictSequencesReques
   return reply.evicted();
 }
 
-std::vector<std::unique_ptr<HandOverPeer>> GrpcStreams(const TlsFiles& tls,
-                                                       const std::string& address, int32_t count) {
-  std::vector<std::unique_ptr<HandOverPeer>> streams;
-  for (int32_t i = 0; i < count; ++i) {
-    streams.push_back(std::make_unique<GrpcHandOverPeer>(tls, address));
+std::vector<HandOverTarget> GrpcTargets(const TlsFiles& tls,
+                                        const std::vector<std::string>& addresses,
+                                        int32_t streams) {
+  std::vector<HandOverTarget> targets;
+  for (const std::string& address : addresses) {
+    HandOverTarget& target = targets.emplace_back();
+    target.address = address;
+    for (int32_t i = 0; i < streams; ++i) {
+      target.streams.push_back(std::make_unique<GrpcHandOverPeer>(tls, address));
+    }
   }
-  return streams;
+  return targets;
 }
 
 }  // namespace mla::server

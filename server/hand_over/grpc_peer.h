@@ -22,6 +22,7 @@
 #include "proto/wire/calls/reused_bytes.h"
 #include "proto/wire/calls/stream_call.h"
 #include "server/connections/tls_files.h"
+#include "server/hand_over/hand_over.h"
 #include "server/hand_over/peer.h"
 
 namespace mla::server {
@@ -44,7 +45,7 @@ class GrpcHandOverPeer final : public HandOverPeer {
   GrpcHandOverPeer(const TlsFiles& tls, const std::string& address);
 
   absl::Status GetInfo(v1::GetServerInfoReply* info) override;
-  absl::Status CheckOperator() override;
+  absl::StatusOr<uint64_t> FreeBytes() override;
   PeerImport Import(const v1::ImportTarget& target, const SendParts& send) override;
   PeerWeights UploadWeights(const SendMessages& send) override;
   absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) override;
@@ -102,9 +103,9 @@ class GrpcHandOverPeer final : public HandOverPeer {
   grpc::ClientContext* running_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
 
-// Returns the streams of a hand-over to this address, `count` of them. Borrows tls.
-std::vector<std::unique_ptr<HandOverPeer>> GrpcStreams(const TlsFiles& tls,
-                                                       const std::string& address, int32_t count);
+// Returns a target for each address, with `streams` streams. Borrows tls.
+std::vector<HandOverTarget> GrpcTargets(const TlsFiles& tls,
+                                        const std::vector<std::string>& addresses, int32_t streams);
 
 }  // namespace mla::server
 

@@ -22,18 +22,6 @@ using std::chrono::milliseconds;
 // step.
 constexpr auto kLeastPause = milliseconds(10);
 constexpr auto kMostPause = milliseconds(160);
-constexpr char kCapability[] = "hand_over";
-// A server with this capability takes weights for other tenants. Release 0.1.0 lacks it.
-constexpr char kWeightsCapability[] = "hand_over_weights";
-// A server with this capability takes version 3 of the page-group format. Release 0.1.0 lacks it.
-constexpr char kXxh3Capability[] = "pages_xxh3";
-
-absl::Status RefusePeer(absl::StatusCode code, const std::string& address, const std::string& why,
-                        const std::string& limit, const std::string& reason) {
-  return MakeError(code, absl::StrCat("to: ", address, ": ", why),
-                   {.field = "to", .got = address, .limit = limit, .reason = reason});
-}
-
 absl::Status Stopped() {
   return MakeError(absl::StatusCode::kCancelled, "the drain has ended before its turn",
                    {.reason = "stopped"});
@@ -45,9 +33,9 @@ bool TooManyCalls(const absl::Status& status) {
   return reason == "too_many_uploads" || reason == "too_many_calls";
 }
 
-bool Has(const v1::GetServerInfoReply& info, absl::string_view capability) {
-  const auto& tokens = info.capabilities();
-  return std::find(tokens.begin(), tokens.end(), capability) != tokens.end();
+// Returns true if the peer had no place for a sequence, whose size it has been told.
+bool HadNoRoom(const absl::Status& status) {
+  return status.code() == absl::StatusCode::kResourceExhausted;
 }
 
 // Returns the counter of sequences that stay for this reason, which is one of this server's own.
@@ -60,74 +48,62 @@ std::atomic<uint64_t>& CounterOf(HandOverCounters& counters, const std::string& 
 
 }  // namespace
 
-int64_t PeerChunkBytes(const v1::GetServerInfoReply& info) {
-  const uint64_t taken = info.limits().weight_chunk_bytes();
-  if (taken == 0) return kSentChunkBytes;  // it does not say
-  return static_cast<int64_t>(std::clamp(taken, kLeastPeerChunkBytes, kMostPeerChunkBytes));
+std::string DrainPeerField(size_t place) {
+  return place == 0 ? "to" : absl::StrCat("also_to[", place - 1, "]");
 }
 
-HandOver::HandOver(HandOverOptions options, std::vector<std::unique_ptr<HandOverPeer>> streams)
-    : options_(std::move(options)), engine_(options_.engine) {
-  for (auto& peer : streams) streams_.push_back({std::move(peer)});
-  const MutexLock lock(mutex_);
-  streams_left_ = streams_.size();
-}
+HandOver::HandOver(HandOverOptions options) : options_(options), engine_(options_.engine) {}
 
 HandOver::~HandOver() { Stop(); }
 
-absl::StatusOr<std::unique_ptr<HandOver>> HandOver::Connect(
-    HandOverOptions options, std::vector<std::unique_ptr<HandOverPeer>> streams) {
-  std::unique_ptr<HandOver> hand_over(new HandOver(std::move(options), std::move(streams)));
-  MLA_RETURN_IF_ERROR(hand_over->CheckPeer());
+absl::StatusOr<std::unique_ptr<HandOver>> HandOver::Connect(HandOverOptions options,
+                                                            std::vector<HandOverTarget> targets) {
+  std::unique_ptr<HandOver> hand_over(new HandOver(options));
+  MLA_RETURN_IF_ERROR(hand_over->Choose(std::move(targets)));
   return hand_over;
 }
 
-absl::Status HandOver::CheckBootId(uint64_t boot_id) const {
-  if (!peer_boot_id_ || boot_id == *peer_boot_id_) return absl::OkStatus();
-  return RefusePeer(absl::StatusCode::kUnavailable, address(),
-                    "another server answers there by now, or it has restarted",
-                    "the server that was asked first", "peer_changed");
+absl::Status HandOver::Choose(std::vector<HandOverTarget> targets) {
+  std::vector<std::unique_ptr<PeerServer>> all;
+  for (HandOverTarget& target : targets) {
+    all.push_back(std::make_unique<PeerServer>(
+        std::move(target.address), DrainPeerField(all.size()), std::move(target.streams)));
+  }
+  threads_ = all.front()->streams();
+  std::vector<absl::Status> fits(all.size());
+  OnThreads(all.size(), [&](size_t i) { fits[i] = all[i]->Check(options_.boot_id); });
+  std::string reasons;
+  for (size_t i = 0; i < all.size(); ++i) {
+    for (const auto& one : peers_) {
+      if (!fits[i].ok() || one->boot_id() != all[i]->boot_id()) continue;
+      fits[i] = all[i]->Refuse(absl::StatusCode::kInvalidArgument,
+                               absl::StrCat("the same server as ", one->address()),
+                               "another server", "out_of_range");
+    }
+    v1::DrainPeer& asked = asked_.emplace_back();
+    asked.set_address(all[i]->address());
+    asked.set_free_bytes(static_cast<uint64_t>(all[i]->free_bytes()));
+    if (fits[i].ok()) {
+      peers_.push_back(std::move(all[i]));
+      continue;
+    }
+    asked.set_reason(DetailOf(fits[i]).reason);
+    asked.set_message(std::string(fits[i].message()));
+    absl::StrAppend(&reasons, reasons.empty() ? "" : "; ", fits[i].message());
+  }
+  if (peers_.empty()) return MakeError(fits[0].code(), reasons, DetailOf(fits[0]));
+  address_ = ByRoom().front()->address();
+  return absl::OkStatus();
 }
 
-absl::Status HandOver::Ask(HandOverPeer& peer, v1::GetServerInfoReply* info) {
-  const absl::Status status = peer.GetInfo(info);
-  if (status.ok()) return CheckBootId(info->boot_id());
-  const ErrorDetail& detail = DetailOf(status);
-  if (detail.reason == "stopped") return status;
-  if (detail.reason == "peer_revoked") {
-    return RefusePeer(status.code(), address(), std::string(status.message()), detail.limit,
-                      detail.reason);
-  }
-  return RefusePeer(absl::StatusCode::kUnavailable, address(), std::string(status.message()),
-                    "a server that answers over TLS", "peer_unreachable");
-}
-
-absl::Status HandOver::CheckPeer() {
-  HandOverPeer& peer = *streams_.front().peer;
-  v1::GetServerInfoReply info;
-  MLA_RETURN_IF_ERROR(Ask(peer, &info));
-  if (info.boot_id() == options_.boot_id) {
-    return RefusePeer(absl::StatusCode::kInvalidArgument, address(), "this server itself",
-                      "another server", "out_of_range");
-  }
-  if (info.boot_id() == 0) {
-    return RefusePeer(absl::StatusCode::kUnavailable, address(),
-                      "it does not say which start it is of", "a server with a boot id",
-                      "peer_failed");
-  }
-  if (!Has(info, kCapability)) {
-    return RefusePeer(absl::StatusCode::kUnimplemented, address(), "it takes no sequences",
-                      "a server with the capability hand_over", "peer_too_old");
-  }
-  peer_boot_id_ = info.boot_id();
-  // TLS authenticates the bytes, so the digests are only for damage.
-  if (Has(info, kXxh3Capability)) send_.digests = DigestKind::kXxh3;
-  send_.chunk_bytes = PeerChunkBytes(info);
-  takes_weights_ = Has(info, kWeightsCapability);
-  const absl::Status status = peer.CheckOperator();
-  if (status.ok()) return status;
-  return RefusePeer(status.code(), address(), std::string(status.message()),
-                    "a server that has this one among its server.operators", "peer_refuses");
+std::vector<PeerServer*> HandOver::ByRoom() const {
+  std::vector<std::pair<int64_t, PeerServer*>> rooms;
+  for (const auto& peer : peers_) rooms.emplace_back(peer->free_bytes(), peer.get());
+  std::stable_sort(rooms.begin(), rooms.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<PeerServer*> peers;
+  for (const auto& room : rooms) peers.push_back(room.second);
+  return peers;
 }
 
 void HandOver::Start() { thread_ = std::thread(&HandOver::Run, this); }
@@ -135,7 +111,7 @@ void HandOver::Start() { thread_ = std::thread(&HandOver::Run, this); }
 void HandOver::Interrupt() {
   const MutexLock lock(mutex_);
   stop_ = true;
-  for (const Stream& stream : streams_) stream.peer->Cancel();
+  for (const auto& peer : peers_) peer->Cancel();
   changed_.NotifyAll();
 }
 
@@ -150,7 +126,8 @@ bool HandOver::Stopping() {
 }
 
 void HandOver::Run() {
-  if (takes_weights_) MoveWeights();
+  models_ = engine_->AllWeights();
+  OnThreads(models_.size(), [&](size_t i) { EnsureWeights(*ByRoom().front(), models_[i]); });
   // The list is complete, because calls that open sequences are refused while the server drains.
   // Listing 10,000 sequences takes the engine's role for 4 ms; checking the few that are in a step
   // takes 0.3 us.
@@ -169,7 +146,7 @@ void HandOver::Run() {
   for (const TenantSequence& sequence : left_) {
     outcomes_.push_back(Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT, Stopped()));
   }
-  Recall(*streams_.front().peer);
+  for (const auto& peer : peers_) peer->RecallAtLast(options_.counters);
   done_ = true;
 }
 
@@ -195,49 +172,28 @@ void HandOver::RefreshLeft() {
   left_ = std::move(now);
 }
 
-void HandOver::OnStreams(size_t count, const std::function<void(Stream&, size_t)>& work) {
+void HandOver::OnThreads(size_t count, const std::function<void(size_t)>& work) {
   std::atomic<size_t> next{0};
-  const auto run = [&](Stream& stream) {
-    while (!stream.ended && !Stopping()) {
+  const auto run = [&] {
+    while (!Stopping()) {
       const size_t i = next++;
       if (i >= count) return;
-      work(stream, i);
+      work(i);
     }
   };
-  std::vector<Stream*> used;
-  for (Stream& stream : streams_) {
-    if (!stream.ended && used.size() < count) used.push_back(&stream);
-  }
   std::vector<std::thread> helpers;
-  for (size_t i = 1; i < used.size(); ++i) helpers.emplace_back(run, std::ref(*used[i]));
-  if (!used.empty()) run(*used.front());
+  for (size_t i = 1; i < std::min(count, threads_); ++i) helpers.emplace_back(run);
+  run();
   for (std::thread& helper : helpers) helper.join();
 }
 
-void HandOver::MoveWeights() {
-  std::vector<scheduler::HeldWeights> models = engine_->AllWeights();
-  // Each repetition has fewer streams than the one before, and the last stream tries all.
-  while (!models.empty() && !Stopping()) {
-    std::vector<uint8_t> untried(models.size(), 1);
-    OnStreams(models.size(), [&](Stream& stream, size_t i) {
-      untried[i] = TryWeights(stream, models[i]) ? 0 : 1;
-    });
-    std::vector<scheduler::HeldWeights> left;
-    for (size_t i = 0; i < models.size(); ++i) {
-      if (untried[i] != 0) left.push_back(std::move(models[i]));
-    }
-    models = std::move(left);
-  }
-}
+// ------------------------------------------------------------------------------------- Weights
 
-bool HandOver::TryWeights(Stream& stream, const scheduler::HeldWeights& model) {
-  // The address may lead to another server by now.
-  v1::GetServerInfoReply info;
-  absl::Status status = Ask(*stream.peer, &info);
-  if (!status.ok() && !Stopping() && EndStream(stream)) return false;
+void HandOver::EnsureWeights(PeerServer& peer, const scheduler::HeldWeights& model) {
+  if (!peer.takes_weights() || !peer.BeginWeights(model)) return;
   bool refused = false;
-  if (status.ok()) status = UploadWeights(*stream.peer, model, &refused);
-  if (refused && TooManyCalls(status) && EndStream(stream)) return false;
+  const absl::Status status = SendWeightsTo(peer, model, &refused);
+  peer.EndWeights(model);
   HandOverCounters& counters = *options_.counters;
   ++(status.ok() ? counters.weights_moved
      : refused   ? counters.weights_refused
@@ -245,56 +201,63 @@ bool HandOver::TryWeights(Stream& stream, const scheduler::HeldWeights& model) {
   Log(status.ok() ? LogLevel::kInfo : LogLevel::kWarning, "handed_over_weights",
       {{"tenant", model.tenant},
        {"model", model.spec->id},
+       {"peer", peer.address()},
        {"outcome", status.ok() ? "moved"
                    : refused   ? "refused"
                                : "failed"},
        {"message", std::string(status.message())},
        {"reason", DetailOf(status).reason}});
-  return true;
 }
 
-absl::Status HandOver::UploadWeights(HandOverPeer& peer, const scheduler::HeldWeights& model,
+absl::Status HandOver::SendWeightsTo(PeerServer& peer, const scheduler::HeldWeights& model,
                                      bool* refused) {
+  while (true) {
+    PeerServer::Use stream(&peer);
+    if (stream.get() == nullptr) return Stopped();
+    // The address may lead to another server by now.
+    absl::Status status = peer.Ask(*stream.get());
+    if (!status.ok() && !Stopping() && stream.End()) continue;
+    if (status.ok()) status = UploadWeights(peer, *stream.get(), model, refused);
+    if (*refused && TooManyCalls(status) && stream.End()) continue;
+    return status;
+  }
+}
+
+absl::Status HandOver::UploadWeights(PeerServer& peer, HandOverPeer& stream,
+                                     const scheduler::HeldWeights& model, bool* refused) {
   uint64_t bytes = 0;
-  const PeerWeights answer = peer.UploadWeights(
+  const PeerWeights answer = stream.UploadWeights(
       [&](const WeightsSink& sink) { return SendWeights(engine_, model, sink, &bytes); });
   *refused = answer.refused;
   MLA_RETURN_IF_ERROR(answer.status);
-  MLA_RETURN_IF_ERROR(CheckBootId(answer.reply.boot_id()));
+  MLA_RETURN_IF_ERROR(peer.CheckBootId(answer.reply.boot_id()));
   const uint64_t taken = answer.reply.bytes();  // 0: it had the weights already
   if (!answer.reply.complete() || (taken != 0 && taken != bytes)) {
-    return RefusePeer(absl::StatusCode::kDataLoss, address(),
-                      absl::StrCat("it has taken ", taken, " bytes of weights, ",
-                                   answer.reply.complete() ? "and says all" : "not all"),
-                      absl::StrCat("all ", bytes, " bytes"), "peer_failed");
+    return peer.Refuse(absl::StatusCode::kDataLoss,
+                       absl::StrCat("it has taken ", taken, " bytes of weights, ",
+                                    answer.reply.complete() ? "and says all" : "not all"),
+                       absl::StrCat("all ", bytes, " bytes"), "peer_failed");
   }
   options_.counters->weights_sent_bytes += taken;
   return absl::OkStatus();
 }
 
+// ----------------------------------------------------------------------------------- Sequences
+
 bool HandOver::Pass() {
   RefreshLeft();
-  std::atomic<bool> any{false};
-  std::vector<uint8_t> untried(left_.size(), 1);  // each is one stream's until all have ended
-  OnStreams(left_.size(),
-            [&](Stream& stream, size_t i) { untried[i] = Try(stream, left_[i], &any) ? 0 : 1; });
+  std::vector<uint8_t> untried(left_.size(), 1);  // each is one thread's until all have ended
+  OnThreads(left_.size(), [&](size_t i) { untried[i] = TryOne(left_[i]) ? 0 : 1; });
   std::vector<TenantSequence> left;
   for (size_t i = 0; i < left_.size(); ++i) {
     if (untried[i] != 0) left.push_back(std::move(left_[i]));
   }
+  const bool any = left.size() < left_.size();
   left_ = std::move(left);
   return any;
 }
 
-bool HandOver::EndStream(Stream& stream) {
-  const MutexLock lock(mutex_);
-  if (streams_left_ == 1) return false;
-  --streams_left_;
-  stream.ended = true;
-  return true;
-}
-
-bool HandOver::Try(Stream& stream, const TenantSequence& listed, std::atomic<bool>* any) {
+bool HandOver::TryOne(const TenantSequence& listed) {
   const std::string& tenant = listed.tenant;
   // Looked up again, because the client may have truncated or released the sequence while others
   // were moved.
@@ -302,23 +265,145 @@ bool HandOver::Try(Stream& stream, const TenantSequence& listed, std::atomic<boo
   if (now.empty()) return true;
   const TenantSequence sequence = {tenant, now.front()};
   if (sequence.info.in_step) return false;
-  *any = true;
-  std::optional<v1::HandedOver> outcome = Move(stream, sequence);
-  if (!outcome) return false;
-  const bool moved = outcome->outcome() == v1::HAND_OVER_OUTCOME_MOVED;
+  v1::HandedOver outcome = Offer(sequence);
+  const bool moved = outcome.outcome() == v1::HAND_OVER_OUTCOME_MOVED;
   if (moved || !Find(tenant, {sequence.info.id}).empty()) {
     const MutexLock lock(mutex_);
-    outcomes_.push_back(*std::move(outcome));
+    outcomes_.push_back(std::move(outcome));
   }
   return true;
 }
 
+v1::HandedOver HandOver::Offer(TenantSequence sequence) {
+  if (sequence.info.length == 0) {
+    return Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT,
+                   MakeError(absl::StatusCode::kFailedPrecondition, "a sequence without rows",
+                             {.reason = "nothing_to_save"}));
+  }
+  bool refused = true;  // by all
+  size_t asked = 0;
+  absl::Status why;  // of the first one
+  for (PeerServer* const peer : ByRoom()) {
+    const Try tried = MoveTo(*peer, &sequence);
+    if (tried.status.ok()) {
+      return Outcome(sequence, v1::HAND_OVER_OUTCOME_MOVED, tried.status, peer->address());
+    }
+    if (Stopping()) return Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT, Stopped());
+    refused = refused && tried.refused;
+    if (asked++ == 0) why = tried.status;
+    if (tried.settled) break;
+    if (peers_.size() == 1) continue;
+    Log(LogLevel::kInfo, "not_taken",
+        {{"tenant", sequence.tenant},
+         {"sequence", sequence.info.id},
+         {"peer", peer->address()},
+         {"message", std::string(tried.status.message())},
+         {"reason", DetailOf(tried.status).reason}});
+  }
+  if (asked > 1) {
+    why = MakeError(why.code(),
+                    absl::StrCat(why.message(), "; none of ", asked, " servers has taken it"),
+                    DetailOf(why));
+  }
+  return Outcome(sequence, refused ? v1::HAND_OVER_OUTCOME_REFUSED : v1::HAND_OVER_OUTCOME_KEPT,
+                 why);
+}
+
+HandOver::Try HandOver::MoveTo(PeerServer& peer, TenantSequence* sequence) {
+  for (const scheduler::HeldWeights& model : models_) {
+    if (model.tenant == sequence->tenant && model.spec->id == sequence->info.model_id) {
+      EnsureWeights(peer, model);
+    }
+  }
+  const int64_t bytes = sequence->info.kv_bytes;
+  peer.Promise(bytes);
+  Try tried;
+  for (bool ended = true; ended;) {
+    PeerServer::Use stream(&peer);
+    if (stream.get() == nullptr) return {.status = Stopped(), .settled = true};
+    tried = MoveOver(peer, &stream, sequence, &ended);
+  }
+  if (tried.status.ok()) return tried;
+  peer.Promise(-bytes);
+  return tried;
+}
+
+HandOver::Try HandOver::MoveOver(PeerServer& peer, PeerServer::Use* stream,
+                                 TenantSequence* sequence, bool* ended) {
+  *ended = false;
+  // The address may lead to another server by now.
+  if (absl::Status same = peer.Ask(*stream->get()); !same.ok()) {
+    // The name may lead to several servers, of which another stream has the right one.
+    *ended = !Stopping() && stream->End();
+    if (!*ended) peer.SetFull();
+    return {.status = same};
+  }
+  peer.Recall(*stream->get(), options_.counters);
+  auto now = Find(sequence->tenant, {sequence->info.id});
+  if (now.empty()) {
+    return {.status = MakeError(absl::StatusCode::kNotFound, "its client has released it",
+                                {.reason = "sequence_not_found"}),
+            .settled = true};
+  }
+  sequence->info = std::move(now.front());
+  const scheduler::ExportArgs rows = {
+      sequence->tenant, sequence->info.id, sequence->info.epoch, 0, sequence->info.length,
+      /*in_place=*/true};
+  const absl::StatusOr<scheduler::MovingPages> pages = engine_->BeginExport(rows);
+  if (!pages.ok()) return {.status = pages.status(), .settled = true};
+  Try tried = Import(peer, *stream->get(), *sequence, *pages);
+  *ended = tried.refused && TooManyCalls(tried.status) && stream->End();
+  return tried;
+}
+
+HandOver::Try HandOver::Import(PeerServer& peer, HandOverPeer& stream,
+                               const TenantSequence& sequence,
+                               const scheduler::MovingPages& pages) {
+  v1::ImportTarget target;
+  target.set_model_id(sequence.info.model_id);
+  target.set_client_id(sequence.info.client_id);
+  target.set_lease_ms(static_cast<uint32_t>(sequence.info.lease_ms));
+  target.set_tenant(sequence.tenant);
+  target.set_new_sequence_id(sequence.info.id);
+  target.set_attempt(RandomNumber());
+  uint64_t bytes = 0;
+  const PeerImport import = stream.Import(target, [&](const PartSink& sink) {
+    return SendPages(
+        engine_, sequence.tenant, pages,
+        [&](v1::PagesPart& part) {
+          bytes += part.chunk().payload().size();
+          return sink(part);
+        },
+        peer.send());
+  });
+  Try tried = {.status = import.status, .refused = import.refused};
+  if (tried.status.ok()) tried.status = peer.CheckAnswer(sequence, import.reply);
+  // The others are asked first from now on.
+  if (import.refused ? HadNoRoom(tried.status) : !tried.status.ok()) peer.SetFull();
+  if (tried.status.ok()) tried.status = engine_->EndHandOver(sequence, peer.address());
+  if (tried.status.ok()) {
+    options_.counters->sent_bytes += bytes;
+    return tried;
+  }
+  if (import.sent && !import.refused) {
+    // The peer may have the sequence even if its answer was lost.
+    v1::EvictSequencesRequest request;
+    request.set_tenant(sequence.tenant);
+    request.add_sequence_ids(sequence.info.id);
+    request.set_attempt(target.attempt());
+    peer.GiveUp(std::move(request));
+    tried.settled = !peer.Recall(stream, options_.counters);
+  }
+  return tried;
+}
+
 v1::HandedOver HandOver::Outcome(const TenantSequence& sequence, v1::HandOverOutcome outcome,
-                                 const absl::Status& why) {
+                                 const absl::Status& why, const std::string& peer) {
   v1::HandedOver to;
   to.set_tenant(sequence.tenant);
   to.set_sequence_id(sequence.info.id);
   to.set_outcome(outcome);
+  to.set_peer(peer);
   to.set_rows(static_cast<uint64_t>(sequence.info.length));
   if (!why.ok()) {
     // It is never empty, because operators and clients rely on it.
@@ -341,118 +426,10 @@ v1::HandedOver HandOver::Outcome(const TenantSequence& sequence, v1::HandOverOut
        {"tenant", to.tenant()},
        {"sequence", to.sequence_id()},
        {"rows", to.rows()},
+       {"peer", to.peer()},
        {"message", to.message()},
        {"reason", to.reason()}});
   return to;
-}
-
-std::optional<v1::HandedOver> HandOver::Move(Stream& stream, const TenantSequence& sequence) {
-  HandOverPeer& peer = *stream.peer;
-  const auto kept = [&](const absl::Status& why) {
-    return Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT, Stopping() ? Stopped() : why);
-  };
-  if (sequence.info.length == 0) {
-    return Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT,
-                   MakeError(absl::StatusCode::kFailedPrecondition, "a sequence without rows",
-                             {.reason = "nothing_to_save"}));
-  }
-  // The address may lead to another server by now.
-  v1::GetServerInfoReply info;
-  if (absl::Status same = Ask(peer, &info); !same.ok()) {
-    // The name may lead to several servers, of which another stream has the right one.
-    if (!Stopping() && EndStream(stream)) return std::nullopt;
-    return kept(same);
-  }
-  Recall(peer);
-  const scheduler::ExportArgs rows = {
-      sequence.tenant,  sequence.info.id, sequence.info.epoch, 0, sequence.info.length,
-      /*in_place=*/true};
-  const absl::StatusOr<scheduler::MovingPages> pages = engine_->BeginExport(rows);
-  if (!pages.ok()) return kept(pages.status());
-  bool refused = false;
-  const absl::Status status = Import(peer, sequence, *pages, &refused);
-  if (status.ok()) return Outcome(sequence, v1::HAND_OVER_OUTCOME_MOVED);
-  if (refused && TooManyCalls(status) && EndStream(stream)) return std::nullopt;
-  return refused ? Outcome(sequence, v1::HAND_OVER_OUTCOME_REFUSED, status) : kept(status);
-}
-
-absl::Status HandOver::Import(HandOverPeer& peer, const TenantSequence& sequence,
-                              const scheduler::MovingPages& pages, bool* refused) {
-  v1::ImportTarget target;
-  target.set_model_id(sequence.info.model_id);
-  target.set_client_id(sequence.info.client_id);
-  target.set_lease_ms(static_cast<uint32_t>(sequence.info.lease_ms));
-  target.set_tenant(sequence.tenant);
-  target.set_new_sequence_id(sequence.info.id);
-  target.set_attempt(RandomNumber());
-  uint64_t bytes = 0;
-  const PeerImport import = peer.Import(target, [&](const PartSink& sink) {
-    return SendPages(
-        engine_, sequence.tenant, pages,
-        [&](v1::PagesPart& part) {
-          bytes += part.chunk().payload().size();
-          return sink(part);
-        },
-        send_);
-  });
-  *refused = import.refused;
-  absl::Status status = import.status;
-  if (status.ok()) status = CheckAnswer(sequence, import.reply);
-  if (status.ok()) status = engine_->EndHandOver(sequence, address());
-  if (status.ok()) {
-    options_.counters->sent_bytes += bytes;
-  } else if (import.sent && !import.refused) {
-    // The peer may have the sequence even if its answer was lost.
-    v1::EvictSequencesRequest request;
-    request.set_tenant(sequence.tenant);
-    request.add_sequence_ids(sequence.info.id);
-    request.set_attempt(target.attempt());
-    {
-      const MutexLock lock(mutex_);
-      abandoned_.push_back(std::move(request));
-    }
-    Recall(peer);
-  }
-  return status;
-}
-
-absl::Status HandOver::CheckAnswer(const TenantSequence& sequence,
-                                   const v1::ImportReply& reply) const {
-  absl::Status same = CheckBootId(reply.boot_id());
-  if (!same.ok()) return same;
-  const v1::SequenceInfo& there = reply.sequence();
-  if (there.sequence_id() == sequence.info.id &&
-      std::cmp_equal(there.length(), sequence.info.length)) {
-    return same;
-  }
-  return RefusePeer(
-      absl::StatusCode::kDataLoss, address(),
-      absl::StrCat("it has taken ", there.length(), " rows as sequence ", there.sequence_id()),
-      "all rows, under the id that they have here", "peer_failed");
-}
-
-void HandOver::Recall(HandOverPeer& peer) {
-  while (true) {
-    v1::EvictSequencesRequest request;
-    {
-      const MutexLock lock(mutex_);
-      if (abandoned_.empty()) return;
-      request = std::move(abandoned_.back());
-      abandoned_.pop_back();
-    }
-    const absl::StatusOr<uint32_t> evicted = peer.Recall(request);
-    Log(LogLevel::kWarning, "taken_back",
-        {{"tenant", request.tenant()},
-         {"sequence", request.sequence_ids(0)},
-         {"evicted", evicted.ok() ? *evicted : 0},
-         {"peer", evicted.ok() ? "" : std::string(evicted.status().message())}});
-    if (!evicted.ok()) {
-      const MutexLock lock(mutex_);
-      abandoned_.push_back(std::move(request));
-      return;
-    }
-    ++options_.counters->taken_back;
-  }
 }
 
 }  // namespace mla::server

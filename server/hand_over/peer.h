@@ -49,8 +49,9 @@ class HandOverPeer {
 
   // UNAVAILABLE if the peer cannot be reached; PERMISSION_DENIED if its certificate is revoked.
   virtual absl::Status GetInfo(v1::GetServerInfoReply* info) = 0;
-  // OK if the peer accepts this server as an operator.
-  virtual absl::Status CheckOperator() = 0;
+  // Returns the bytes of KV cache that are free at the peer; an error unless the peer accepts this
+  // server as an operator.
+  virtual absl::StatusOr<uint64_t> FreeBytes() = 0;
   // Calls Cache.Import. Sends the parts that `send` produces.
   virtual PeerImport Import(const v1::ImportTarget& target, const SendParts& send) = 0;
   // Calls Models.UploadWeights. Sends the messages that `send` produces, fewer if the peer has the

@@ -254,7 +254,7 @@ Measured Drain(const integration::Authority& authority, const integration::TestS
   const double processor = ProcessorSeconds();
   const auto begin = SteadyClock::now();
   const auto drained =
-      drainer->Drain(kDrainMs, false, absl::StrCat("localhost:", to.server().tcp_port()));
+      drainer->Drain(kDrainMs, false, {absl::StrCat("localhost:", to.server().tcp_port())});
   Measured measured;
   measured.seconds = std::chrono::duration<double>(SteadyClock::now() - begin).count();
   measured.processor = ProcessorSeconds() - processor;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -24,8 +25,6 @@
 namespace mla::mlactl {
 namespace {
 
-// Servers that a drain asks one after another to take sequences.
-constexpr size_t kMostPeers = 16;
 constexpr char kDraining[] = "draining";
 
 constexpr char kNotes[] =
@@ -35,9 +34,9 @@ constexpr char kNotes[] =
     "those\n"
     "             of every tenant\n"
     "  top        rates of each server and of all, live, until Ctrl-C\n"
-    "  drain      hands the sequences of SERVER to the others, the one with the most room first, "
-    "and\n"
-    "             writes to etcd where they are now; for operators, over TLS\n"
+    "  drain      hands the sequences of SERVER to the others, each to the one with the most "
+    "room,\n"
+    "             and writes to etcd where they are now; for operators, over TLS\n"
     "  rebalance  says which servers get new sequences. Clients place by themselves and pass over\n"
     "             servers fuller than 1.25 times the mean, so a cluster evens out with each new\n"
     "             conversation. Nothing is moved: drain empties a server\n"
@@ -193,23 +192,32 @@ uint32_t LeftIn(const v1::DrainReply& reply) {
   return count;
 }
 
-// Hands over to one peer, and writes down what went there.
-absl::Status DrainTo(client::Client* client, client::Registry* registry, const Options& options,
-                     const std::string& peer, fleet::PeerDrain* result) {
-  result->set_address(peer);
-  const auto reply = client->Drain(options.deadline_ms, options.exit, peer);
-  if (!reply.ok()) {
-    result->set_error(std::string(reply.status().message()));
-    return reply.status();
+// Writes down where sequences have gone, and returns what became of each peer. `first`: the peer of
+// a server that does not say which one has a sequence, because it knows only one.
+absl::Status WriteDown(const v1::DrainReply& reply, const std::string& first,
+                       client::Registry* registry, fleet::FleetDrain* result) {
+  std::map<std::string, std::vector<uint64_t>> moved;
+  for (const v1::HandedOver& one : reply.handed_over()) {
+    if (one.outcome() != v1::HAND_OVER_OUTCOME_MOVED) continue;
+    moved[one.peer().empty() ? first : one.peer()].push_back(one.sequence_id());
   }
-  std::vector<uint64_t> moved;
-  for (const v1::HandedOver& one : reply->handed_over()) {
-    if (one.outcome() == v1::HAND_OVER_OUTCOME_MOVED) moved.push_back(one.sequence_id());
+  for (const v1::DrainPeer& peer : reply.peers()) {
+    fleet::PeerDrain* const one = result->add_peers();
+    one->set_address(peer.address());
+    one->set_error(peer.message());
+    one->set_moved(static_cast<uint32_t>(moved[peer.address()].size()));
   }
-  result->set_moved(static_cast<uint32_t>(moved.size()));
-  result->set_left(LeftIn(*reply));
-  const absl::Status written = registry->WriteMoved(moved, peer);
-  return absl::IsUnimplemented(written) ? absl::OkStatus() : written;
+  if (reply.peers_size() == 0) {
+    fleet::PeerDrain* const one = result->add_peers();
+    one->set_address(first);
+    one->set_moved(static_cast<uint32_t>(moved[first].size()));
+  }
+  result->set_left(LeftIn(reply));
+  for (const auto& [peer, ids] : moved) {
+    const absl::Status written = registry->WriteMoved(ids, peer);
+    if (!written.ok() && !absl::IsUnimplemented(written)) return written;
+  }
+  return absl::OkStatus();
 }
 
 int DrainServer(const CommonOptions& common, const Options& options) {
@@ -224,26 +232,22 @@ int DrainServer(const CommonOptions& common, const Options& options) {
   }
   const auto client = ConnectTo(common, options.server);
   if (!client.ok()) return Fail(client.status());
+  const auto reply = (*client)->Drain(options.deadline_ms, options.exit, peers);
+  if (!reply.ok()) return Fail(reply.status());
   fleet::FleetDrain result;
   result.set_server(options.server);
-  absl::Status last;
+  const absl::Status written = WriteDown(*reply, peers.front(), registry->get(), &result);
   std::string text;
-  for (const std::string& peer : peers) {
-    // A drain has one peer. The server may take a sequence in between, which then goes with others.
-    if (result.peers_size() > 0) (*client)->CancelDrain().status().IgnoreError();
-    fleet::PeerDrain* const one = result.add_peers();
-    last = DrainTo(client->get(), registry->get(), options, peer, one);
-    if (!one->error().empty()) {
-      absl::StrAppend(&text, peer, ": ", one->error(), "\n");
-      continue;
-    }
-    result.set_left(one->left());
-    absl::StrAppend(&text, peer, ": ", one->moved(), " sequences have moved, ", one->left(),
-                    " are left\n");
-    if (!last.ok() || one->left() == 0) break;
+  const fleet::FleetDrain plain = WithPlainTexts(result);
+  for (const fleet::PeerDrain& one : plain.peers()) {
+    absl::StrAppend(
+        &text, one.address(), ": ",
+        one.error().empty() ? absl::StrCat(one.moved(), " sequences have moved") : one.error(),
+        "\n");
   }
+  absl::StrAppend(&text, result.left(), " sequences are left\n");
   const int code = Emit(common, ToJson(result), text);
-  if (!last.ok()) return Fail(last);
+  if (!written.ok()) return Fail(written);
   return code != kOk || result.left() == 0 ? code : kNotServing;
 }
 
@@ -300,7 +304,7 @@ std::vector<std::string> PeersFor(const fleet::FleetStatus& status, const std::s
                    [](const auto* a, const auto* b) { return a->bytes_free() > b->bytes_free(); });
   std::vector<std::string> peers;
   for (const auto* one : others) {
-    if (peers.size() < kMostPeers) peers.push_back(one->address());
+    if (peers.size() < client::kMostDrainPeers) peers.push_back(one->address());
   }
   return peers;
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import (Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence,
-                    Tuple)
+                    Tuple, Union)
 
 from mla_client import errors, messages
 from mla_client.gen import admin_pb2, sequence_pb2
@@ -55,11 +55,15 @@ class Operations:
         raise NotImplementedError
 
     def drain(self, deadline_ms: int = 0, exit: bool = False,
-              to: str = "") -> admin_pb2.DrainReply:
+              to: Union[str, Sequence[str]] = "") -> admin_pb2.DrainReply:
         """Refuses new work and waits for open steps; 0: the server's own deadline. The call itself
         is given that time and the client's timeout more. `to`: "HOST:PORT" of a server that gets
-        the sequences, over TLS; the reply says what became of each."""
-        request = admin_pb2.DrainRequest(deadline_ms=deadline_ms, exit=exit, to=to)
+        the sequences, over TLS, or up to 16 of them: each sequence goes to the one with the most
+        free bytes that takes it. A server without the capability "hand_over_many" uses the first
+        one alone. The reply says what became of each sequence."""
+        peers = [to] if isinstance(to, str) else list(to)
+        request = admin_pb2.DrainRequest(deadline_ms=deadline_ms, exit=exit,
+                                         to=peers[0] if peers else "", also_to=peers[1:])
         return self._call(self._admin.Drain, request, idempotent=False,
                           timeout_s=self.timeout_s + deadline_ms / 1e3)  # type: ignore
 

@@ -276,7 +276,7 @@ TEST_F(ClusterTest, ASequenceThatADrainHasMovedGoesOnAtItsNewServer) {
   client::ClientOptions blue = authority.As("blue");
   const auto drainer = client::Client::Connect(addresses_[0], blue);
   ASSERT_TRUE(drainer.ok()) << drainer.status();
-  const auto drained = (*drainer)->Drain(20000, false, addresses_[1]);
+  const auto drained = (*drainer)->Drain(20000, false, {addresses_[1]});
   ASSERT_TRUE(drained.ok()) << drained.status();
   // The step finds them; Recover would, too.
   EXPECT_EQ(worker.Step({&a, &b}, {2, 2}), absl::OkStatus());

@@ -30,7 +30,7 @@ class MovedTest : public ::testing::Test {
   void Drain(size_t from, size_t to) {
     const auto drainer = client::Client::Connect(addresses_[from], authority_.As("blue"));
     ASSERT_TRUE(drainer.ok()) << drainer.status();
-    const auto drained = (*drainer)->Drain(20000, false, addresses_[to]);
+    const auto drained = (*drainer)->Drain(20000, false, {addresses_[to]});
     ASSERT_TRUE(drained.ok()) << drained.status();
   }
   // Open sequences of the worker's tenant on a server.

@@ -73,7 +73,7 @@ class HandOverTest : public ::testing::Test {
     }
   }
   absl::StatusOr<v1::DrainReply> Drain(const std::string& to, uint32_t deadline_ms = kDrainMs) {
-    return blue_->Drain(deadline_ms, false, to);
+    return blue_->Drain(deadline_ms, false, {to});
   }
   // Starts a drain; returns while launches of the peer are held and a sequence is being moved
   // there.

@@ -70,7 +70,7 @@ TEST_F(HandOverTest, SequencesMoveAsTheirTenantsAndUnderTheirIds) {
 TEST_F(HandOverTest, WithoutTlsItIsRefused) {
   const TestServer plain;
   const auto client = plain.Connect();
-  const auto refused = client->Drain(100, false, "localhost:1");
+  const auto refused = client->Drain(100, false, {"localhost:1"});
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition) << refused.status();
   EXPECT_EQ(client::DetailOf(refused.status())->reason(), "no_tls");
   EXPECT_TRUE(*client->IsServing());
@@ -116,7 +116,7 @@ TEST_F(HandOverTest, APeerThatDoesNotFitLeavesTheServerServing) {
   EXPECT_TRUE(*red_->IsServing());
   ExpectHere(&tracks_[0]);
   // Tenants may not drain, and may not import for others.
-  EXPECT_EQ(red_->Drain(100, false, Address(*stranger)).status().code(),
+  EXPECT_EQ(red_->Drain(100, false, {Address(*stranger)}).status().code(),
             absl::StatusCode::kPermissionDenied);
   v1::ImportTarget target;
   target.set_model_id("m");
@@ -182,7 +182,7 @@ TEST_F(HandOverTest, AServerThatIsToExitStaysWhileItHasRows) {
   Track empty = *worker_->Open();
   const auto b = Serve();
   SetSequences(*b, 2);
-  const auto drain = blue_->Drain(kDrainMs, /*exit=*/true, Address(*b));
+  const auto drain = blue_->Drain(kDrainMs, /*exit=*/true, {Address(*b)});
   ASSERT_TRUE(drain.ok()) << drain.status();
   EXPECT_TRUE(drain->drained());
   EXPECT_FALSE(drain->exits());
@@ -191,7 +191,7 @@ TEST_F(HandOverTest, AServerThatIsToExitStaysWhileItHasRows) {
   EXPECT_FALSE(a_->exit_requested());
   ASSERT_TRUE(blue_->CancelDrain().ok());
   SetSequences(*b, 3);
-  const auto gone = blue_->Drain(kDrainMs, /*exit=*/true, Address(*b));
+  const auto gone = blue_->Drain(kDrainMs, /*exit=*/true, {Address(*b)});
   ASSERT_TRUE(gone.ok()) << gone.status();
   EXPECT_TRUE(gone->exits()) << gone->message();
   EXPECT_TRUE(a_->exit_requested());

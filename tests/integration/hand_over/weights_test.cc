@@ -243,7 +243,7 @@ TEST_F(WeightsTest, ModelsGoWithOrWithoutSequencesAndAreCounted) {
   std::sort(complete.begin(), complete.end());
   EXPECT_EQ(complete, (std::vector<std::string>{"idle", "m"}));
   // Back again: the first server still has equal weights.
-  const auto back = Connect(*b, "blue")->Drain(kDrainMs, false, Address(*a_));
+  const auto back = Connect(*b, "blue")->Drain(kDrainMs, false, {Address(*a_)});
   ASSERT_TRUE(back.ok()) << back.status();
   EXPECT_EQ(Outcomes(*b, "moved"), 2);
 }
@@ -312,6 +312,29 @@ TEST_F(WeightsTest, APeerOfOneUploadAtATimeGetsAllWeights) {
   ASSERT_TRUE(Drain(Address(*b)).ok());
   EXPECT_EQ(Outcomes(*a_, "moved"), 3);
   ExpectAnswers(&tracks_[0], *b);
+}
+
+// Two peers share the sequences, so both get the weights; a third one gets neither.
+TEST_F(WeightsTest, EachPeerThatGetsSequencesGetsTheirWeightsOnce) {
+  FillWithWeights();
+  for (int i = 0; i < 3; ++i) {
+    tracks_.push_back(*worker_->Open());
+    ASSERT_EQ(worker_->Step({&tracks_.back()}, {40}, v1::PROFILE_EXPANDED), absl::OkStatus());
+  }
+  const auto smaller = [](server::Config& config) { config.limits.kv_cache_bytes /= 8; };
+  const auto b = Serve(), c = Serve(), small = Serve(smaller);
+  const auto drained = blue_->Drain(kDrainMs, false, {Address(*small), Address(*b), Address(*c)});
+  ASSERT_TRUE(drained.ok()) << drained.status();
+  EXPECT_EQ(Outcomes(*a_, "moved"), 2);
+  EXPECT_EQ(Outcomes(*a_, "refused") + Outcomes(*a_, "failed"), 0);
+  EXPECT_EQ(Counted(*b, "mla_hand_over_weights_taken_total"), 1);
+  EXPECT_EQ(Counted(*c, "mla_hand_over_weights_taken_total"), 1);
+  EXPECT_EQ(SequencesOf(*b) + SequencesOf(*c), 4u);
+  ExpectEmpty(*small, "it has the least room");
+  for (Track& track : tracks_) {
+    const bool at_b = OutcomeOf(*drained, track).peer() == Address(*b);
+    ExpectAnswers(&track, at_b ? *b : *c);
+  }
 }
 
 TEST_F(WeightsTest, ACutConnectionLeavesTheReceiverAsItWasAndTheSenderServing) {

@@ -61,7 +61,7 @@ class WindowMovesTest : public ::testing::Test {
   v1::HandedOver Drain(const TestServer& to) {
     const auto drained =
         Connect(*a_, "blue")
-            ->Drain(kDeadlineMs, false, absl::StrCat("localhost:", to.server().tcp_port()));
+            ->Drain(kDeadlineMs, false, {absl::StrCat("localhost:", to.server().tcp_port())});
     EXPECT_TRUE(drained.ok()) << drained.status();
     if (!drained.ok() || drained->handed_over_size() != 1) return {};
     return drained->handed_over(0);

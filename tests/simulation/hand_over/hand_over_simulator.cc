@@ -48,7 +48,10 @@ class HandOverSimulator::Peer final : public server::HandOverPeer {
     info->add_capabilities("hand_over_weights");
     return absl::OkStatus();
   }
-  absl::Status CheckOperator() override { return absl::OkStatus(); }
+  absl::StatusOr<uint64_t> FreeBytes() override {
+    const scheduler::EngineStats stats = there().engine().Stats();
+    return static_cast<uint64_t>(stats.kv_bytes_total - stats.kv_bytes_used);
+  }
   server::PeerImport Import(const v1::ImportTarget& target, const SendParts& send) override;
   server::PeerWeights UploadWeights(const SendMessages& send) override;
   absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) override;
@@ -56,12 +59,6 @@ class HandOverSimulator::Peer final : public server::HandOverPeer {
 
   // Actions of a client of either server, of an operator or of a failure between two messages.
   void Between();
-  void Run(server::HandOver* hand_over) {
-    hand_over_ = hand_over;
-    hand_over->Run();
-    hand_over_ = nullptr;
-  }
-  bool crashed() const { return crashed_; }
 
  private:
   SimServer& there() { return *sim_.servers_[static_cast<size_t>(to_)]; }
@@ -71,19 +68,18 @@ class HandOverSimulator::Peer final : public server::HandOverPeer {
   HandOverSimulator& sim_;
   const int to_;
   const Faults faults_;
-  server::HandOver* hand_over_ = nullptr;
-  bool cancelled_ = false, crashed_ = false;
+  bool cancelled_ = false;
 };
 
 void HandOverSimulator::Peer::Between() {
-  if (sim_.Chance(faults_.client)) sim_.ClientAt(static_cast<int>(sim_.Pick(2)));
+  if (sim_.Chance(faults_.client)) sim_.ClientAt(static_cast<int>(sim_.Pick(kServers)));
   if (!sim_.late_.empty() && sim_.Chance(20)) sim_.RunLate(sim_.Pick(sim_.late_.size()));
   if (!sim_.in_import_ && sim_.Chance(faults_.restart)) sim_.Restart(to_);
-  if (hand_over_ != nullptr && sim_.Chance(faults_.stop)) {
+  if (sim_.hand_over_ != nullptr && sim_.Chance(faults_.stop)) {
     // Either an operator cancels it, or the whole server is gone; in the latter case nothing of it
-    // reaches the peer any more.
-    crashed_ = crashed_ || sim_.Chance(30);
-    hand_over_->Interrupt();
+    // reaches a peer any more.
+    sim_.crashed_ = sim_.crashed_ || sim_.Chance(30);
+    sim_.hand_over_->Interrupt();
   }
 }
 
@@ -107,6 +103,11 @@ server::PeerImport HandOverSimulator::Peer::Import(const v1::ImportTarget& targe
     return result;
   }
   const uint64_t boot_id = there().boot_id();
+  for (const auto& [server, id] : sim_.unsure_) {
+    if (server != to_ && id == target.new_sequence_id()) {
+      sim_.Fail("a sequence that one server may have is offered to another");
+    }
+  }
   std::vector<v1::PagesPart> parts;
   bool cut = false;
   const absl::Status sent = send([&](const v1::PagesPart& part) -> absl::Status {
@@ -138,7 +139,10 @@ server::PeerImport HandOverSimulator::Peer::Import(const v1::ImportTarget& targe
   }
   result.status = reply.status();
   result.refused = !reply.ok();
-  if (!reply.ok()) return result;
+  if (!reply.ok()) {
+    sim_.refused_.insert({to_, target.new_sequence_id()});
+    return result;
+  }
   result.reply = *reply;
   if (sim_.Chance(faults_.lie)) {
     v1::SequenceInfo* const told = result.reply.mutable_sequence();
@@ -149,7 +153,7 @@ server::PeerImport HandOverSimulator::Peer::Import(const v1::ImportTarget& targe
     }
     return result;
   }
-  sim_.acknowledged_.insert(target.new_sequence_id());
+  sim_.acknowledged_.insert({to_, target.new_sequence_id()});
   return result;
 }
 
@@ -177,7 +181,7 @@ server::PeerWeights HandOverSimulator::Peer::UploadWeights(const SendMessages& s
   const std::pair<int, std::string> own = {to_,
                                            messages.empty() ? "" : messages[0].header().tenant()};
   const auto had = sim_.weights_.find(own);
-  const auto sends = sim_.weights_.find({1 - to_, own.second});
+  const auto sends = sim_.weights_.find({sim_.draining_, own.second});
   sim_.in_import_ = true;
   const auto reply = there().ServeWeights(messages, whole, [this] { Between(); });
   sim_.in_import_ = false;
@@ -204,14 +208,16 @@ server::PeerWeights HandOverSimulator::Peer::UploadWeights(const SendMessages& s
 absl::StatusOr<uint32_t> HandOverSimulator::Peer::Recall(const v1::EvictSequencesRequest& request) {
   Between();
   const std::pair<int, uint64_t> stray = {to_, request.sequence_ids(0)};
-  if (crashed_ || sim_.Chance(faults_.lost_take_back)) {
+  if (sim_.crashed_ || sim_.Chance(faults_.lost_take_back)) {
     // It may have arrived although its reply was lost.
-    if (!crashed_ && sim_.Chance(50)) there().Evict(request);
+    if (!sim_.crashed_ && sim_.Chance(50)) there().Evict(request);
     sim_.strays_[stray] = true;
+    sim_.unsure_.insert(stray);
     return Unreachable();
   }
   const uint32_t evicted = there().Evict(request);
   sim_.strays_.erase(stray);
+  sim_.unsure_.erase(stray);
   sim_.given_up_.insert(request.attempt());
   return evicted;
 }
@@ -249,7 +255,7 @@ std::string HandOverSimulator::Run(int operations) {
 }
 
 bool HandOverSimulator::Operate() {
-  const int server = static_cast<int>(Pick(2));
+  const int server = static_cast<int>(Pick(kServers));
   const uint64_t drawn = Pick(100);
   if (drawn < 34) return Open(server);
   if (drawn < 46) return Extend(server);
@@ -293,8 +299,7 @@ std::map<uint64_t, HandOverSimulator::Text>::iterator HandOverSimulator::AnyText
 
 void HandOverSimulator::ExpectDraining(const absl::Status& status, bool opens) {
   const ErrorDetail& detail = DetailOf(status);
-  const std::string& peer = servers_[static_cast<size_t>(1 - draining_)]->address();
-  if (detail.reason != "draining" || detail.peer != (opens ? peer : "")) {
+  if (detail.reason != "draining" || detail.peer != (opens ? named_ : "")) {
     Fail(absl::StrCat("a call of a server that drains: ", status.ToString(), " ", detail.peer));
   }
 }
@@ -437,10 +442,7 @@ void HandOverSimulator::RunLate(size_t index) {
   strays_.try_emplace({late.server, late.target.new_sequence_id()}, false);
 }
 
-bool HandOverSimulator::Drain(int from) {
-  const int target = 1 - from;
-  Check();
-  if (failed() || texts_.empty()) return false;
+HandOverSimulator::Faults HandOverSimulator::DrawFaults() {
   Faults faults;
   // Most drains have one kind of trouble, some have none, and some have all.
   uint64_t* const kinds[] = {&faults.unreachable, &faults.cut,   &faults.lost_answer,
@@ -452,14 +454,26 @@ bool HandOverSimulator::Drain(int from) {
   }
   faults.client = std::max<uint64_t>(faults.client, Pick(10));
   faults.lost_take_back = Chance(30) ? 40 : 0;
-  auto peer = std::make_unique<Peer>(this, target, faults);
-  Peer* const way = peer.get();
+  return faults;
+}
+
+bool HandOverSimulator::Drain(int from) {
+  Check();
+  if (failed() || texts_.empty()) return false;
+  const Faults faults = DrawFaults();
+  // Both other servers, in either order, or one of them.
+  const int first = static_cast<int>((static_cast<size_t>(from) + 1 + Pick(2)) % kServers);
+  std::vector<int> to = {first};
+  if (Chance(60)) to.push_back(static_cast<int>(kServers) - from - first);
+  std::vector<server::HandOverTarget> targets;
+  for (const int server : to) {
+    targets.push_back({servers_[static_cast<size_t>(server)]->address(), {}});
+    targets.back().streams.push_back(std::make_unique<Peer>(this, server, faults));
+  }
   SimServer& here = *servers_[static_cast<size_t>(from)];
-  SimServer& there = *servers_[static_cast<size_t>(target)];
-  std::vector<std::unique_ptr<server::HandOverPeer>> streams;
-  streams.push_back(std::move(peer));
+  crashed_ = false;
   const auto connected = server::HandOver::Connect(
-      {&here.engine(), &here.counters(), here.boot_id(), there.address()}, std::move(streams));
+      {&here.engine(), &here.counters(), here.boot_id()}, std::move(targets));
   if (!connected.ok()) {
     if (DetailOf(connected.status()).reason != "peer_unreachable") {
       Fail(absl::StrCat("Connect: ", connected.status().ToString()));
@@ -468,14 +482,19 @@ bool HandOverSimulator::Drain(int from) {
   }
   ++counts_.drains;
   draining_ = from;
+  named_ = (*connected)->address();
   acknowledged_.clear();
-  here.engine().StartDrain(there.address());
+  refused_.clear();
+  unsure_.clear();
+  here.engine().StartDrain(named_);
   const std::map<uint64_t, Text> before = texts_;
-  way->Run(connected->get());
+  hand_over_ = connected->get();
+  hand_over_->Run();
+  hand_over_ = nullptr;
   if (!failed()) CheckAnswer(from, before, **connected);
   draining_ = -1;
-  if (way->crashed()) ++counts_.crashes;
-  if (way->crashed() || Chance(30)) {
+  if (crashed_) ++counts_.crashes;
+  if (crashed_ || Chance(30)) {
     DropServer(from);
   } else {
     here.engine().CancelDrain();
@@ -485,35 +504,40 @@ bool HandOverSimulator::Drain(int from) {
 
 // ------------------------------------------------------------------------------------------ Checks
 
+int HandOverSimulator::ServerAt(const std::string& address) const {
+  for (size_t i = 0; i < servers_.size(); ++i) {
+    if (servers_[i]->address() == address) return static_cast<int>(i);
+  }
+  return -1;
+}
+
 void HandOverSimulator::CheckAnswer(int from, const std::map<uint64_t, Text>& before,
                                     const server::HandOver& hand_over) {
   for (auto& [id, text] : texts_) CheckText(id, &text);
+  const auto peers = static_cast<size_t>(
+      std::count_if(hand_over.asked().begin(), hand_over.asked().end(),
+                    [](const v1::DrainPeer& one) { return one.reason().empty(); }));
   std::set<uint64_t> named;
+  std::set<int> reached;
   for (const v1::HandedOver& one : hand_over.outcomes()) {
+    const int at = ServerAt(one.peer());
     const bool moved = one.outcome() == v1::HAND_OVER_OUTCOME_MOVED;
+    if (moved != (at >= 0 && at != from)) return Fail("the answer names no server that has it");
+    if (moved) reached.insert(at);
     if (strays_.contains({from, one.sequence_id()})) {
       // A sequence that an earlier drain has left here is drained like the others.
-      if (moved) strays_[{1 - from, one.sequence_id()}] = true;
+      if (moved) strays_[{at, one.sequence_id()}] = true;
       if (moved) strays_.erase({from, one.sequence_id()});
       continue;
     }
     const auto was = before.find(one.sequence_id());
     if (was == before.end() || was->second.server != from || one.tenant() != was->second.tenant ||
         !named.insert(one.sequence_id()).second) {
-      Fail("the answer names a sequence that was not there, or twice, or as another tenant's");
-      return;
+      return Fail("the answer names a sequence that was not there, or twice, or as another's");
     }
-    counts_.moved += moved;
-    counts_.refused += one.outcome() == v1::HAND_OVER_OUTCOME_REFUSED;
-    counts_.kept += one.outcome() == v1::HAND_OVER_OUTCOME_KEPT;
-    const auto now = texts_.find(one.sequence_id());
-    if (now != texts_.end()) CheckText(now->first, &now->second);
-    const bool here = now != texts_.end() && now->second.server == from;
-    if (moved && here) Fail("the answer says moved of a sequence that is here");
-    if (!moved && now != texts_.end() && now->second.server == 1 - from) {
-      Fail("the answer says kept of a sequence that has moved");
-    }
+    CheckOutcome(from, one, peers);
   }
+  counts_.divided += reached.size() > 1;
   for (const auto& [id, text] : before) {
     const auto now = texts_.find(id);
     if (text.server == from && now != texts_.end() && now->second.server == from &&
@@ -522,9 +546,29 @@ void HandOverSimulator::CheckAnswer(int from, const std::map<uint64_t, Text>& be
     }
   }
   for (const auto& [stray, stays] : strays_) {
-    if (stray.first == 1 - from && !stays && !failed()) {
-      Fail("the peer was not told to forget a sequence that it may have");
+    if (stray.first != from && !stays && !failed()) {
+      Fail("a peer was not told to forget a sequence that it may have");
     }
+  }
+}
+
+void HandOverSimulator::CheckOutcome(int from, const v1::HandedOver& one, size_t peers) {
+  const bool moved = one.outcome() == v1::HAND_OVER_OUTCOME_MOVED;
+  const bool refused = one.outcome() == v1::HAND_OVER_OUTCOME_REFUSED;
+  size_t refusals = 0;
+  for (int server = 0; server < static_cast<int>(kServers); ++server) {
+    refusals += refused_.contains({server, one.sequence_id()});
+  }
+  counts_.moved += moved;
+  counts_.refused += refused;
+  counts_.kept += one.outcome() == v1::HAND_OVER_OUTCOME_KEPT;
+  counts_.passed_on += moved && refusals > 0;
+  if (refused && refusals != peers) Fail("a peer that might take a sequence was not asked");
+  const auto now = texts_.find(one.sequence_id());
+  const bool here = now != texts_.end() && now->second.server == from;
+  if (moved && here) Fail("the answer says moved of a sequence that is here");
+  if (!moved && now != texts_.end() && !here) {
+    Fail("the answer says kept of a sequence that has moved");
   }
 }
 
@@ -532,7 +576,7 @@ void HandOverSimulator::Check() {
   for (auto& [id, text] : texts_) {
     if (!failed()) CheckText(id, &text);
   }
-  for (int server = 0; server < 2 && !failed(); ++server) {
+  for (int server = 0; server < static_cast<int>(kServers) && !failed(); ++server) {
     CheckStrays(server);
     CheckWeights(server);
   }
@@ -551,13 +595,15 @@ void HandOverSimulator::CheckText(uint64_t id, Text* text) {
 }
 
 void HandOverSimulator::CheckMoved(uint64_t id, Text* text) {
-  const int target = 1 - text->server;
   SimServer& here = *servers_[static_cast<size_t>(text->server)];
-  SimServer& there = *servers_[static_cast<size_t>(target)];
   const auto told = here.engine().GetSequences({text->tenant, {id}, ""}).moved;
   if (told.empty()) return Fail("a sequence is lost");
-  if (told[0].second != there.address()) return Fail("the wrong server is named");
-  if (!acknowledged_.contains(id)) return Fail("a sequence has moved that its peer does not have");
+  const int target = ServerAt(told[0].second);
+  if (target < 0 || target == text->server) return Fail("the wrong server is named");
+  if (!acknowledged_.contains({target, id})) {
+    return Fail("a sequence has moved that its peer does not have");
+  }
+  SimServer& there = *servers_[static_cast<size_t>(target)];
   const auto list = there.engine().GetSequences({text->tenant, {id}, ""});
   if (list.sequences.empty()) {
     return Fail(absl::StrCat("a sequence that has moved is not there, as ", text->tenant, "'s"));

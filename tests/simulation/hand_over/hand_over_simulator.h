@@ -1,8 +1,8 @@
-// One seed of the simulation of drains to another server. In one thread it runs two real engines,
-// the real hand-over between them, and a connection that loses messages. Clients open, extend, cut,
+// One seed of the simulation of drains to other servers. In one thread it runs three real engines,
+// the real hand-over between them, and connections that lose messages. Clients open, extend, cut,
 // fork and release sequences during the drain. The connection breaks at any message, replies are
 // lost, imports end long after their caller has given up, the peer refuses, is full, restarts or
-// lies, the drain is cancelled, and the draining server dies.
+// lies, the drain is cancelled, and the draining server dies. A drain has one peer or two.
 //
 // - A sequence is where it was, or where its peer has said that it is, with all its rows, its
 //   tenant and its id. The old server names the peer from then on and not before.
@@ -11,7 +11,8 @@
 //   for weights that are not there.
 // - The other server has no part of it, except during an import, and until its lease ends if the
 //   peer could not be told.
-// - The reply to the drain states the outcome of each sequence.
+// - The reply to the drain states the outcome of each sequence, and each that was refused was
+//   refused by every peer.
 // - In the end no engine holds anything.
 #ifndef MLA_TESTS_SIMULATION_HAND_OVER_HAND_OVER_SIMULATOR_H_
 #define MLA_TESTS_SIMULATION_HAND_OVER_HAND_OVER_SIMULATOR_H_
@@ -34,10 +35,12 @@ namespace mla::simulation {
 struct HandOverCounts {
   int64_t operations = 0;  // operations that had an effect
   int64_t drains = 0, moved = 0, refused = 0, kept = 0;
-  int64_t cut = 0;      // broken connections
-  int64_t late = 0;     // imports that continued after their caller's end
-  int64_t crashes = 0;  // crashes of draining servers
-  int64_t checked = 0;  // sequences whose rows were compared
+  int64_t divided = 0;    // drains whose sequences went to two servers
+  int64_t passed_on = 0;  // sequences that one peer refused and another took
+  int64_t cut = 0;        // broken connections
+  int64_t late = 0;       // imports that continued after their caller's end
+  int64_t crashes = 0;    // crashes of draining servers
+  int64_t checked = 0;    // sequences whose rows were compared
   int64_t weights_moved = 0, weights_refused = 0, weights_cut = 0;  // models
   void Add(const HandOverCounts& other) {
     operations += other.operations;
@@ -45,6 +48,8 @@ struct HandOverCounts {
     moved += other.moved;
     refused += other.refused;
     kept += other.kept;
+    divided += other.divided;
+    passed_on += other.passed_on;
     cut += other.cut;
     late += other.late;
     crashes += other.crashes;
@@ -85,6 +90,7 @@ class HandOverSimulator final {
     uint64_t unreachable = 0, cut = 0, lost_answer = 0, late = 0, lie = 0, restart = 0, stop = 0,
              client = 0, lost_take_back = 0;
   };
+  static constexpr size_t kServers = 3;
 
   uint64_t Pick(uint64_t below);
   bool Chance(uint64_t percent) { return Pick(100) < percent; }
@@ -101,6 +107,7 @@ class HandOverSimulator final {
   bool LoadWeights(int server);
   bool Restart(int server);
   bool Drain(int from);
+  Faults DrawFaults();
   void ClientAt(int server);
   // A sequence of that server, or end() if there is none.
   std::map<uint64_t, Text>::iterator AnyText(int server);
@@ -109,6 +116,10 @@ class HandOverSimulator final {
 
   void CheckAnswer(int from, const std::map<uint64_t, Text>& before,
                    const server::HandOver& hand_over);
+  // `peers`: how many can take sequences.
+  void CheckOutcome(int from, const v1::HandedOver& one, size_t peers);
+  // The server with this address, or -1.
+  int ServerAt(const std::string& address) const;
   void RunLate(size_t index);
   void DropServer(int server);
   // Checks the replies to clients about each sequence, and the other contents of the servers.
@@ -124,7 +135,7 @@ class HandOverSimulator final {
 
   uint64_t random_;
   scheduler::SimulatedClock clock_;
-  std::array<std::unique_ptr<SimServer>, 2> servers_;
+  std::array<std::unique_ptr<SimServer>, kServers> servers_;
   std::map<uint64_t, Text> texts_;
   std::vector<Late> late_;
   // Which weights each tenant's model has, by server; absent: none.
@@ -134,10 +145,15 @@ class HandOverSimulator final {
   std::map<std::pair<int, uint64_t>, bool> strays_;
   // Attempts that must have no effect from now on.
   std::set<uint64_t> given_up_;
-  // Sequences of the drain that the peer has confirmed in time.
-  std::set<uint64_t> acknowledged_;
+  // Sequences of the drain that a peer has confirmed in time, and those that it has refused.
+  std::set<std::pair<int, uint64_t>> acknowledged_, refused_;
+  // Sequences of the drain that a peer may have, without an answer: no other one may get them.
+  std::set<std::pair<int, uint64_t>> unsure_;
   int draining_ = -1;
-  bool in_import_ = false;  // the peer is in ServeImport, so it cannot restart
+  std::string named_;                      // the peer that refusals of that server name
+  server::HandOver* hand_over_ = nullptr;  // while it runs
+  bool crashed_ = false;                   // the server that drains is gone
+  bool in_import_ = false;                 // the peer is in ServeImport, so it cannot restart
   uint64_t next_key_ = 1;
   std::string violation_;
   uint64_t hash_ = 0xcbf29ce484222325u;

@@ -17,6 +17,8 @@ TEST(HandOverSimulator, RandomDrainsAreAsForetold) {
   EXPECT_GT(counts.drains, 10 * share);
   EXPECT_GT(counts.moved, 10 * share);
   EXPECT_GT(counts.kept, share);
+  EXPECT_GT(5 * counts.divided, share);
+  EXPECT_GT(5 * counts.passed_on, share);
   EXPECT_GT(counts.checked, 10 * share);
   EXPECT_GT(2 * counts.refused, share);
   EXPECT_GT(2 * counts.cut, share);

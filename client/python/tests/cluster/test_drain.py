@@ -18,11 +18,13 @@ MOVED, KEPT, REFUSED = (admin_pb2.HAND_OVER_OUTCOME_MOVED, admin_pb2.HAND_OVER_O
 
 
 class Server:
-    """A server that has sequences, and peers that take some of them."""
+    """A server that has sequences, and peers that take some of them. With `knows_one` it is of a
+    release whose drains have one peer."""
 
-    def __init__(self, rooms, sequences):
+    def __init__(self, rooms, sequences, knows_one=False):
         self.rooms = dict(rooms)
         self.sequences = list(sequences)
+        self.knows_one = knows_one
         self.calls = []
 
     def __enter__(self):
@@ -31,21 +33,27 @@ class Server:
     def __exit__(self, *exc_info):
         pass
 
-    def cancel_drain(self):
-        self.calls.append("cancel")
-
     def drain(self, deadline_ms, exit, to):
         self.calls.append(to)
-        room = self.rooms[to]
-        if isinstance(room, Exception):
-            raise room
         reply = admin_pb2.DrainReply(drained=True)
-        for place, one in enumerate(list(self.sequences)):
-            moved = place < room
-            reply.handed_over.add(sequence_id=one, rows=8, outcome=MOVED if moved else REFUSED,
-                                  reason="" if moved else "pages_exhausted")
-            if moved:
-                self.sequences.remove(one)
+        rooms = {one: self.rooms[one] for one in to[:1 if self.knows_one else None]}
+        for address, room in rooms.items():
+            if isinstance(room, Exception):
+                reply.peers.add(address=address, reason="peer_unreachable", message=str(room))
+            elif not self.knows_one:
+                reply.peers.add(address=address)
+        if all(isinstance(room, Exception) for room in rooms.values()):
+            raise errors.Unavailable("peer_unreachable")
+        for one in self.sequences:
+            takers = [address for address, room in rooms.items()
+                      if not isinstance(room, Exception) and room > 0]
+            if takers:
+                rooms[takers[0]] -= 1
+                reply.handed_over.add(sequence_id=one, rows=8, outcome=MOVED,
+                                      peer="" if self.knows_one else takers[0])
+            else:
+                reply.handed_over.add(sequence_id=one, rows=8, outcome=REFUSED,
+                                      reason="pages_exhausted")
         return reply
 
 
@@ -75,14 +83,23 @@ class DrainTest(unittest.TestCase):
         source = Tombstones(MEMBERS)
         server = Server({"c:1": 3, "b:1": 9}, range(1, 6))
         self.assertEqual(drain.drain(source, lambda address: server, "a:1"), 0)
-        self.assertEqual(server.calls, ["c:1", "cancel", "b:1"])
+        self.assertEqual(server.calls, [["c:1", "b:1"]])
         self.assertEqual(source.values, {
             f"moved/{one:016x}": ("c:1" if one < 4 else "b:1", drain.TOMBSTONE_S)
             for one in range(1, 6)})
 
+    def test_a_server_that_knows_one_peer_gives_that_one_alone(self):
+        source = Tombstones(MEMBERS)
+        server = Server({"c:1": 1, "b:1": 9}, [1, 2], knows_one=True)
+        self.assertEqual(drain.drain(source, lambda address: server, "a:1"), 1)
+        self.assertEqual(source.values, {f"moved/{1:016x}": ("c:1", drain.TOMBSTONE_S)})
+
     def test_a_peer_that_does_not_answer_is_passed_over(self):
         server = Server({"c:1": errors.Unavailable("peer_unreachable"), "b:1": 9}, [1])
-        self.assertEqual(drain.drain(Tombstones(MEMBERS), lambda address: server, "a:1"), 0)
+        said = []
+        self.assertEqual(
+            drain.drain(Tombstones(MEMBERS), lambda address: server, "a:1", say=said.append), 0)
+        self.assertIn("peer_unreachable", "".join(said))
         server = Server({"c:1": errors.Unavailable("x"), "b:1": errors.Unavailable("x")}, [1])
         with self.assertRaises(errors.Unavailable):
             drain.drain(Tombstones(MEMBERS), lambda address: server, "a:1")

@@ -80,9 +80,12 @@ class TlsTest(unittest.TestCase):
             with red.step([(sequence, 5)]) as step:
                 step.attend(0, None, rows, mla_client.Profile.APPEND_ONLY)
                 step.end()
-            reply = blue.drain(to=peer)
+            # The first one is away, so it is passed over.
+            reply = blue.drain(to=["localhost:1", peer])
             self.assertEqual([one.outcome for one in reply.handed_over], [1], reply)
-            self.assertEqual(reply.handed_over[0].tenant, "red")
+            self.assertEqual((reply.handed_over[0].tenant, reply.handed_over[0].peer),
+                             ("red", peer))
+            self.assertEqual([one.reason for one in reply.peers], ["peer_unreachable", ""])
             with self.assertRaises(mla_client.NotFound) as moved:
                 red.step([(sequence, 1)]).__enter__()
             self.assertEqual((moved.exception.detail.reason, moved.exception.detail.peer),

@@ -403,10 +403,15 @@ void BadInputTest::TryAdmin() {
     v1::EvictModelReply reply;
     return admin->EvictModel(context, request, &reply);
   });
-  TryUnary(v1::DrainRequest(), [&](auto* context, const auto& request) {
-    v1::DrainReply reply;
-    return admin->Drain(context, request, &reply);
-  });
+  v1::DrainRequest drain_to;
+  drain_to.set_to("a:1");
+  drain_to.add_also_to("b:1");
+  for (const v1::DrainRequest& drain : {v1::DrainRequest(), drain_to}) {
+    TryUnary(drain, [&](auto* context, const auto& request) {
+      v1::DrainReply reply;
+      return admin->Drain(context, request, &reply);
+    });
+  }
 }
 
 // Each change is sent on a stream of its own, on which step 9 of two rows is open.

@@ -249,6 +249,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"DrainRequest.deadline_ms", {}},
       {"DrainRequest.exit", {}},
       {"DrainRequest.to", {0, kMostName, "to", {"to"}}},  // HOST:PORT
+      {"DrainRequest.also_to", {1, kMostName, "also_to[0]", {"also_to[0]"}}},
   };
 }
 

@@ -1,9 +1,7 @@
-"""Emptying a server: its sequences go to the others, the one with the most room first.
+"""Emptying a server: its sequences go to the others, each to the one with the most room.
 
-A drain hands sequences over to one peer. Sequences for which that peer has no room go to the next.
-The drain is cancelled in between, and the server may take a sequence or two in that moment. They go
-with the others. The registry gets each sequence's new server, for workers that ask when the old one
-has ended.
+The server that drains chooses. The registry gets each sequence's new server, for workers that ask
+when the old one has ended.
 """
 
 from __future__ import annotations
@@ -34,32 +32,28 @@ def drain(source: Registry, connect: Callable[[str], Any], server: str, *, deadl
     peers = peers_of(source.read(), server)
     if not peers:
         raise errors.FailedPrecondition(f"drain: no other member takes what {server} has")
-    left: Dict[int, str] = {}
     with connect(server) as client:
-        for turn, peer in enumerate(peers):
-            if turn > 0:
-                client.cancel_drain()
-            last = turn == len(peers) - 1
-            try:
-                reply = client.drain(deadline_ms, exit, peer)
-            except (errors.Unavailable, errors.FailedPrecondition) as error:
-                say(f"{peer}: {error}")
-                if last:
-                    raise
-                continue
-            moved = [one for one in reply.handed_over
-                     if one.outcome == admin_pb2.HAND_OVER_OUTCOME_MOVED]
-            left = {one.sequence_id: one.reason for one in reply.handed_over
-                    if one.outcome != admin_pb2.HAND_OVER_OUTCOME_MOVED and one.rows > 0}
-            _write_down(source, [one.sequence_id for one in moved], peer)
-            say(f"{peer}: {len(moved)} sequences have moved, {len(left)} are left")
-            if not left:
-                break
-    return len(left)
+        reply = client.drain(deadline_ms, exit, peers)
+    moved: Dict[str, List[int]] = {}
+    left = 0
+    for one in reply.handed_over:
+        if one.outcome == admin_pb2.HAND_OVER_OUTCOME_MOVED:
+            # A server that knows one peer alone does not say which.
+            moved.setdefault(one.peer or peers[0], []).append(one.sequence_id)
+        elif one.rows > 0:
+            left += 1
+    for peer, sequence_ids in moved.items():
+        _write_down(source, sequence_ids, peer)
+        say(f"{peer}: {len(sequence_ids)} sequences have moved")
+    for asked in reply.peers:
+        if asked.reason:
+            say(asked.message)
+    say(f"{left} sequences are left")
+    return left
 
 
 def _write_down(source: Registry, sequence_ids: List[int], peer: str) -> None:
-    if not isinstance(source, EtcdRegistry) or not sequence_ids:
+    if not isinstance(source, EtcdRegistry):
         return
     lease = source.grant(TOMBSTONE_S)
     for sequence_id in sequence_ids:
