@@ -17,7 +17,8 @@ turn's figure is the median of its differences.
     connector_us the thread in the plan, begin and end of a pass, and in the replies to them;
                  "waits" for these are a part of "lost" and not of the sum
 
-The last lines give these for each batch and memory as text.
+Each turn has a line of its own before them, with what it added. The last lines give the medians
+for each batch and memory as text.
 
 Under MPS worker and server run at the same time on one GPU. --server-gpu 1: the server has a GPU of
 its own. --seconds: no turn of a batch begins later.
@@ -70,13 +71,17 @@ def a_batch(engines: Dict[Key, EngineProcess], batch: int, flags: argparse.Names
     ask_all(engines.values(), passes=WARM_UPS, mode="server")
     begin = time.monotonic()
     turns: Dict[Key, List[Tuple[float, float]]] = {}
-    for _ in range(flags.turns):
+    for turn in range(flags.turns):
         if time.monotonic() - begin > flags.seconds:
             break
         for memory in memories:
             for depth in depths:
                 turns.setdefault((memory, depth), []).append(
                     a_turn(engines[memory, depth], flags.bursts))
+        print(json.dumps({"batch": batch, "turn": turn, "seconds": round(
+            time.monotonic() - begin, 1), "added_ms": {
+                f"{memory}, {depth} layers": round(found[-1][0], 2)
+                for (memory, depth), found in turns.items()}}), flush=True)
     rows = []
     for memory in memories:
         least = [added for added, _ in turns[memory, depths[0]]]
