@@ -47,6 +47,7 @@ enum class Flaw : int {
 struct Control {
   int version = DefaultVersion();  // of HIP; CUDA's entry points do not use it
   int devices = 1;
+  bool served_by_mps = true;  // CUDA: processes use a device at the same time
   const char* arch = "gfx950";
   int64_t memory_bytes = int64_t{4} << 30;  // hipMalloc of more fails with out of memory
 

@@ -190,7 +190,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
   }
   if (attribute == kHostPointersReach || attribute == kProcessesShareIt ||
       attribute == kRemoteReachesVirtual) {
-    *value = 1;
+    *value = attribute != kProcessesShareIt || fake_hip_control()->served_by_mps ? 1 : 0;
     return kSuccess;
   }
   if (attribute == kRemoteOrder || attribute == kRemoteFlushes) {

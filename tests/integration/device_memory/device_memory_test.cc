@@ -42,6 +42,17 @@ TEST(DeviceMemoryTest, StepsEqualTheDenseModel) {
   }
 }
 
+// Without MPS a driver gives a GPU to one process at a time.
+TEST(DeviceMemoryTest, ASharedGpuWithoutMpsIsWarnedOf) {
+  DeviceServer server;
+  server.control().served_by_mps = false;
+  const auto client = server.server().Connect(DeviceServer::Options());
+  Worker worker(client.get(), DeviceDims(), "m", 1);
+  EXPECT_EQ(worker.session().DeviceStatus(), absl::OkStatus());
+  EXPECT_NE(worker.session().DeviceWarning().find("without MPS"), std::string::npos);
+  server.control().served_by_mps = true;
+}
+
 // Steps with queries in host memory copy them to the device; the same steps with queries in device
 // memory copy only metadata.
 TEST(DeviceMemoryTest, NoPayloadIsCopied) {
