@@ -21,6 +21,9 @@ using Clock = std::chrono::steady_clock;
 // for this long.
 constexpr int kLongestSleepMillis = 20;
 constexpr int kSpinsPerClock = 32;
+// A relay that has handed on a request stays awake for its completion for that long, and lets
+// others have its core: a wake-up of another thread takes some of this.
+constexpr std::chrono::microseconds kAnswerWait{50};
 constexpr std::chrono::milliseconds kReportPause{100};
 
 absl::Status Broken(const char* field, const std::string& got, const std::string& limit) {
@@ -239,6 +242,7 @@ void Relay::SubmitArrived() {
     }
     slot.state = SlotState::kFree;
     ++next_;
+    handed_on_.fetch_add(1);
   }
 }
 
@@ -259,6 +263,7 @@ bool Relay::CompleteAll(const wire::CompletionEntry* first) {
 }
 
 void Relay::Complete(const wire::CompletionEntry& entry) {
+  answered_.fetch_add(1);
   wire::UcxCompletionFrame frame{};
   frame.token = options_.token;
   frame.number = completed_++;
@@ -331,6 +336,29 @@ bool Relay::Step() {
   return moved;
 }
 
+bool Relay::Round() {
+  bool moved = Progress();
+  if (!Awaits() || watching_.load(std::memory_order_acquire)) return moved;
+  const MutexLock lock(mutex_);
+  if (!CompleteAll(nullptr)) return moved;
+  link_->Progress();  // most frames are gone after that
+  return true;
+}
+
+void Relay::HandOver() {
+  const MutexLock lock(turn_mutex_);
+  if (watching_ || !Awaits()) return;
+  watching_.store(true, std::memory_order_release);
+  turn_changed_.NotifyOne();
+}
+
+bool Relay::AwaitTurn() {
+  MutexLock lock(turn_mutex_);
+  if (!Awaits()) watching_.store(false, std::memory_order_release);
+  turn_changed_.Wait(lock, [this] { return watching_ || stop_; });
+  return !stop_;
+}
+
 // The loop of the second thread. A client that takes no frames gets no more of them, and the ring
 // holds what comes.
 void Relay::SendCompletions() {
@@ -339,7 +367,7 @@ void Relay::SendCompletions() {
     const MutexLock lock(mutex_);
     Fail(bound);
   }
-  while (!stop_) {
+  while (AwaitTurn()) {
     if (sending_.load() > mask_ || !may_complete_) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
       continue;
@@ -361,6 +389,19 @@ void Relay::SendCompletions() {
     }
     if (!status.ok() || sending_.load() > 0) Wake();
     if (!status.ok()) return;
+  }
+}
+
+// While nothing is awaited, the ring's end shows only if one looks.
+void Relay::LookAtRing() {
+  if (watching_.load(std::memory_order_acquire) || memory_->Connected()) return;
+  wire::CompletionEntry entry;
+  const absl::Status status = memory_->Wait(&entry, std::chrono::nanoseconds(0));
+  const MutexLock lock(mutex_);
+  if (status.ok()) {
+    CompleteAll(&entry);
+  } else if (!absl::IsDeadlineExceeded(status)) {
+    Fail(status);
   }
 }
 
@@ -390,10 +431,11 @@ absl::Status Relay::Run(int control) {
   for (;;) {
     bool moved = false;
     for (int i = 0; i < spins && !moved; ++i) {
-      moved = Progress();
+      moved = Round();
       if (!moved) wire::SpinPause();
       if (wanted_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
     }
+    if (!moved) std::this_thread::yield();  // the ring may need this core
     if (ended = status(); !ended.ok()) break;
     const Clock::time_point now = Clock::now();
     if (moved) last_work = now;
@@ -401,15 +443,22 @@ absl::Status Relay::Run(int control) {
       reported = now;
       Report();
     }
-    const bool sleeps = now - last_work >= options_.spin && MaySleep();
+    const auto awake = Awaits() ? std::max(options_.spin, kAnswerWait) : options_.spin;
+    const bool sleeps = now - last_work >= awake && MaySleep();
+    if (sleeps) HandOver();
     if (!sleeps && now - looked < std::chrono::milliseconds(kLongestSleepMillis)) continue;
+    if (now - looked >= std::chrono::milliseconds(kLongestSleepMillis)) LookAtRing();
     looked = now;
     poll(waits, std::size(waits), sleeps ? kLongestSleepMillis : 0);
     if (waits[0].revents != 0) break;
     uint64_t wakes = 0;
     if (waits[1].revents != 0 && read(wake_, &wakes, sizeof(wakes)) < 0) continue;
   }
-  stop_ = true;
+  {
+    const MutexLock lock(turn_mutex_);
+    stop_ = true;
+    turn_changed_.NotifyOne();
+  }
   completions.join();
   Report();
   return ended;

@@ -6,8 +6,9 @@
 // a rule ends the relay. The server checks the entries.
 //
 // Ownership: the memory outlives the relay. Threading: Open, Connect, Step and the destructor from
-// one thread; Run starts a second thread and ends it. `mutex_` holds the link and all that its
-// frames need.
+// one thread; Run starts a second thread and ends it. The second waits for the ring's completions
+// while the first sleeps. The first takes them itself while it is awake, which saves the way from
+// thread to thread where requests are short. `mutex_` holds the link and all that its frames need.
 #ifndef MLA_RELAY_RELAY_H_
 #define MLA_RELAY_RELAY_H_
 
@@ -102,6 +103,14 @@ class Relay final : private wire::UcxReceiver {
   wire::UcxMemoryKind device_kind() const;
   uint64_t arena_offset() const { return memory_->region().size() - memory_->arena_bytes(); }
   absl::Status CheckPlaces(const wire::UcxRequestFrame& frame, size_t payload_bytes) const;
+  // Polls the ring and UCX once. Returns true if something has moved.
+  bool Round();
+  // Lets the second thread wait for what the ring has to answer, while this one sleeps.
+  void HandOver();
+  // Returns true if the second thread is to go on.
+  bool AwaitTurn();
+  bool Awaits() const { return handed_on_.load() != answered_.load(); }
+  void LookAtRing();
   void SubmitArrived() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Sends `first`, if any, and what else the ring has completed, in as few messages as possible.
   // Returns true if there was something.
@@ -120,6 +129,12 @@ class Relay final : private wire::UcxReceiver {
   int wake_ = -1;                   // an eventfd that ends the sleep of Run
   std::atomic<int32_t> wanted_{0};  // threads that wait for the mutex while Run polls
   std::atomic<bool> stop_{false};
+  // The second thread takes completions, and no other does. Set under turn_mutex_.
+  std::atomic<bool> watching_{false};
+  // Requests that the ring has got, and their completions.
+  std::atomic<uint64_t> handed_on_{0}, answered_{0};
+  Mutex turn_mutex_;
+  CondVar turn_changed_;
   std::atomic<uint32_t> sending_{0};  // frames whose payload UCX still reads
   std::atomic<bool> may_complete_;    // outputs in device memory need the client's key
 

@@ -391,6 +391,56 @@ TEST_F(RelayTest, RunsUntilItsServerSaysSo) {
   close(pipe_ends[0]);
 }
 
+// Answers that come at once are seen by the relay's first thread, later ones by the second: while
+// requests follow each other, wait for each other, and come after a pause.
+TEST_F(RelayTest, AnswersComeBackHoweverLongTheyTake) {
+  Start();
+  int pipe_ends[2];
+  ASSERT_EQ(pipe(pipe_ends), 0);
+  absl::Status ended = absl::UnknownError("running");
+  std::thread thread([&] { ended = relay_->Run(pipe_ends[0]); });
+  std::mt19937_64 random(5);
+  constexpr int kPauses[] = {0, 0, 20, 60, 300, 30'000};  // microseconds
+  const auto pause = [&] {
+    std::this_thread::sleep_for(std::chrono::microseconds(kPauses[random() % std::size(kPauses)]));
+  };
+  uint64_t sent = 0;
+  while (sent < 200) {
+    const uint64_t together = 1 + random() % kEntries;
+    for (uint64_t i = 0; i < together; ++i) ASSERT_TRUE(Send(Frame(sent++), {}).ok());
+    while (ring_.in_flight() < together) link_->Progress();
+    for (uint64_t i = 0; i < together; ++i) {
+      pause();
+      wire::CompletionEntry done{};
+      done.kind = wire::kEntryAttend;
+      done.tag = 1000 + sent - together + i;
+      ring_.Complete(done);
+    }
+    while (peer_.frames.size() < sent) link_->Progress();
+    pause();
+  }
+  close(pipe_ends[1]);
+  thread.join();
+  EXPECT_EQ(ended, absl::OkStatus());
+  EXPECT_EQ(relay_->counts().sent_frames, sent);
+  close(pipe_ends[0]);
+}
+
+// Its end shows also while the ring has nothing to answer.
+TEST_F(RelayTest, EndsWithARingThatEndsLater) {
+  Start();
+  int pipe_ends[2];
+  ASSERT_EQ(pipe(pipe_ends), 0);
+  std::thread ending([this] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    ring_.End();
+  });
+  EXPECT_EQ(relay_->Run(pipe_ends[0]), absl::UnavailableError("the ring has ended"));
+  ending.join();
+  close(pipe_ends[0]);
+  close(pipe_ends[1]);
+}
+
 TEST_F(RelayTest, EndsWithItsRing) {
   Start();
   int pipe_ends[2];
