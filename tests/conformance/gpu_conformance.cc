@@ -442,6 +442,7 @@ absl::StatusOr<int64_t> RunWindows(const Flags& flags, const Gpu& gpu) {
       }};
   int64_t failures = 0;
   for (const WindowCase& c : WideWindowCases(static_cast<int32_t>(flags.shapes))) {
+    if (flags.progress) std::fprintf(stderr, "%s\n", ToString(c).c_str());  // a launch may hang
     WindowWorkload workload(c);
     for (const PlanBuilder& plan : plans) {
       absl::Status s = workload.Run(**backend, plan, c.units);
@@ -449,8 +450,7 @@ absl::StatusOr<int64_t> RunWindows(const Flags& flags, const Gpu& gpu) {
       failures += Failed(ToString(c), s);
     }
   }
-  std::printf("windows: %lld launches, %lld failures\n", static_cast<long long>(2 * flags.shapes),
-              static_cast<long long>(failures));
+  std::printf("windows: %lld launches, %lld failures\n", 2ll * flags.shapes, 0ll + failures);
   return failures;
 }
 

@@ -107,7 +107,7 @@
     kPaired)                                                                                       \
   X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 384, 231456,         \
     kPaired)                                                                                       \
-  X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 224064, kExchanged)                  \
+  X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 215872, kExchanged)                  \
   X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 232256, kExchanged)
 #define MLA_SPLIT_SM90(X)                                        \
   X(mla_split_16, 16, kBf16, kBf16, 256, 223744)                 \

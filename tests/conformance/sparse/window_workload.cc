@@ -431,12 +431,16 @@ absl::Status WindowWorkload::CheckRow(size_t index, int32_t row, int32_t head) c
   }
   if (!(std::abs(got_lse - lse) <= 2e-3 + 1e-5 * std::abs(lse))) return wrong("lse", got_lse, lse);
   double largest = 0;
-  for (const float* key : keys) {
-    for (int32_t i = 0; i < dim(); ++i) largest = std::max(largest, std::abs(double{key[i]}));
+  std::vector<double> outputs(static_cast<size_t>(dim()));
+  for (size_t k = 0; k < keys.size(); ++k) {
+    const double weight = std::exp(logits[k]) / with_sink;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      largest = std::max(largest, std::abs(double{keys[k][i]}));
+      outputs[i] += weight * keys[k][i];
+    }
   }
   for (int32_t i = 0; i < dim(); ++i) {
-    double want = 0;
-    for (size_t k = 0; k < keys.size(); ++k) want += std::exp(logits[k]) / with_sink * keys[k][i];
+    const double want = outputs[static_cast<size_t>(i)];
     const double got = t.o[packed * dim() + i];
     if (!(std::abs(got - want) <= 4e-3 * largest + 8e-3 * std::abs(want))) {
       return wrong(absl::StrCat("column ", i), got, want);

@@ -64,20 +64,6 @@ class RowSource<AttentionKind::kWindow> {
     return of.address(granule, 0) + of.page_size * of.row_stride +
            counted(row_inside) * kExponentBytes;
   }
-  // The same look-up at once: the address of a row or an entry, and of its exponents.
-  MLA_DEVICE const uint8_t* row_of(int of_place, const uint8_t*& exponents_at) const {
-    const bool is_entry = of_place >= 0;
-    const int position = is_entry ? of_place : of_place == kNone ? seen - 1 : ~of_place;
-    const PagedRows of = is_entry ? memory.entries() : memory.rows();
-    const PagedRows::Place at = of.place(position);
-    const uint8_t* const page = of.address(of.granule(at.page), 0);
-    exponents_at = page + of.page_size * of.row_stride + at.inside * kExponentBytes;
-    return page + at.inside * of.row_stride;
-  }
-  MLA_DEVICE const uint8_t* row_of(int of_place) const {
-    const uint8_t* exponents_at;
-    return row_of(of_place, exponents_at);
-  }
 #else
   // Returns the address of the word that gives a place's entry, and the entry made from that word.
   // The word may have any value if no list names the entry.

@@ -35,11 +35,13 @@ struct WgmmaLayout {
   static constexpr int kSumBytes = 2 * 2 * kRows * 8;
   static constexpr int kBarriers = 3 * kParts + 2 * 2 + 2 + 2 + 2;
   static constexpr int kBarrierBytes = (kBarriers * 8 + 127) / 128 * 128;
-  static constexpr int kStages = 4;  // stages of staging, a chunk a thread
+  // Queries without a rotated part leave the room of their last block to the staging area.
+  static constexpr int kQueryBytes = kTileBytes - (kRotated ? 0 : kBlockBytes);
+  static constexpr int kStages = kRotated ? 4 : 8;  // stages of staging, a chunk a thread
   static constexpr int kStagingBytes = kWidens ? kStages * kGroupThreads * 16 : 0;
   static constexpr int kSeenBytes = kLists ? 2 * kRows / 8 * 4 : 0;
-  static constexpr int kSharedBytes =
-      3 * kTileBytes + kOriginBytes + kSumBytes + kBarrierBytes + kStagingBytes + kSeenBytes;
+  static constexpr int kSharedBytes = 2 * kTileBytes + kQueryBytes + kOriginBytes + kSumBytes +
+                                      kBarrierBytes + kStagingBytes + kSeenBytes;
 
   // Additional bytes in kernels of streams, after all others.
   static constexpr int kStreamBytes = 16;
@@ -54,12 +56,12 @@ struct WgmmaLayout {
   MLA_DEVICE lds_t queries() const { return slot(2); }
   MLA_DEVICE lds_t probabilities(int s) const { return slot(s) + (kBlocks - 1) * kBlockBytes; }
   MLA_DEVICE lds_t origin(int group, int row) const {
-    return base + 3 * kTileBytes + (group * kRows + row) * 4;
+    return queries() + kQueryBytes + (group * kRows + row) * 4;
   }
   // Returns the place of a row's two sums. Items alternate between two sets, because a group may be
   // one item ahead.
   MLA_DEVICE lds_t sums(uint32_t set, int group, int row) const {
-    return base + 3 * kTileBytes + kOriginBytes + ((set * 2 + group) * kRows + row) * 8;
+    return origin(2, 0) + ((set * 2 + group) * kRows + row) * 8;
   }
   MLA_DEVICE lds_t staging() const { return base + kSharedBytes - kSeenBytes - kStagingBytes; }
   // Returns the place of the word that says which of eight rows of a slot's tile the query row
@@ -67,9 +69,7 @@ struct WgmmaLayout {
   MLA_DEVICE lds_t seen(int s, int eight) const {
     return base + kSharedBytes - kSeenBytes + (s * kRows / 8 + eight) * 4;
   }
-  MLA_DEVICE lds_t barrier(int i) const {
-    return base + 3 * kTileBytes + kOriginBytes + kSumBytes + i * 8;
-  }
+  MLA_DEVICE lds_t barrier(int i) const { return origin(2, 0) + kSumBytes + i * 8; }
   // filled: a part of a slot's tile has arrived. emptied: group `half` has finished with its
   // columns. scored: a slot's scores are computed. published: its probabilities are stored. summed:
   // both groups' sums of an item are stored. Queries have the barriers of a third slot.

@@ -2,6 +2,7 @@
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_WIDENING_PRODUCER_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_WIDENING_PRODUCER_H_
 
+#include "kernels/hip/device/kv/row_finder.h"
 #include "kernels/hip/device/kv/window_source.h"
 #include "kernels/hip/device/primitives/query_loader.h"
 #include "kernels/hip/device/sm90/decode/rows64_bf16/wgmma_layout.h"
@@ -11,7 +12,8 @@ namespace mla::kernels::hip {
 
 // Widens rows of 8 bits to bf16 and writes them to the slots of WgmmaLayout, half a tile at a time,
 // four lanes a row. A lane copies its chunks of 16 bytes through a staging area of its own,
-// L::kStages of them at a time. The next half's rows are prefetched to the L2.
+// L::kStages of them at a time, and widens two together, so that one's instructions run in the
+// other's waits.
 template <class C>
 class WideningProducer {
  public:
@@ -25,13 +27,22 @@ class WideningProducer {
     const Source source(args, item);
     if (source.begin >= source.end) return;
     const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
+    Finder finder(source, source.begin + row());
     Stream stream;
-    stream.entry = source.entry(place(source, 0));
-    stream.row = find(source, 0, 0, stream);
-    for (int i = 0; i < L::kStages; ++i) fetch(0, i, stream);
-    load_scales(stream);
-    bring_queries(item);
-    for (int step = 0; step < 2 * tiles; ++step) store_half(source, step, stream);
+    stream.take(source, finder);
+    for (int step = 0; step < 2 * tiles; ++step) {
+      const bool seen = finder.sees();
+      finder.next(source);
+      stream.row = stream.next;
+      stream.scales = stream.next_scales;
+      stream.take(source, finder);
+      prefetch_row(stream.next);
+      if (step == 0) {
+        for (int i = 0; i < L::kStages; ++i) fetch(0, i, i, stream);
+        bring_queries(item);
+      }
+      store_half(step, seen, stream);
+    }
     tile::wait_for_copies<0>();
   }
 
@@ -41,111 +52,81 @@ class WideningProducer {
   // For kFp8Page the last column block of values is bf16, and scales are exponents stored after the
   // page's rows.
   static constexpr bool kPages = C::kFormat == KvFormat::kFp8Page;
-  static constexpr int kCodeChunks = C::kLora / 64;       // chunks a lane: one of each column block
-  static constexpr int kRopeChunks = kRowScales ? 2 : 1;  // two chunks of bf16 or one of codes
-  static constexpr int kChunks = 10;                      // for rows that are all codes, the last
-                                                          // one is empty
+  using Finder = RowFinder<Source, L::kRows / 2>;
+  static constexpr int kCodeChunks = C::kLora / 64;  // chunks a lane: one of each column block
+  // The rotated part, or the last block of kPages, is two chunks of bf16 or one of codes.
+  static constexpr int kRopeChunks = kRowScales ? 2 : 1;
+  static constexpr int kChunks = kCodeChunks + kRopeChunks;  // of a lane's row
   static constexpr int kRopeAt = C::kLora + (kRowScales ? 16 : 0);
+  static constexpr int kPageCodes = C::kLora - 64;  // codes of a row of kPages
   static constexpr int kHalfRows = L::kRows / 2;
-  static constexpr int kOtherHalf = L::kHalfBlocks;       // column blocks to the other half
-  static constexpr int kQueries = 2;                      // its bit in `uses`
-  static_assert(kChunks % L::kStages == L::kStages / 2);  // steps begin at two stages in turn
+  static constexpr int kOtherHalf = L::kHalfBlocks;  // column blocks to the other half
+  static constexpr int kQueries = 2;                 // its bit in `uses`
+  static_assert(kChunks > L::kStages);
+  static_assert(!kPages || !L::kRotated);
 
   struct Stream {
-    Chunk scales;               // the row's scales: one fp32 each 128 columns, or a byte each 64
     const uint8_t *row, *next;  // rows that chunks are copied from; four lanes share a row
-    const uint8_t* exponents;   // exponents of `next`, for kPages
-    int entry;                  // entry of the row after these
-    uint32_t seen = 0;          // bit i: the query row sees the i-th row from `row` on
+    Chunk scales, next_scales;  // their scales: one fp32 each 128 columns, or a byte each 64
+    int taken = 0;              // chunks of the item
+
+    MLA_DEVICE void take(const Source& source, const Finder& finder) {
+      next = finder.row(source);
+      if constexpr (kPages) {
+        load_scales<2>(finder.exponents(source));
+      } else if constexpr (kRowScales) {
+        load_scales<4>(next + C::kLora);
+      }
+    }
+    template <int kWords>
+    MLA_DEVICE void load_scales(const uint8_t* at) {
+      const auto* from = as_global<const uint32_t>(at);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) next_scales.w[i] = from[i];
+    }
   };
 
   // Returns the index of this lane's row in a half tile.
   MLA_DEVICE int row() const { return warp * 8 + (lane >> 2); }
-  MLA_DEVICE int place(const Source& source, int step) const {
-    return source.begin + step * kHalfRows + row();
-  }
   // Two halves of a tile share a slot.
   MLA_DEVICE static int slot_of(int step) { return step >> 1 & 1; }
 
-  // Finds the row of `step`, the `ahead`-th after the current one, whose entry has been loaded, and
-  // loads the next entry. Steps past the item's end repeat its last row.
-  MLA_DEVICE const uint8_t* find(const Source& source, int step, int ahead, Stream& stream) const {
-    if constexpr (L::kLists) {
-      const bool seen = place(source, step) < source.end && source.sees_entry(stream.entry);
-      stream.seen |= static_cast<uint32_t>(seen) << ahead;
-    }
-    const uint8_t* found;
-    if constexpr (kPages) {
-      found = source.row_of(stream.entry, stream.exponents);
-      tile::prefetch(stream.exponents);
-    } else {
-      found = source.row_of(stream.entry);
-    }
-    stream.entry = source.entry(place(source, step + 1));
-    return found;
-  }
+  // With as many stages as kPages has, copies begin soon enough without this.
   MLA_DEVICE void prefetch_row(const uint8_t* from) const {
+    if constexpr (kPages) return;
     tile::prefetch(from + (lane & 3) * 128);
     tile::prefetch(from + C::kLora + (kRowScales ? (lane & 1) * 128 : 0));
   }
-  MLA_DEVICE void load_scales(Stream& stream) const {
-    if constexpr (kPages) {
-      const auto* from = as_global<const uint32_t>(stream.exponents);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) stream.scales.w[i] = from[i];
-    }
-    if constexpr (!kRowScales) return;
-    const auto* from = as_global<const uint32_t>(stream.row + C::kLora);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) stream.scales.w[i] = from[i];
-  }
 
-  // Staging address of this lane's chunk `i` of a step's row.
-  MLA_DEVICE lds_t staged(int step, int i) const {
-    const int stage = i % L::kStages ^ (step & 1) * (L::kStages / 2);
+  // Staging address of this lane's n-th chunk of the item.
+  MLA_DEVICE lds_t staged(int n) const {
+    const int stage = n & (L::kStages - 1);
     return shared.staging() + ((stage * L::kGroupWarps + warp) * tile::kWave + lane) * 16;
   }
-  // Starts the copy of chunk `i` of a step, or of the next step. Chunks have the order of a slot.
-  MLA_DEVICE void fetch(int step, int i, const Stream& stream) const {
+  // Starts the copy of chunk `i` of a step, or of the next step from kChunks on, to the stage of
+  // this number. Chunks have the order of a slot: the second slot begins with the other half.
+  MLA_DEVICE void fetch(int step, int i, int stage, const Stream& stream) const {
     const uint8_t* from = stream.row;
     if (i >= kChunks) {
       i -= kChunks;
       ++step;
       from = stream.next;
     }
-    if constexpr (kPages) {
-      const Piece piece(slot_of(step), i);
-      const int chunk = piece.rotated < 0 ? piece.block * 4 + (lane & 3)
-                                          : (kPageCodes / 16) + (lane & 3) * 2 + piece.rotated;
-      if (i < kPieces) tile::copy_chunk(staged(step, i), from + chunk * 16);
-    } else if (i < kCodeChunks) {
-      tile::copy_chunk(staged(step, i), from + block(step, i) * 64 + (lane & 3) * 16);
-    } else if (i < kCodeChunks + kRopeChunks) {
-      const int chunk = (lane & 3) * kRopeChunks + i - kCodeChunks;
-      tile::copy_chunk(staged(step, i), from + kRopeAt + chunk * 16);
-    }
+    tile::copy_chunk(staged(stage), from + offset(slot_of(step), i));
     tile::close_copies();
   }
-  // For kPages: describes the i-th chunk of a lane. The two chunks of the last block, which is
-  // bf16, come at that block's place in the order of the slot.
-  static constexpr int kPageCodes = C::kLora - 64;  // values that are codes
-  static constexpr int kPieces = kCodeChunks + 1;
-  struct Piece {
-    int turn;     // block in the order of the slot
-    int block;    // block of the tile
-    int rotated;  // 0 or 1: index of the bf16 chunk; -1: a chunk of codes
-    MLA_DEVICE Piece(int slot, int i) {
-      const int last = slot == 0 ? kCodeChunks - 1 : kOtherHalf - 1;
-      turn = i <= last ? i : i - 1;
-      block = turn ^ slot * kOtherHalf;
-      rotated = turn == last ? i - last : -1;
+  MLA_DEVICE int offset(int slot, int i) const {
+    const int quarter = (lane & 3) * 16;
+    if constexpr (kPages) {
+      // The two chunks of the last block come at that block's place in the order.
+      const int after = i - (slot == 0 ? kCodeChunks - 1 : kOtherHalf - 1);
+      if (after == 0 || after == 1) return kPageCodes + 2 * quarter + after * 16;
+      return ((after < 0 ? i : i - 1) ^ slot * kOtherHalf) * 64 + quarter;
+    } else {
+      if (i < kCodeChunks) return (i ^ slot * kOtherHalf) * 64 + quarter;
+      return kRopeAt + kRopeChunks * quarter + (i - kCodeChunks) * 16;
     }
-    MLA_DEVICE bool begins_turn() const { return rotated <= 0; }
-    MLA_DEVICE bool ends_turn() const { return rotated != 0; }
-  };
-
-  // Returns the i-th column block: the second slot begins with the other half.
-  MLA_DEVICE static int block(int step, int i) { return i ^ slot_of(step) * kOtherHalf; }
+  }
 
   MLA_DEVICE void bring_queries(const Item& item) {
     tile::barrier_wait(shared.queries_emptied(), (uses >> kQueries & 1) ^ 1);
@@ -162,88 +143,85 @@ class WideningProducer {
     }
   }
 
-  // Writes the half tile of `step` part by part. After each chunk it takes, it fetches one of the
-  // next half. Loops are not unrolled, so that the code fits the smallest cache.
-  MLA_DEVICE void store_half(const Source& source, int step, Stream& stream) {
+  // Writes the half tile of `step` part by part. After the chunks it takes, it fetches as many of
+  // those that follow.
+  MLA_DEVICE void store_half(int step, bool seen, Stream& stream) {
     const int slot = slot_of(step), tile_row = (step & 1) * kHalfRows + row();
     const lds_t to =
         shared.slot(slot) + tile_row * 128 + (((lane & 3) * 2) ^ tile::swizzle(tile_row)) * 16;
-    stream.next = find(source, step + 1, 1, stream);
-    prefetch_row(stream.next);
-    if constexpr (kPages) {
-      store_pieces(step, slot, to, stream);
-    } else {
-      store_blocks(step, slot, to, stream);
-    }
-    publish(shared.filled(slot, L::kParts - 1));
-    if ((step & 1) != 0) uses ^= 1u << slot;
-    stream.row = stream.next;
-    stream.seen >>= 1;
-    load_scales(stream);
-  }
-  MLA_DEVICE void store_blocks(int step, int slot, lds_t to, const Stream& stream) {
-#pragma unroll 1
-    for (int i = 0; i < kCodeChunks; ++i) {
-      if (i % kOtherHalf == 0 && (step & 1) == 0) wait_emptied(slot, (i / kOtherHalf) ^ slot);
-      if (L::kLists && i == 0) write_seen(slot, step, (stream.seen & 1) != 0);
-      tile::wait_for_copies<L::kStages - 1>();
-      const float scale = kRowScales ? pick(stream.scales, block(step, i) / 2) : 1.0f;
-      write_codes(tile::load_chunk_shared(staged(step, i)), scale,
-                  to + block(step, i) * L::kBlockBytes);
-      fetch(step, i + L::kStages, stream);
-      if (i % 2 == 1 && i + 2 < kCodeChunks) publish(shared.filled(slot, i / 2));
-    }
-    write_rope(step, to + kCodeChunks * L::kBlockBytes, stream);
-  }
-  MLA_DEVICE void store_pieces(int step, int slot, lds_t to, const Stream& stream) {
-#pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
-      const Piece piece(slot, i);
-      if (piece.turn % kOtherHalf == 0 && piece.begins_turn() && (step & 1) == 0) {
-        wait_emptied(slot, (piece.turn / kOtherHalf) ^ slot);
-      }
-      if (i == 0) write_seen(slot, step, (stream.seen & 1) != 0);
-      tile::wait_for_copies<L::kStages - 1>();
-      const Chunk chunk = tile::load_chunk_shared(staged(step, i));
-      const lds_t at = to + piece.block * L::kBlockBytes;
-      if (piece.rotated >= 0) {
-        tile::store_chunk(at ^ (piece.rotated * 16), chunk);
-      } else {
-        write_codes(chunk, exponent_scale(stream.scales, piece.block), at);
-      }
-      fetch(step, i + L::kStages, stream);
-      if (piece.turn % 2 == 1 && piece.ends_turn() && piece.turn + 2 < kCodeChunks) {
-        publish(shared.filled(slot, piece.turn / 2));
-      }
-    }
-    tile::wait_for_copies<L::kStages - 1>();  // for the empty chunk
-    fetch(step, kPieces + L::kStages, stream);
-  }
-  MLA_DEVICE static float exponent_scale(const Chunk& scales, int block) {
-    const uint32_t word = block < 4 ? scales.w[0] : scales.w[1];
-    const uint32_t bits = (word >> (block & 3) * 8 & 0xffu) << 23;
-    return stored_scale(bits_to_float(bits == 0 ? 1u << 22 : bits));  // 2^-127 is denormal
-  }
-  MLA_DEVICE void write_rope(int step, lds_t to, const Stream& stream) const {
+    int chunk = 0;
 #pragma unroll
-    for (int i = 0; i < kChunks - kCodeChunks; ++i) {
-      tile::wait_for_copies<L::kStages - 1>();
-      if (i < kRopeChunks) {
-        const Chunk chunk = tile::load_chunk_shared(staged(step, kCodeChunks + i));
-        if constexpr (kRowScales) {
-          tile::store_chunk(to ^ (i * 16), chunk);
-        } else {
-          write_codes(chunk, 1.0f, to);
-        }
+    for (int part = 0; part < L::kParts; ++part) {
+      if (part % 2 == 0 && (step & 1) == 0) wait_emptied(slot, (part / 2) ^ slot);
+      if (L::kLists && part == 0) write_seen(slot, step, seen);
+      const int first = 2 * part ^ slot * kOtherHalf;  // block
+      const bool ends_in_bf16 = kPages && first + 2 == kCodeChunks;
+      Chunk codes[2];
+      take<2>(stream, codes);
+      write_codes(codes[0], scale(stream, first), to + first * L::kBlockBytes);
+      const lds_t second = to + (first + 1) * L::kBlockBytes;
+      if (ends_in_bf16) {
+        tile::store_chunk(second, codes[1]);
+      } else {
+        write_codes(codes[1], scale(stream, first + 1), second);
       }
-      fetch(step, kCodeChunks + i + L::kStages, stream);
+      refetch<2>(step, chunk, stream);
+      if (ends_in_bf16) {
+        Chunk last[1];
+        take<1>(stream, last);
+        tile::store_chunk(second ^ 16, last[0]);
+        refetch<1>(step, chunk, stream);
+      }
+      if (L::kRotated && part == L::kParts - 1) {
+        write_rope(step, chunk, to + kCodeChunks * L::kBlockBytes, stream);
+      }
+      publish(shared.filled(slot, part));
     }
+    if ((step & 1) != 0) uses ^= 1u << slot;
   }
-  // Returns the scale of a group of 128 columns.
-  MLA_DEVICE static float pick(const Chunk& scales, int group) {
-    const uint32_t low = (group & 1) == 0 ? scales.w[0] : scales.w[1];
-    const uint32_t high = (group & 1) == 0 ? scales.w[2] : scales.w[3];
-    return stored_scale(bits_to_float(group < 2 ? low : high));
+  // Waits for the next chunks and loads them.
+  template <int kCount>
+  MLA_DEVICE void take(Stream& stream, Chunk (&chunks)[kCount]) const {
+    tile::wait_for_copies<L::kStages - kCount>();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) chunks[i] = tile::load_chunk_shared(staged(stream.taken++));
+  }
+  // Fetches chunks into the stages of those that were taken last, from `chunk` of the step on.
+  template <int kCount>
+  MLA_DEVICE void refetch(int step, int& chunk, const Stream& stream) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      fetch(step, chunk + i + L::kStages, stream.taken - kCount + i, stream);
+    }
+    chunk += kCount;
+  }
+  MLA_DEVICE void write_rope(int step, int& chunk, lds_t to, Stream& stream) const {
+    Chunk chunks[kRopeChunks];
+    take<kRopeChunks>(stream, chunks);
+    if constexpr (kRowScales) {
+#pragma unroll
+      for (int i = 0; i < kRopeChunks; ++i) tile::store_chunk(to ^ (i * 16), chunks[i]);
+    } else {
+      write_codes(chunks[0], 1.0f, to);
+    }
+    refetch<kRopeChunks>(step, chunk, stream);
+  }
+
+  // Returns the scale of a column block.
+  MLA_DEVICE static float scale(const Stream& stream, int block) {
+    const uint32_t(&w)[4] = stream.scales.w;
+    if constexpr (kPages) {
+      const uint32_t word = block < 4 ? w[0] : w[1];
+      const uint32_t bits = (word >> (block & 3) * 8 & 0xffu) << 23;
+      return stored_scale(bits_to_float(bits == 0 ? 1u << 22 : bits));  // 2^-127 is denormal
+    } else if constexpr (kRowScales) {
+      const int group = block / 2;
+      const uint32_t low = (group & 1) == 0 ? w[0] : w[1];
+      const uint32_t high = (group & 1) == 0 ? w[2] : w[3];
+      return stored_scale(bits_to_float(group < 2 ? low : high));
+    } else {
+      return 1.0f;
+    }
   }
 
   MLA_DEVICE void wait_emptied(int slot, int half) const {
