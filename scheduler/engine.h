@@ -144,8 +144,8 @@ class Engine {
   // Undoes a RegisterModel of the caller that has made the model, unless another call has
   // registered it since or a sequence of it is open.
   void WithdrawModel(const std::string& tenant, const std::string& id);
-  // For operators: the models of all tenants whose weights are complete. Of models that share their
-  // weights, one.
+  // For operators: the models of all tenants that have all their weights, or all their sinks. Of
+  // models that share their weights, one.
   std::vector<HeldWeights> AllWeights();
   // Copy weights of one head out, bit for bit as LoadWeights (W_UK, then W_UV) and LoadProjected
   // got them; `weights` has exactly ModelSpec::head_elements. NOT_FOUND if `model` is not

@@ -121,11 +121,13 @@ struct SinkSlice {
 // Identifies one upload of weights; never 0, and not reused while the model lives.
 using UploadId = uint64_t;
 
-// A model whose weights are all there. They stay the same as long as the model is registered.
+// A model whose weights are all there, or all its sinks if it has a window. Weights stay the same
+// as long as the model is registered.
 struct HeldWeights {
   std::string tenant;
   std::shared_ptr<const ModelSpec> spec;  // identifies the registration, too
   std::vector<float> kv_scales;           // one for each layer; empty if the format has none
+  std::vector<float> sinks;               // [layers, num_heads]; empty: the model has weights
 };
 
 struct ModelInfo {

@@ -378,10 +378,18 @@ std::vector<HeldWeights> ModelTable::AllWeights() const {
   std::vector<HeldWeights> all;
   std::vector<const ModelContents*> seen;
   for (const std::unique_ptr<Model>& model : models_) {
-    if (model == nullptr || !model->contents->weights_complete) continue;
+    if (model == nullptr) continue;
+    if (model->sinks_complete && (model->spec->needs_sinks || !model->sinks.empty())) {
+      all.push_back({model->account->name(), model->spec, model->contents->kv_scales,
+                     model->sinks.empty() ? std::vector<float>(size_t(model->spec->layers) *
+                                                                   model->spec->geometry.num_heads,
+                                                               kNoSink)
+                                          : model->sinks});
+    }
+    if (!model->contents->weights_complete) continue;
     if (std::find(seen.begin(), seen.end(), model->contents.get()) != seen.end()) continue;
     seen.push_back(model->contents.get());
-    all.push_back({model->account->name(), model->spec, model->contents->kv_scales});
+    all.push_back({model->account->name(), model->spec, model->contents->kv_scales, {}});
   }
   return all;
 }

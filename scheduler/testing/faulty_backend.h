@@ -42,6 +42,8 @@ class FaultyBackend final : public kernels::AttentionBackend {
   bool armed() const { return point_ != FaultPoint::kNone; }  // the call has not come yet
   // `fn` is called for each head whose weights are loaded, with the engine role held.
   void OnLoadWeights(std::function<void(int32_t head)> fn) { on_load_weights_ = std::move(fn); }
+  // `fn` is called for each head whose weights are read, with the engine role held.
+  void OnReadWeights(std::function<void(int32_t head)> fn) { on_read_weights_ = std::move(fn); }
   // `fn` is called with the words of each launch that waits for some.
   void OnGate(std::function<void(std::span<const kernels::WordValue>)> fn) {
     on_gate_ = std::move(fn);
@@ -146,6 +148,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   absl::Status ReadWeights(int32_t slot, const kernels::Geometry& g, int32_t head,
                            kernels::Bf16* uk, kernels::Bf16* uv) override {
     MLA_RETURN_IF_ERROR(At(FaultPoint::kReadWeights));
+    if (on_read_weights_) on_read_weights_(head);
     return inner_->ReadWeights(slot, g, head, uk, uv);
   }
   absl::Status ReadProjected(int32_t slot, const kernels::Geometry& g,
@@ -272,7 +275,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
     }
   };
   std::vector<Staging> staging_;  // by slot
-  std::function<void(int32_t)> on_load_weights_;
+  std::function<void(int32_t)> on_load_weights_, on_read_weights_;
   std::function<void(std::span<const kernels::WordValue>)> on_gate_;
   bool computes_at_end_ = false;
   int32_t tile_rows_ = 0;

@@ -25,12 +25,29 @@ namespace {
 constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 
 // Tokens of optional features; clients check them instead of version numbers.
-constexpr const char* kCapabilities[] = {
-    "fork",          "truncate", "participants", "partial_commit",    "lse",
-    "kv_compare",    "quotas",   "eviction",     "cancel_drain",      "model_leases",
-    "prefix_cache",  "fp8_wire", "page_groups",  "cache_events",      "cache_hints",
-    "hand_over",     "probe",    "pages_xxh3",   "hand_over_weights", "all_sequences",
-    "hand_over_many"};
+constexpr const char* kCapabilities[] = {"fork",
+                                         "truncate",
+                                         "participants",
+                                         "partial_commit",
+                                         "lse",
+                                         "kv_compare",
+                                         "quotas",
+                                         "eviction",
+                                         "cancel_drain",
+                                         "model_leases",
+                                         "prefix_cache",
+                                         "fp8_wire",
+                                         "page_groups",
+                                         "cache_events",
+                                         "cache_hints",
+                                         "hand_over",
+                                         "probe",
+                                         "pages_xxh3",
+                                         "hand_over_weights",
+                                         "all_sequences",
+                                         "hand_over_many",
+                                         "hand_over_weight_parts",
+                                         "hand_over_sinks"};
 constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
 
 // Returns false for names without a port and for URIs, which gRPC would interpret differently.

@@ -210,14 +210,13 @@ absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
 
 absl::Status CacheService::BringSinks(const scheduler::ImportArgs& args) {
   if (!args.tags.sinks.has_value()) return absl::OkStatus();
-  for (const scheduler::ModelInfo& there : rpc_.engine->ListModels(args.tenant)) {
-    if (there.spec.id != args.model_id || there.sinks_complete) continue;
-    // Sinks of another number are of another model, which the import refuses.
-    const std::vector<float> sinks = SinksFor(there.spec, args.tags);
-    if (sinks.size() != SinksOf(there.spec)) continue;
-    return rpc_.engine->SetSinks(args.tenant, args.model_id, {}, sinks).status();
-  }
-  return absl::OkStatus();
+  const auto spec = rpc_.engine->FindModel(args.tenant, args.model_id);
+  if (spec == nullptr) return absl::OkStatus();
+  // Sinks of another number are of another model, which the import refuses.
+  const std::vector<float> sinks = SinksFor(*spec, args.tags);
+  return sinks.size() != SinksOf(*spec)
+             ? absl::OkStatus()
+             : server::BringSinks(rpc_.engine, args.tenant, args.model_id, sinks);
 }
 
 absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,

@@ -1,15 +1,13 @@
 #include "server/control/model_service.h"
 
-#include <algorithm>
 #include <span>
+#include <string>
 
-#include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
-#include "server/control/weights_upload.h"
+#include "server/grpc/grpc_status.h"
 #include "server/grpc/request_validator.h"
-#include "server/hand_over/take_over.h"
+#include "server/hand_over/weights_sender.h"
 #include "server/logging/logging.h"
 
 namespace mla::server {
@@ -22,7 +20,7 @@ std::span<const float> Span(const google::protobuf::RepeatedField<float>& values
 }  // namespace
 
 ModelService::ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes, IdleCalls* idle)
-    : rpc_(rpc), weight_chunk_bytes_(weight_chunk_bytes), idle_(idle) {
+    : rpc_(rpc), idle_(idle), incoming_(rpc.engine, weight_chunk_bytes) {
   MarkMethodStreamed(MethodIndex("mla.v1.Models.UploadWeights"),
                      ServeUploadBytes<&ModelService::ServeWeights, v1::UploadWeightsReply>(this));
 }
@@ -85,72 +83,34 @@ absl::Status ModelService::Upload(const Identity& who, UploadReader* in,
   // Checked before the name is repeated in an error, because trailing metadata must stay small.
   MLA_RETURN_IF_ERROR(
       CheckName(header.model_id(), "header.model_id", false, rpc_.engine->limits()));
-  if (!header.tenant().empty()) {
-    MLA_RETURN_IF_ERROR(rpc_.CheckActsFor(who, header.tenant(), "header.tenant"));
-    MLA_RETURN_IF_ERROR(TakeOver(header, in, reply));
-    HandOverCounters& counters = rpc_.metrics->hand_overs();
-    ++counters.weights_taken;
-    counters.weights_taken_bytes += reply->bytes();
-    Log(LogLevel::kInfo, "taken_over_weights",
-        {{"operator", who.tenant},
-         {"tenant", header.tenant()},
-         {"model", header.model_id()},
-         {"bytes", reply->bytes()}});
-    return absl::OkStatus();
-  }
-  if (header.has_model() || header.kv_scales_size() > 0) {
-    return RefuseField(header.has_model() ? "header.model" : "header.kv_scales", "a value",
-                       "nothing without header.tenant", "conflict");
-  }
-  return TakeChunks(who.tenant, header.model_id(), in, reply);
-}
-
-absl::Status ModelService::TakeOver(const v1::UploadWeightsRequest::Header& header,
-                                    UploadReader* in, v1::UploadWeightsReply* reply) {
-  MLA_ASSIGN_OR_RETURN(const WeightsTarget target, RegisterForWeights(rpc_.engine, header));
-  if (target.complete) {
-    reply->set_complete(true);
-    return absl::OkStatus();
-  }
-  const absl::Status status = TakeChunks(header.tenant(), header.model_id(), in, reply);
-  if (!status.ok() && target.registered) {
-    rpc_.engine->WithdrawModel(header.tenant(), header.model_id());
-  }
-  return status;
-}
-
-absl::Status ModelService::TakeChunks(const std::string& tenant, const std::string& model_id,
-                                      UploadReader* in, v1::UploadWeightsReply* reply) {
-  v1::UploadWeightsRequest message;
-  const auto model = rpc_.engine->FindModel(tenant, model_id);
-  if (model == nullptr) {
-    return MakeError(absl::StatusCode::kNotFound, "header.model_id: no such model",
-                     {.field = "header.model_id",
-                      .got = model_id,
-                      .limit = "a registered model of this tenant",
-                      .reason = "model_not_found"});
-  }
-  const auto key = std::pair(tenant, model_id);
-  {
-    const MutexLock lock(mutex_);
-    if (!uploading_.insert(key).second) {
-      return MakeError(absl::StatusCode::kAborted,
-                       "header.model_id: another upload of this model is under way",
-                       {.field = "header.model_id",
-                        .got = model_id,
-                        .limit = "a model without an upload under way",
-                        .reason = "upload_under_way",
-                        .retry_after_ms = 1000});
+  const bool takes_over = !header.tenant().empty();
+  if (takes_over) MLA_RETURN_IF_ERROR(rpc_.CheckActsFor(who, header.tenant(), "header.tenant"));
+  std::string bytes;
+  UploadPayload bulk = {.path = kWeightsPath, .payload = &bytes};
+  const auto next = [&]() -> absl::StatusOr<const v1::UploadWeightsRequest*> {
+    MLA_ASSIGN_OR_RETURN(const bool any, in->Read(&message, &bulk));
+    if (!any) return nullptr;
+    if (!bulk.found) return &message;
+    if (!message.mutable_chunk()->ParseFromString(bulk.inside)) {
+      return RefuseField("chunk", "undecodable bytes", "a serialized chunk", "malformed");
     }
-  }
-  const absl::Cleanup forget = [&] {
-    const MutexLock lock(mutex_);
-    uploading_.erase(key);
+    message.mutable_chunk()->mutable_payload()->swap(bytes);
+    return &message;
   };
-  WeightsUpload upload(rpc_.engine, tenant, model, weight_chunk_bytes_);
-  absl::StatusOr<bool> read = in->Read(&message);
-  for (; read.ok() && *read; read = in->Read(&message)) MLA_RETURN_IF_ERROR(upload.Add(message));
-  return read.ok() ? upload.Finish(reply) : read.status();
+  const auto accepted = [&] {
+    if (header.attempt() != 0) in->Accept(kAcceptedKey);
+  };
+  MLA_RETURN_IF_ERROR(incoming_.Take(who.tenant, header, next, accepted, reply));
+  if (!takes_over || header.is_part()) return absl::OkStatus();
+  HandOverCounters& counters = rpc_.metrics->hand_overs();
+  ++counters.weights_taken;
+  counters.weights_taken_bytes += reply->bytes();
+  Log(LogLevel::kInfo, "taken_over_weights",
+      {{"operator", who.tenant},
+       {"tenant", header.tenant()},
+       {"model", header.model_id()},
+       {"bytes", reply->bytes()}});
+  return absl::OkStatus();
 }
 
 grpc::Status ModelService::UploadScales(grpc::ServerContext* context,

@@ -1,9 +1,8 @@
 // The Models service: registration, and the streamed upload of weights for the EXPANDED profile.
 //
 // An upload is header, chunks, trailer. Chunks go to the engine as they come. They count only after
-// the trailer's SHA-256 has been found equal; whatever ends the call earlier discards them. One
-// upload a model at a time. A server that drains brings weights of its tenants in the same way, as
-// an operator; then the model is registered too, and unregistered again if the call fails.
+// the trailer's digest has been found equal; whatever ends the call earlier discards them. One
+// transfer of a model at a time (incoming_weights.h).
 //
 // An upload that sends nothing for wire.upload_idle_ms is cancelled: its client sees CANCELLED.
 //
@@ -11,13 +10,10 @@
 #ifndef MLA_SERVER_CONTROL_MODEL_SERVICE_H_
 #define MLA_SERVER_CONTROL_MODEL_SERVICE_H_
 
-#include <set>
-#include <string>
-#include <utility>
+#include <cstdint>
 
-#include "absl/base/thread_annotations.h"
-#include "base/mutex.h"
 #include "mla/v1/model.grpc.pb.h"
+#include "server/control/incoming_weights.h"
 #include "server/control/rpc_context.h"
 #include "server/lifecycle/idle_calls.h"
 #include "server/lifecycle/upload_reader.h"
@@ -51,17 +47,10 @@ class ModelService final : public v1::Models::Service {
   // Reads the header, then takes the chunks for the caller or, from another server, for the tenant
   // that the header names.
   absl::Status Upload(const Identity& who, UploadReader* in, v1::UploadWeightsReply* reply);
-  absl::Status TakeOver(const v1::UploadWeightsRequest::Header& header, UploadReader* in,
-                        v1::UploadWeightsReply* reply);
-  absl::Status TakeChunks(const std::string& tenant, const std::string& model_id, UploadReader* in,
-                          v1::UploadWeightsReply* reply);
 
   const RpcContext rpc_;
-  const int64_t weight_chunk_bytes_;
   IdleCalls* const idle_;
-  Mutex mutex_;
-  std::set<std::pair<std::string, std::string>> uploading_
-      ABSL_GUARDED_BY(mutex_);  // (tenant, model)
+  IncomingWeights incoming_;
 };
 
 }  // namespace mla::server

@@ -1,6 +1,6 @@
 #include "server/control/weights_upload.h"
 
-#include <span>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/escaping.h"
@@ -12,23 +12,27 @@
 namespace mla::server {
 namespace {
 
-constexpr size_t kDigestBytes = 32;
+constexpr size_t kSha256Bytes = 32, kXxh3Bytes = 16;
 
 }  // namespace
 
-WeightsUpload::WeightsUpload(scheduler::Engine* engine, std::string tenant,
-                             std::shared_ptr<const scheduler::ModelSpec> model, int64_t chunk_bytes)
-    : engine_(engine),
-      tenant_(std::move(tenant)),
-      model_(std::move(model)),
+WeightsUpload::WeightsUpload(std::shared_ptr<WeightsTransfer> transfer, bool is_part,
+                             DigestKind digest, int64_t chunk_bytes)
+    : transfer_(std::move(transfer)),
+      is_part_(is_part),
+      kind_(digest),
       chunk_bytes_(chunk_bytes),
-      upload_(engine->NewUpload()),
-      digest_(EVP_MD_CTX_new(), EVP_MD_CTX_free) {
-  EVP_DigestInit_ex(digest_.get(), EVP_sha256(), nullptr);
+      digest_(digest) {
+  digest_.Begin();
 }
 
 WeightsUpload::~WeightsUpload() {
-  if (!committed_) engine_->DiscardWeights(tenant_, model_->id, upload_);
+  if (finished_) return;
+  if (is_part_) {
+    transfer_->EndPart(false);
+  } else {
+    transfer_->Close();
+  }
 }
 
 absl::Status WeightsUpload::Add(const v1::UploadWeightsRequest& message) {
@@ -36,15 +40,25 @@ absl::Status WeightsUpload::Add(const v1::UploadWeightsRequest& message) {
     return RefuseField("part", "another message", "nothing after the trailer", "order");
   }
   if (message.has_chunk()) return AddChunk(message.chunk());
-  if (!message.has_trailer()) {
-    return RefuseField("part", message.has_header() ? "header" : "nothing",
-                       "chunk or trailer after the header", "order");
+  if (message.has_trailer()) return AddTrailer(message.trailer());
+  return RefuseField("part", message.has_header() ? "header" : "nothing",
+                     "chunk or trailer after the header", "order");
+}
+
+absl::Status WeightsUpload::AddTrailer(const v1::UploadWeightsRequest::Trailer& trailer) {
+  const bool sha256 = kind_ == DigestKind::kSha256;
+  const std::string& digest = sha256 ? trailer.sha256() : trailer.xxh3();
+  const size_t size = sha256 ? kSha256Bytes : kXxh3Bytes;
+  if (digest.size() != size) {
+    return RefuseField(sha256 ? "trailer.sha256" : "trailer.xxh3",
+                       absl::StrCat(digest.size(), " bytes"), absl::StrCat(size, " bytes"));
   }
-  if (message.trailer().sha256().size() != kDigestBytes) {
-    return RefuseField("trailer.sha256", absl::StrCat(message.trailer().sha256().size(), " bytes"),
-                       absl::StrCat(kDigestBytes, " bytes"));
+  if (is_part_ && trailer.parts() != 0) {
+    return RefuseField("trailer.parts", absl::StrCat(trailer.parts()),
+                       "0 in a part: parts have no parts", "conflict");
   }
-  expected_ = message.trailer().sha256();
+  expected_ = digest;
+  parts_ = trailer.parts();
   return absl::OkStatus();
 }
 
@@ -54,64 +68,41 @@ absl::Status WeightsUpload::AddChunk(const v1::UploadWeightsRequest::Chunk& chun
                        absl::StrCat("at most ", chunk_bytes_, " bytes"), "payload_size");
   }
   int64_t bytes = 0;
-  MLA_RETURN_IF_ERROR(ParseWeightsChunk(chunk, *model_, &bytes));
-  for (uint32_t i = 0; i < chunk.head_count(); ++i) {
-    const uint32_t head = chunk.head_begin() + i;
-    if (!seen_.insert({chunk.layer(), chunk.part(), head}).second) {
-      return RefuseField("chunk.head_begin",
-                         absl::StrCat("layer ", chunk.layer(), " head ", head, " again"),
-                         "heads not yet sent in this call", "repeated");
-    }
-  }
-  EVP_DigestUpdate(digest_.get(), chunk.payload().data(), chunk.payload().size());
+  MLA_RETURN_IF_ERROR(ParseWeightsChunk(chunk, transfer_->model(), &bytes));
+  MLA_RETURN_IF_ERROR(transfer_->Load(chunk));
+  digest_.Add(chunk.payload());
   bytes_ += chunk.payload().size();
-  if (chunk.part() != v1::WEIGHT_PART_UP) return LoadProjected(chunk);
-  return engine_->LoadWeights(tenant_, model_->id, upload_, static_cast<int32_t>(chunk.layer()),
-                              static_cast<int32_t>(chunk.head_begin()),
-                              static_cast<int32_t>(chunk.head_count()),
-                              std::as_bytes(std::span(chunk.payload())));
-}
-
-absl::Status WeightsUpload::LoadProjected(const v1::UploadWeightsRequest::Chunk& chunk) {
-  const auto part = chunk.part() == v1::WEIGHT_PART_QUERIES ? kernels::ProjectedPart::kQueries
-                                                            : kernels::ProjectedPart::kOutputs;
-  absl::Status status;
-  for (uint32_t i = 0; i < chunk.head_count() && status.ok(); ++i) {
-    ReadProjectedHead(chunk, *model_, static_cast<int32_t>(i), &head_);
-    status = engine_->LoadProjected(tenant_, model_->id, upload_, part,
-                                    static_cast<int32_t>(chunk.layer()),
-                                    static_cast<int32_t>(chunk.head_begin() + i), head_);
-  }
-  return status;
+  return absl::OkStatus();
 }
 
 absl::Status WeightsUpload::Finish(v1::UploadWeightsReply* reply) {
   if (expected_.empty()) {
     return RefuseField("trailer", "nothing", "the last message of the call", "missing");
   }
-  std::string got(kDigestBytes, '\0');
-  EVP_DigestFinal_ex(digest_.get(), reinterpret_cast<unsigned char*>(got.data()), nullptr);
+  const std::string got = digest_.End();
   if (got != expected_) {
+    const char* const field = kind_ == DigestKind::kSha256 ? "trailer.sha256" : "trailer.xxh3";
     return MakeError(
         absl::StatusCode::kDataLoss,
-        "trailer.sha256: differs from the digest of the bytes received",
-        {.field = "trailer.sha256",
+        absl::StrCat(field, ": differs from the digest of the bytes received"),
+        {.field = field,
          .got = absl::BytesToHexString(expected_),
          .limit = absl::StrCat(absl::BytesToHexString(got), ", the digest of what arrived"),
          .reason = "digest_mismatch"});
   }
-  const auto missing = engine_->CommitWeights(tenant_, model_->id, upload_);
-  if (!missing.ok()) {  // unregistered during the upload
-    return MakeError(missing.status().code(), missing.status().message(),
-                     {.field = "header.model_id",
-                      .got = model_->id,
-                      .limit = "a registered model of this tenant",
-                      .reason = "model_not_found"});
-  }
-  committed_ = true;
+  if (!is_part_) return Commit(reply);
+  finished_ = true;
+  transfer_->EndPart(true);
   reply->set_bytes(bytes_);
-  reply->set_complete(missing->empty());
-  for (const int32_t layer : *missing) reply->add_missing_layers(static_cast<uint32_t>(layer));
+  return absl::OkStatus();
+}
+
+absl::Status WeightsUpload::Commit(v1::UploadWeightsReply* reply) {
+  MLA_ASSIGN_OR_RETURN(const std::vector<int32_t> missing, transfer_->Commit(parts_));
+  finished_ = true;
+  reply->set_bytes(transfer_->bytes());
+  reply->set_complete(missing.empty());
+  for (const int32_t layer : missing) reply->add_missing_layers(static_cast<uint32_t>(layer));
   return absl::OkStatus();
 }
 

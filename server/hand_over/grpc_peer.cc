@@ -172,9 +172,10 @@ absl::StatusOr<uint64_t> GrpcHandOverPeer::FreeBytes() {
   return 0;  // it does not say
 }
 
-GrpcHandOverPeer::Sent GrpcHandOverPeer::Stream(const char* method,
-                                                const std::function<absl::Status(Outgoing&)>& send,
-                                                google::protobuf::MessageLite* reply) {
+GrpcHandOverPeer::Sent GrpcHandOverPeer::Stream(
+    const char* method,
+    const std::function<absl::Status(Outgoing&, const grpc::ClientContext&)>& send,
+    google::protobuf::MessageLite* reply) {
   Sent result;
   grpc::ClientContext context;
   if (!Begin(&context)) {
@@ -183,7 +184,7 @@ GrpcHandOverPeer::Sent GrpcHandOverPeer::Stream(const char* method,
   }
   wire::StreamCall call(channel_, &context, method);
   Outgoing out(&call, &buffers_);
-  result.sent = send(out);
+  result.sent = send(out, context);
   result.broken_off = !result.sent.ok() && out.open();
   // If this server could not send everything, what it has sent must not look complete.
   if (result.broken_off) context.TryCancel();
@@ -213,6 +214,12 @@ absl::Status GrpcHandOverPeer::Outgoing::SendPayload(std::span<const int> path,
   return AnyError();
 }
 
+absl::Status GrpcHandOverPeer::Outgoing::Accepted(const grpc::ClientContext& context) {
+  open_ = open_ && call_->AwaitInitialMetadata() &&
+          context.GetServerInitialMetadata().contains(kAcceptedKey);
+  return AnyError();
+}
+
 absl::Status GrpcHandOverPeer::Outgoing::AnyError() const {
   if (open_) return absl::OkStatus();
   return MakeError(absl::StatusCode::kCancelled, "the peer has ended the call",
@@ -223,7 +230,7 @@ PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendPa
   PeerImport result;
   const Sent sent = Stream(
       kImport,
-      [&](Outgoing& out) {
+      [&](Outgoing& out, const grpc::ClientContext&) {
         v1::ImportRequest message;
         *message.mutable_target() = target;
         MLA_RETURN_IF_ERROR(out.Send(message, /*more=*/true));
@@ -245,12 +252,22 @@ PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendPa
 
 PeerWeights GrpcHandOverPeer::UploadWeights(const SendMessages& send) {
   PeerWeights result;
-  // A peer that has the weights already answers before all of them were sent.
+  // A peer that has the weights already answers before all of them were sent. A chunk is never
+  // empty, so that its payload can go as it is.
   const Sent sent = Stream(
       kUploadWeights,
-      [&](Outgoing& out) {
+      [&](Outgoing& out, const grpc::ClientContext& context) {
+        std::string payload;
         return send(
-            [&](v1::UploadWeightsRequest& message) { return out.Send(message, /*more=*/false); });
+            [&](v1::UploadWeightsRequest& message) {
+              if (!message.has_chunk()) return out.Send(message, /*more=*/false);
+              message.mutable_chunk()->mutable_payload()->swap(payload);
+              message.mutable_chunk()->clear_payload();
+              absl::Status sent = out.SendPayload(kWeightsPath, message.chunk(), &payload);
+              message.mutable_chunk()->mutable_payload()->swap(payload);
+              return sent;
+            },
+            [&] { return out.Accepted(context); });
       },
       &result.reply);
   result.status = sent.answer;

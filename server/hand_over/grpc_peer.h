@@ -62,6 +62,8 @@ class GrpcHandOverPeer final : public HandOverPeer {
     // Leaves other memory in `payload`, with any contents.
     absl::Status SendPayload(std::span<const int> path, const google::protobuf::MessageLite& inside,
                              std::string* payload);
+    // Waits until the peer has said with its initial metadata that it accepts the first message.
+    absl::Status Accepted(const grpc::ClientContext& context);
     bool open() const { return open_; }
 
    private:
@@ -83,7 +85,8 @@ class GrpcHandOverPeer final : public HandOverPeer {
     // error, the peer has ended the call.
     bool broken_off = false;
   };
-  Sent Stream(const char* method, const std::function<absl::Status(Outgoing&)>& send,
+  Sent Stream(const char* method,
+              const std::function<absl::Status(Outgoing&, const grpc::ClientContext&)>& send,
               google::protobuf::MessageLite* reply);
   // Returns the peer's answer; sets *refused if it has a detail, because then the peer has done
   // nothing.

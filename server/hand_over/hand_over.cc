@@ -190,7 +190,8 @@ void HandOver::OnThreads(size_t count, const std::function<void(size_t)>& work) 
 // ------------------------------------------------------------------------------------- Weights
 
 void HandOver::EnsureWeights(PeerServer& peer, const scheduler::HeldWeights& model) {
-  if (!peer.takes_weights() || !peer.BeginWeights(model)) return;
+  const bool takes = model.sinks.empty() ? peer.takes_weights() : peer.takes_sinks();
+  if (!takes || !peer.BeginWeights(model)) return;
   bool refused = false;
   const absl::Status status = SendWeightsTo(peer, model, &refused);
   peer.EndWeights(model);
@@ -225,10 +226,16 @@ absl::Status HandOver::SendWeightsTo(PeerServer& peer, const scheduler::HeldWeig
 
 absl::Status HandOver::UploadWeights(PeerServer& peer, HandOverPeer& stream,
                                      const scheduler::HeldWeights& model, bool* refused) {
+  OutgoingWeights weights{engine_, &model, peer.takes_parts() ? RandomNumber() | 1 : 0};
   uint64_t bytes = 0;
-  const PeerWeights answer = stream.UploadWeights(
-      [&](const WeightsSink& sink) { return SendWeights(engine_, model, sink, &bytes); });
-  *refused = answer.refused;
+  Parts parts;
+  const PeerWeights answer =
+      stream.UploadWeights([&](const WeightsSink& sink, const HandOverPeer::Accepted& accepted) {
+        return SendTransfer(peer, weights, sink, accepted, &bytes, &parts);
+      });
+  // The peer may have noticed first that a part has failed; the part knows why.
+  *refused = parts.failed.ok() ? answer.refused : parts.refused;
+  MLA_RETURN_IF_ERROR(parts.failed);
   MLA_RETURN_IF_ERROR(answer.status);
   MLA_RETURN_IF_ERROR(peer.CheckBootId(answer.reply.boot_id()));
   const uint64_t taken = answer.reply.bytes();  // 0: it had the weights already
@@ -240,6 +247,73 @@ absl::Status HandOver::UploadWeights(PeerServer& peer, HandOverPeer& stream,
   }
   options_.counters->weights_sent_bytes += taken;
   return absl::OkStatus();
+}
+
+absl::Status HandOver::SendTransfer(PeerServer& peer, OutgoingWeights& weights,
+                                    const WeightsSink& sink, const HandOverPeer::Accepted& accepted,
+                                    uint64_t* bytes, Parts* parts) {
+  WeightsCall call(&weights, sink);
+  MLA_RETURN_IF_ERROR(call.SendHeader(/*is_part=*/false));
+  std::vector<std::unique_ptr<PeerServer::Use>> streams;
+  while (weights.attempt != 0 && weights.model->sinks.empty() && streams.size() < peer.streams()) {
+    auto stream = std::make_unique<PeerServer::Use>(&peer, /*waits=*/false);
+    if (stream->get() == nullptr) break;
+    streams.push_back(std::move(stream));
+  }
+  // A part must not come first: the peer would not know its transfer.
+  if (!streams.empty()) MLA_RETURN_IF_ERROR(accepted());
+  std::vector<std::thread> helpers;
+  for (auto& stream : streams) {
+    helpers.emplace_back([&, part = stream.get()] { SendPart(peer, *part, weights, parts); });
+  }
+  absl::Status status = call.SendHeads();
+  if (!status.ok()) weights.failed = true;
+  for (std::thread& helper : helpers) helper.join();
+  *bytes = call.bytes() + parts->bytes;
+  MLA_RETURN_IF_ERROR(parts->failed);
+  MLA_RETURN_IF_ERROR(status);
+  return call.SendTrailer(parts->ended);
+}
+
+void HandOver::SendPart(PeerServer& peer, PeerServer::Use& stream, OutgoingWeights& weights,
+                        Parts* parts) {
+  absl::Status status = peer.Ask(*stream.get());
+  bool began = false;
+  PeerWeights answer;
+  uint64_t bytes = 0;
+  if (status.ok()) {
+    answer = stream.get()->UploadWeights(
+        [&](const WeightsSink& sink, const HandOverPeer::Accepted& accepted) {
+          WeightsCall call(&weights, sink);
+          MLA_RETURN_IF_ERROR(call.SendHeader(/*is_part=*/true));
+          MLA_RETURN_IF_ERROR(accepted());
+          began = true;
+          MLA_RETURN_IF_ERROR(call.SendHeads());
+          bytes = call.bytes();
+          return call.SendTrailer(0);
+        });
+    status = answer.status;
+    if (status.ok()) status = peer.CheckBootId(answer.reply.boot_id());
+  }
+  if (!began) {
+    // The others send all heads. A refusal for another reason is of the transfer, not of the
+    // stream.
+    if (!Stopping() && (!answer.refused || TooManyCalls(status))) stream.End();
+    return;
+  }
+  if (status.ok() && answer.reply.bytes() != bytes) {
+    status = peer.Refuse(absl::StatusCode::kDataLoss,
+                         absl::StrCat("it has taken ", answer.reply.bytes(), " bytes of a part"),
+                         absl::StrCat("all ", bytes, " bytes"), "peer_failed");
+  }
+  const MutexLock lock(mutex_);
+  if (status.ok()) {
+    ++parts->ended;
+    parts->bytes += bytes;
+  } else if (!weights.failed.exchange(true)) {
+    parts->failed = status;  // the first failure is the reason of the others
+    parts->refused = answer.refused;
+  }
 }
 
 // ----------------------------------------------------------------------------------- Sequences

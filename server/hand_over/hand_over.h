@@ -9,7 +9,12 @@
 // peer gets the weights of a model before it is offered the first sequence of it. A peer without
 // the capability "hand_over_weights" gets none. They stay here, too. A model whose weights a peer
 // does not get is logged and counted, and its sequences move all the same: their workers upload the
-// weights.
+// weights. The sinks of models with a window go in the same way ("hand_over_sinks").
+//
+// The weights of one model go over all streams that are free, in calls that share its heads, if the
+// peer takes parts ("hand_over_weight_parts"). A stream that cannot begin its part leaves the heads
+// to the others. Once a part has begun, its failure is that of the transfer: the call that has
+// begun the transfer breaks off, and the peer keeps nothing.
 //
 // Each sequence goes with the peer's Import, as its tenant's and under its id; several threads,
 // each with a stream of its own to the peer, take sequences in turn. The peer has the sequence once
@@ -124,6 +129,17 @@ class HandOver final {
   absl::Status SendWeightsTo(PeerServer& peer, const scheduler::HeldWeights& model, bool* refused);
   absl::Status UploadWeights(PeerServer& peer, HandOverPeer& stream,
                              const scheduler::HeldWeights& model, bool* refused);
+  // Results of the parts of a transfer.
+  struct Parts {
+    uint32_t ended = 0;   // parts that the peer has answered with OK
+    uint64_t bytes = 0;   // that they brought
+    absl::Status failed;  // OK: none has failed after it had begun
+    bool refused = false;
+  };
+  // Sends the messages of the call that begins a transfer, with its parts on the other streams.
+  absl::Status SendTransfer(PeerServer& peer, OutgoingWeights& weights, const WeightsSink& sink,
+                            const HandOverPeer::Accepted& accepted, uint64_t* bytes, Parts* parts);
+  void SendPart(PeerServer& peer, PeerServer::Use& stream, OutgoingWeights& weights, Parts* parts);
   // Tries the untried sequences that may move now; returns true if it tried any.
   bool Pass();
   // Tries one. Returns false if it stays untried, because it is in a step.

@@ -41,9 +41,11 @@ class HandOverPeer {
   // Passes all parts of a sequence to the sink, and returns its own error or the sink's.
   using SendParts = std::function<absl::Status(const PartSink&)>;
 
-  // Passes all messages of an upload of weights to the sink, and returns its own error or the
-  // sink's.
-  using SendMessages = std::function<absl::Status(const WeightsSink&)>;
+  // Waits until the peer has accepted the header of the call. CANCELLED if the peer has ended it.
+  using Accepted = std::function<absl::Status()>;
+  // Passes all messages of an upload of weights to the sink, and returns its own error or one of
+  // these two. May call the second one once, after the header, if that has an attempt.
+  using SendMessages = std::function<absl::Status(const WeightsSink&, const Accepted&)>;
 
   virtual ~HandOverPeer() = default;
 

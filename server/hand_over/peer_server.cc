@@ -13,6 +13,8 @@ namespace {
 constexpr char kCapability[] = "hand_over";
 // A server with this capability takes weights for other tenants. Release 0.1.0 lacks it.
 constexpr char kWeightsCapability[] = "hand_over_weights";
+constexpr char kPartsCapability[] = "hand_over_weight_parts",
+               kSinksCapability[] = "hand_over_sinks";
 // A server with this capability takes version 3 of the page-group format. Release 0.1.0 lacks it.
 constexpr char kXxh3Capability[] = "pages_xxh3";
 
@@ -79,6 +81,8 @@ absl::Status PeerServer::Check(uint64_t own_boot_id) {
   if (Has(info, kXxh3Capability)) send_.digests = DigestKind::kXxh3;
   send_.chunk_bytes = PeerChunkBytes(info);
   takes_weights_ = Has(info, kWeightsCapability);
+  takes_parts_ = Has(info, kPartsCapability);
+  takes_sinks_ = Has(info, kSinksCapability);
   const absl::StatusOr<uint64_t> room = stream.FreeBytes();
   if (!room.ok()) {
     return Refuse(room.status().code(), std::string(room.status().message()),
@@ -125,12 +129,12 @@ absl::Status PeerServer::CheckAnswer(const scheduler::TenantSequence& sequence,
 
 // ------------------------------------------------------------------------------------- Streams
 
-HandOverPeer* PeerServer::Take() {
+HandOverPeer* PeerServer::Take(bool waits) {
   MutexLock lock(mutex_);
-  changed_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return cancelled_ || !free_.empty();
+  changed_.Wait(lock, [this, waits]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return !waits || cancelled_ || !free_.empty();
   });
-  if (cancelled_) return nullptr;
+  if (cancelled_ || free_.empty()) return nullptr;
   HandOverPeer* const stream = free_.back();
   free_.pop_back();
   return stream;

@@ -40,11 +40,13 @@ class PeerServer final {
   // A stream that is in use. It is free again when this object ends.
   class Use final {
    public:
-    explicit Use(PeerServer* server) : server_(*server), stream_(server->Take()) {}
+    // `waits`: until a stream is free.
+    explicit Use(PeerServer* server, bool waits = true)
+        : server_(*server), stream_(server->Take(waits)) {}
     ~Use() { server_.Return(stream_); }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
-    // Null if the drain has ended.
+    // Null if the drain has ended, or if it does not wait and no stream is free.
     HandOverPeer* get() const { return stream_; }
     // Ends the stream. Returns false, and changes nothing, if it is the last one.
     bool End();
@@ -68,6 +70,8 @@ class PeerServer final {
   uint64_t boot_id() const { return boot_id_; }
   size_t streams() const { return streams_.size(); }
   bool takes_weights() const { return takes_weights_; }
+  bool takes_parts() const { return takes_parts_; }  // of weights
+  bool takes_sinks() const { return takes_sinks_; }
   const SendOptions& send() const { return send_; }
   absl::Status Refuse(absl::StatusCode code, const std::string& why, const std::string& limit,
                       const std::string& reason) const;
@@ -106,14 +110,15 @@ class PeerServer final {
 
   // Judges an answer to GetInfo.
   absl::Status Answered(const absl::Status& status, const v1::GetServerInfoReply& info) const;
-  HandOverPeer* Take();
+  HandOverPeer* Take(bool waits);
   void Return(HandOverPeer* stream);
 
   const std::string address_, field_;
   const std::vector<std::unique_ptr<HandOverPeer>> streams_;
-  uint64_t boot_id_ = 0;        // 0: not asked yet
-  bool takes_weights_ = false;  // it has the capability
-  SendOptions send_;            // what it takes
+  uint64_t boot_id_ = 0;  // 0: not asked yet
+  // It has the capability.
+  bool takes_weights_ = false, takes_parts_ = false, takes_sinks_ = false;
+  SendOptions send_;  // what it takes
   mutable Mutex mutex_;
   CondVar changed_;
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;

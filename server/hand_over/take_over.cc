@@ -1,5 +1,7 @@
 #include "server/hand_over/take_over.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
@@ -11,7 +13,21 @@ namespace {
 // Returns true if weights of one model are weights of the other.
 bool SameWeights(const scheduler::ModelSpec& a, const scheduler::ModelSpec& b) {
   return a.geometry == b.geometry && a.layers == b.layers && a.projected == b.projected &&
-         a.weights_digest == b.weights_digest;
+         a.windowed() == b.windowed() && a.weights_digest == b.weights_digest;
+}
+
+// Returns true if the tenant's model, which has all its sinks, has these.
+bool HasSinks(scheduler::Engine* engine, const std::string& tenant, const std::string& model_id,
+              const std::vector<float>& sinks) {
+  for (const scheduler::HeldWeights& held : engine->AllWeights()) {
+    if (held.tenant == tenant && held.spec->id == model_id) return held.sinks == sinks;
+  }
+  return std::all_of(sinks.begin(), sinks.end(),
+                     [](float sink) { return sink == scheduler::kNoSink; });
+}
+
+std::vector<float> FloatsOf(const google::protobuf::RepeatedField<float>& values) {
+  return {values.begin(), values.end()};
 }
 
 }  // namespace
@@ -42,26 +58,49 @@ absl::StatusOr<WeightsTarget> RegisterForWeights(scheduler::Engine* engine,
   scheduler::ModelSpec spec;
   MLA_RETURN_IF_ERROR(ParseModelSpec(header.model(), engine->limits(), &spec));
   spec.id = header.model_id();
-  if (spec.geometry.nope_dim == 0 || spec.geometry.v_dim == 0) {
+  const std::vector<float> sinks = FloatsOf(header.sinks());
+  if (!spec.has_expanded() && sinks.empty()) {
     return RefuseField("header.model.geometry", "no nope_dim or no v_dim",
-                       "a model with nope_dim and v_dim: others have no weights",
+                       "a model with nope_dim and v_dim, or with header.sinks: others have neither "
+                       "weights nor sinks",
                        "no_expanded_profile", absl::StatusCode::kFailedPrecondition);
+  }
+  if (!spec.windowed() && !sinks.empty()) {
+    return RefuseField("header.sinks", absl::StrCat(sinks.size(), " sinks"),
+                       "none: the attention has no window", "wrong_count");
   }
   for (const scheduler::ModelInfo& there : engine->ListModels(header.tenant())) {
     if (there.spec.id != spec.id) continue;
-    if (SameWeights(there.spec, spec)) {
-      // Without a digest of their own, the weights are compared as they come.
-      return WeightsTarget{false, there.weights_complete && !spec.weights_digest.empty()};
+    if (!SameWeights(there.spec, spec)) {
+      return RefuseField("header.model", absl::StrCat("other contents than the tenant's ", spec.id),
+                         "equal geometry, layers, weights_digest, window and shapes of PROJECTED",
+                         "weights_differ", absl::StatusCode::kFailedPrecondition);
     }
-    return RefuseField("header.model", absl::StrCat("other contents than the tenant's ", spec.id),
-                       "equal geometry, layers, weights_digest and shapes of PROJECTED",
-                       "weights_differ", absl::StatusCode::kFailedPrecondition);
+    if (!sinks.empty()) {
+      if (there.sinks_complete && !HasSinks(engine, header.tenant(), spec.id, sinks)) {
+        return RefuseField("header.sinks", "other sinks", "those that the tenant's model has",
+                           "sinks_differ", absl::StatusCode::kFailedPrecondition);
+      }
+      MLA_RETURN_IF_ERROR(BringSinks(engine, header.tenant(), spec.id, sinks));
+      return WeightsTarget{false, true};
+    }
+    // Without a digest of their own, the weights are compared as they come.
+    return WeightsTarget{false, there.weights_complete && !spec.weights_digest.empty()};
   }
-  const std::vector<float> scales(header.kv_scales().begin(), header.kv_scales().end());
-  MLA_ASSIGN_OR_RETURN(const scheduler::ModelInfo made,
-                       engine->RegisterModel(header.tenant(), spec, 0, scales));
+  MLA_ASSIGN_OR_RETURN(
+      const scheduler::ModelInfo made,
+      engine->RegisterModel(header.tenant(), spec, 0, FloatsOf(header.kv_scales()), sinks));
   // Another model of the tenant may have the same weights, which it then shares.
-  return WeightsTarget{true, made.weights_complete};
+  return WeightsTarget{true, sinks.empty() ? made.weights_complete : made.sinks_complete};
+}
+
+absl::Status BringSinks(scheduler::Engine* engine, const std::string& tenant,
+                        const std::string& model_id, std::span<const float> sinks) {
+  for (const scheduler::ModelInfo& there : engine->ListModels(tenant)) {
+    if (there.spec.id != model_id || there.sinks_complete) continue;
+    return engine->SetSinks(tenant, model_id, {}, sinks).status();
+  }
+  return absl::OkStatus();
 }
 
 int32_t EvictAndGiveUp(scheduler::Engine* engine, AbandonedImports* abandoned, uint64_t attempt,

@@ -6,6 +6,8 @@
 #define MLA_SERVER_HAND_OVER_TAKE_OVER_H_
 
 #include <cstdint>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -29,14 +31,20 @@ absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
 // The model that takes the weights which another server sends.
 struct WeightsTarget {
   bool registered = false;  // the model was made for them: Engine::WithdrawModel undoes it
-  bool complete = false;    // the model has these weights already
+  bool complete = false;    // the model has these weights already, or needs sinks alone
 };
-// Finds or registers the model that the header of an UploadWeights call names. REQUIRES: the header
-// has a valid model_id and tenant, and the caller may act for that tenant. INVALID_ARGUMENT if the
-// model is missing or not valid; FAILED_PRECONDITION (weights_differ) if the tenant has another
-// model of this name; otherwise the errors of Engine::RegisterModel.
+// Finds or registers the model that the header of an UploadWeights call names, with the header's
+// sinks. REQUIRES: the header has a valid model_id and tenant, and the caller may act for that
+// tenant. INVALID_ARGUMENT if the model is missing or not valid; FAILED_PRECONDITION
+// (weights_differ, sinks_differ) if the tenant has another model of this name, or other sinks;
+// otherwise the errors of Engine::RegisterModel.
 absl::StatusOr<WeightsTarget> RegisterForWeights(scheduler::Engine* engine,
                                                  const v1::UploadWeightsRequest::Header& header);
+
+// Gives the sinks of all layers and heads to a model of the tenant that waits for its sinks. Leaves
+// other models as they are. Errors come from Engine::SetSinks.
+absl::Status BringSinks(scheduler::Engine* engine, const std::string& tenant,
+                        const std::string& model_id, std::span<const float> sinks);
 
 // Evicts the selected sequences, and gives up the try that may bring one of them (0: no try).
 int32_t EvictAndGiveUp(scheduler::Engine* engine, AbandonedImports* abandoned, uint64_t attempt,

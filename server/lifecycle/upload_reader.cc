@@ -87,6 +87,11 @@ bool UploadReader::TakePayload(const grpc::ByteBuffer& bytes, UploadPayload* bul
   return found;
 }
 
+void UploadReader::Accept(const char* key) {
+  call_->AddInitialMetadata(key, "1");
+  in_->SendInitialMetadata();
+}
+
 absl::StatusOr<bool> UploadReader::Read(google::protobuf::Message* message) {
   return Read(message, nullptr);
 }

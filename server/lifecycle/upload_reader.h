@@ -56,6 +56,9 @@ class UploadReader final {
   absl::StatusOr<bool> Read(google::protobuf::Message* message);
   // As Read. If the next message has the form of `bulk`, fills that and leaves `message` as it is.
   absl::StatusOr<bool> Read(google::protobuf::Message* message, UploadPayload* bulk);
+  // Tells the client that its first message is accepted: sends the initial metadata, with `key`. At
+  // most once.
+  void Accept(const char* key);
 
  private:
   // Returns true if `bytes` have the form of `bulk`, and takes the payload out of them.

@@ -287,11 +287,16 @@ Measured MoveSequences(const integration::Authority& authority, const Flags& fla
 
 Measured MoveWeights(const integration::Authority& authority, const Flags& flags) {
   const auto from = Serve(authority, flags), to = Serve(authority, flags);
-  UploadWeights(Connect(authority, *from, kTenant).get(), static_cast<uint32_t>(flags.weights));
+  const auto heads = static_cast<uint32_t>(flags.weights);
+  UploadWeights(Connect(authority, *from, kTenant).get(), heads);
+  // A virtual machine gets memory from its host here, not during the hand-over.
+  const auto there = Connect(authority, *to, kTenant);
+  UploadWeights(there.get(), heads);
+  Check(there->UnregisterModel(kModel));
   v1::DrainReply reply;
   Measured measured = Drain(authority, *from, *to, flags.weight_bytes(), &reply);
   measured.shape = absl::StrFormat("weights of %d layers of %d heads", kLayers, flags.weights);
-  const auto models = Connect(authority, *to, kTenant)->ListModels();
+  const auto models = there->ListModels();
   Check(models.status());
   measured.moved = models->models_size() == 1 && models->models(0).weights_complete();
   return measured;

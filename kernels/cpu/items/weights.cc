@@ -1,5 +1,6 @@
 #include "kernels/cpu/items/weights.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace mla::kernels::cpu {
@@ -13,10 +14,69 @@ Byte* Element(const KernelSet& kernels, Byte* panels, int64_t panel_bytes, int32
   return panels + n / kPanel * panel_bytes + PanelOffset(kernels, k, n % kPanel);
 }
 
-// Packs a row-major [k, columns] matrix into B panels.
+// Addresses of the groups of a matrix in B panels: the elements of G rows in one column, which lie
+// together. Offsets of rows and of columns add up, so that one of each is enough.
+class Groups {
+ public:
+  Groups(const KernelSet& kernels, int64_t panel_bytes)
+      : kernels_(kernels), panel_bytes_(panel_bytes) {
+    for (int32_t n = 0; n < kPanel; ++n) columns_[n] = PanelOffset(kernels, 0, n);
+  }
+  // Calls visit(column, offset) for the group of each column in the rows from `k` on.
+  template <typename Visit>
+  void ForColumns(int32_t k, int32_t columns, const Visit& visit) const {
+    int64_t panel = PanelOffset(kernels_, k, 0);
+    for (int32_t first = 0; first < columns; first += kPanel, panel += panel_bytes_) {
+      const int32_t end = std::min(columns - first, kPanel);
+      for (int32_t n = 0; n < end; ++n) visit(first + n, panel + columns_[n]);
+    }
+  }
+
+ private:
+  const KernelSet& kernels_;
+  const int64_t panel_bytes_;
+  int64_t columns_[kPanel];
+};
+
+// Pack and unpack the rows [0, k) of a row-major matrix, G at a time; k is a multiple of G, which
+// is the k_group of bf16 operands.
+template <int G>
+void PackGroups(const Groups& groups, const Bf16* matrix, int32_t k, int32_t columns,
+                std::byte* panels) {
+  for (int32_t i = 0; i < k; i += G, matrix += int64_t{G} * columns) {
+    groups.ForColumns(i, columns, [&](int32_t n, int64_t offset) {
+      for (int32_t j = 0; j < G; ++j) {
+        std::memcpy(panels + offset + j * int64_t{sizeof(Bf16)}, matrix + int64_t{j} * columns + n,
+                    sizeof(Bf16));
+      }
+    });
+  }
+}
+template <int G>
+void UnpackGroups(const Groups& groups, const std::byte* panels, int32_t k, int32_t columns,
+                  Bf16* matrix) {
+  for (int32_t i = 0; i < k; i += G, matrix += int64_t{G} * columns) {
+    groups.ForColumns(i, columns, [&](int32_t n, int64_t offset) {
+      for (int32_t j = 0; j < G; ++j) {
+        std::memcpy(matrix + int64_t{j} * columns + n, panels + offset + j * int64_t{sizeof(Bf16)},
+                    sizeof(Bf16));
+      }
+    });
+  }
+}
+
+// Returns the number of rows that go in groups; the others go one by one.
+int32_t GroupedRows(const KernelSet& kernels, int32_t k) {
+  return kernels.bf16_operands ? k - k % kernels.k_group : 0;
+}
+
+// Packs a row-major [k, columns] matrix into B panels. The engine waits for it.
 void PackMatrix(const KernelSet& kernels, const Bf16* matrix, int32_t k, int32_t columns,
                 std::byte* panels, int64_t panel_bytes) {
-  for (int32_t i = 0; i < k; ++i) {
+  const int32_t grouped = GroupedRows(kernels, k);
+  const Groups groups(kernels, panel_bytes);
+  (kernels.k_group == 2 ? PackGroups<2> : PackGroups<8>)(groups, matrix, grouped, columns, panels);
+  for (int32_t i = grouped; i < k; ++i) {
     for (int32_t n = 0; n < columns; ++n) {
       StoreWeight(kernels, matrix[static_cast<int64_t>(i) * columns + n],
                   Element(kernels, panels, panel_bytes, i, n));
@@ -27,9 +87,14 @@ void PackMatrix(const KernelSet& kernels, const Bf16* matrix, int32_t k, int32_t
 // The inverse of PackMatrix.
 void UnpackMatrix(const KernelSet& kernels, const std::byte* panels, int64_t panel_bytes, int32_t k,
                   int32_t columns, Bf16* matrix) {
-  for (int32_t i = 0; i < k; ++i) {
+  const int32_t grouped = GroupedRows(kernels, k);
+  const Groups groups(kernels, panel_bytes);
+  (kernels.k_group == 2 ? UnpackGroups<2> : UnpackGroups<8>)(groups, panels, grouped, columns,
+                                                             matrix);
+  for (int32_t i = grouped; i < k; ++i) {
     for (int32_t n = 0; n < columns; ++n) {
-      *matrix++ = ReadWeight(kernels, Element(kernels, panels, panel_bytes, i, n));
+      matrix[static_cast<int64_t>(i) * columns + n] =
+          ReadWeight(kernels, Element(kernels, panels, panel_bytes, i, n));
     }
   }
 }

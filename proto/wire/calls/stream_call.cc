@@ -61,6 +61,12 @@ bool StreamCall::Write(const grpc::ByteBuffer& bytes, bool more) {
   return open_ = Done();
 }
 
+bool StreamCall::AwaitInitialMetadata() {
+  if (!fault_.empty()) return false;
+  call_->ReadInitialMetadata(this);
+  return Done();
+}
+
 void StreamCall::WritesDone() {
   if (!open_) return;
   open_ = false;

@@ -2,13 +2,10 @@
 // is refused, damaged or cut leaves the receiver as it was and the sender serving.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
-#include <openssl/sha.h>
 
 #include <algorithm>
 #include <functional>
 #include <memory>
-#include <optional>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -16,128 +13,12 @@
 #include "client/cpp/streams/errors.h"
 #include "mla/v1/model.grpc.pb.h"
 #include "tests/integration/hand_over/cutting_proxy.h"
-#include "tests/integration/hand_over/hand_over_fixture.h"
+#include "tests/integration/hand_over/weights_fixture.h"
 #include "tests/integration/projected/projected_model.h"
 #include "tests/integration/worker.h"
 
 namespace mla::integration {
 namespace {
-
-using Message = v1::UploadWeightsRequest;
-
-// [heads, nope, lora] and [heads, lora, v] of two layers, bf16.
-constexpr uint64_t kBytes = 2 * 4 * 32 * (16 + 16) * 2;
-
-class WeightsTest : public HandOverTest {
- protected:
-  // Starts the server that drains, with red's worker, its weights and a sequence.
-  void FillWithWeights(const Change& change = {}, const std::string& digest = "") {
-    a_ = Serve(change);
-    red_ = Connect(*a_, "red");
-    blue_ = Connect(*a_, "blue");
-    if (!digest.empty()) RegisterWithDigest(*red_, digest);
-    worker_ = std::make_unique<Worker>(red_.get(), Dims(), "m", 1);
-    ASSERT_EQ(worker_->Upload(), absl::OkStatus());
-    tracks_.push_back(*worker_->Open());
-    ASSERT_EQ(worker_->Step({&tracks_.back()}, {40}, v1::PROFILE_EXPANDED), absl::OkStatus());
-  }
-  static void RegisterWithDigest(client::Client& client, const std::string& digest) {
-    v1::ModelSpec spec = SpecOf(Dims(), "digested");
-    spec.set_weights_digest(digest);
-    ASSERT_TRUE(client.RegisterModel(spec).ok());
-    std::mt19937_64 random(9);
-    std::vector<client::WeightsChunk> chunks = ChunksOf(Dims(), RandomWeights(Dims(), &random));
-    size_t next = 0;
-    const auto reply =
-        client.UploadWeights("digested", [&]() -> std::optional<client::WeightsChunk> {
-          if (next == chunks.size()) return std::nullopt;
-          return chunks[next++];
-        });
-    ASSERT_TRUE(reply.ok()) << reply.status();
-  }
-  static double Counted(const TestServer& server, const std::string& metric) {
-    const std::string text = HttpGet(server.server().ops_port(), "/metrics");
-    const size_t at = text.find(absl::StrCat("\n", metric, " "));
-    if (at == text.npos) ADD_FAILURE() << metric << " is not in " << text;
-    return at == text.npos ? -1 : std::stod(text.substr(at + metric.size() + 2));
-  }
-  static double Outcomes(const TestServer& server, const std::string& outcome) {
-    return Counted(server, absl::StrCat("mla_hand_over_weights_total{outcome=\"", outcome, "\"}"));
-  }
-  // Returns how much of a resource red uses there.
-  uint64_t UsedOf(const TestServer& server, v1::QuotaResource resource) {
-    v1::GetQuotaReply quota = *Connect(server, "red")->GetQuota();
-    for (const v1::QuotaUsage& usage : quota.tenants(0).resources()) {
-      if (usage.resource() == resource) return usage.used();
-    }
-    return 0;
-  }
-  void ExpectEmpty(const TestServer& server, const std::string& what) {
-    EXPECT_EQ(UsedOf(server, v1::QUOTA_RESOURCE_WEIGHT_BYTES), 0u) << what;
-    EXPECT_EQ(UsedOf(server, v1::QUOTA_RESOURCE_MODELS), 0u) << what;
-    EXPECT_EQ(Connect(server, "red")->ListModels()->models_size(), 0) << what;
-  }
-  // Runs steps of the moved sequence there, in both forms, with the weights that came with it.
-  void ExpectAnswers(Track* track, const TestServer& there) {
-    const auto client = Connect(there, "red");
-    Worker worker(client.get(), Dims(), "m", 2);
-    worker.set_weights(worker_->weights());
-    auto sequence = client->Attach(track->sequence.id());
-    ASSERT_TRUE(sequence.ok()) << sequence.status();
-    Track copy{*std::move(sequence), track->cache};
-    // 40 rows take the expanded form on the CPU backend, one takes the absorbed one.
-    for (const uint32_t rows : {40, 1}) {
-      EXPECT_EQ(worker.Step({&copy}, {rows}, v1::PROFILE_EXPANDED), absl::OkStatus()) << rows;
-    }
-    EXPECT_EQ(worker.Step({&copy}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
-    copy.sequence.Detach();
-  }
-
-  // The messages of a whole upload of the worker's model, as a server that drains sends them.
-  std::vector<Message> Messages() const {
-    std::vector<Message> messages(1);
-    Message::Header* const header = messages[0].mutable_header();
-    header->set_model_id("m");
-    header->set_tenant("red");
-    *header->mutable_model() = SpecOf(Dims(), "m");
-    std::mt19937_64 random(5);
-    std::string all;
-    for (const client::WeightsChunk& chunk : ChunksOf(Dims(), RandomWeights(Dims(), &random))) {
-      Message::Chunk* const to = messages.emplace_back().mutable_chunk();
-      to->set_layer(chunk.layer);
-      to->set_head_begin(chunk.head_begin);
-      to->set_head_count(chunk.head_count);
-      to->set_payload(chunk.bytes);
-      all += to->payload();
-    }
-    std::string digest(SHA256_DIGEST_LENGTH, '\0');
-    SHA256(reinterpret_cast<const unsigned char*>(all.data()), all.size(),
-           reinterpret_cast<unsigned char*>(digest.data()));
-    messages.emplace_back().mutable_trailer()->set_sha256(digest);
-    return messages;
-  }
-  // Sends messages as `who`; returns the status, whose detail is in `detail`.
-  grpc::Status Send(const TestServer& server, const std::string& who,
-                    const std::vector<Message>& messages, v1::UploadWeightsReply* reply,
-                    v1::ErrorDetail* detail) {
-    const grpc::SslCredentialsOptions ssl = {
-        authority_.Read("ca.pem"), authority_.Read(who + ".key"), authority_.Read(who + ".pem")};
-    const auto stub =
-        v1::Models::NewStub(grpc::CreateChannel(Address(server), grpc::SslCredentials(ssl)));
-    grpc::ClientContext context;
-    const auto writer = stub->UploadWeights(&context, reply);
-    for (const Message& message : messages) {
-      if (!writer->Write(message)) break;
-    }
-    writer->WritesDone();
-    const grpc::Status status = writer->Finish();
-    const auto& trailer = context.GetServerTrailingMetadata();
-    if (const auto found = trailer.find("mla-error-detail-bin"); found != trailer.end()) {
-      EXPECT_TRUE(detail->ParseFromArray(found->second.data(), int(found->second.size())));
-    }
-    return status;
-  }
-};
 
 class WeightsByBackendTest : public WeightsTest, public ::testing::WithParamInterface<const char*> {
  protected:
@@ -229,8 +110,9 @@ TEST_F(WeightsTest, ModelsGoWithOrWithoutSequencesAndAreCounted) {
   EXPECT_EQ(Outcomes(*a_, "refused"), 0);
   EXPECT_EQ(Outcomes(*a_, "failed"), 0);
   EXPECT_EQ(Counted(*b, "mla_hand_over_weights_taken_total"), 2);
-  EXPECT_EQ(Counted(*a_, "mla_hand_over_weights_bytes_total{direction=\"out\"}"), 2.0 * kBytes);
-  EXPECT_EQ(Counted(*b, "mla_hand_over_weights_bytes_total{direction=\"in\"}"), 2.0 * kBytes);
+  EXPECT_EQ(Counted(*a_, "mla_hand_over_weights_bytes_total{direction=\"out\"}"),
+            2.0 * kWeightBytes);
+  EXPECT_EQ(Counted(*b, "mla_hand_over_weights_bytes_total{direction=\"in\"}"), 2.0 * kWeightBytes);
   // Weights stay at the sender, too, which serves on if the drain is cancelled.
   ASSERT_TRUE(blue_->CancelDrain().ok());
   Track track = *worker_->Open();
@@ -256,7 +138,8 @@ TEST_F(WeightsTest, WeightsThatThePeerHasDoNotCross) {
   RegisterWithDigest(*Connect(*b, "red"), digest);
   ASSERT_TRUE(Drain(Address(*b)).ok());
   EXPECT_EQ(Outcomes(*a_, "moved"), 2);
-  EXPECT_EQ(Counted(*a_, "mla_hand_over_weights_bytes_total{direction=\"out\"}"), 1.0 * kBytes);
+  EXPECT_EQ(Counted(*a_, "mla_hand_over_weights_bytes_total{direction=\"out\"}"),
+            1.0 * kWeightBytes);
 }
 
 // The peer has other weights or another model under the name, or no room for the tenant or for all.
@@ -279,7 +162,7 @@ TEST_F(WeightsTest, WhatThePeerRefusesLeavesItUnchanged) {
     const auto client = Connect(*b, "red");
     Worker other(client.get(), Dims(), "m", 77);
     ASSERT_EQ(other.Upload(), absl::OkStatus());
-    refused(*b, kBytes);
+    refused(*b, kWeightBytes);
     Track track = *other.Open();
     EXPECT_EQ(other.Step({&track}, {2}, v1::PROFILE_EXPANDED), absl::OkStatus());
   }
@@ -291,13 +174,14 @@ TEST_F(WeightsTest, WhatThePeerRefusesLeavesItUnchanged) {
     Worker other(client.get(), wide, "m", 77);
     refused(*b, 0);
   }
-  refused(*Serve([](server::Config& config) { config.limits.weights_bytes = kBytes - 1; }), 0);
+  refused(*Serve([](server::Config& config) { config.limits.weights_bytes = kWeightBytes - 1; }),
+          0);
   const auto b = Serve();
   v1::SetQuotaRequest quota;
   quota.set_tenant("red");
   v1::QuotaBound* const bound = quota.add_bounds();
   bound->set_resource(v1::QUOTA_RESOURCE_WEIGHT_BYTES);
-  bound->set_bound(kBytes - 1);
+  bound->set_bound(kWeightBytes - 1);
   ASSERT_TRUE(Connect(*b, "blue")->SetQuota(quota).ok());
   refused(*b, 0);
 }
@@ -408,6 +292,15 @@ TEST_F(WeightsTest, HostileTransfersLeaveNothing) {
       {"a part that the model lacks", "no_projected_profile",
        [](auto* m) { (*m)[2].mutable_chunk()->set_part(v1::WEIGHT_PART_OUTPUTS); }},
       {"no trailer", "missing", [](auto* m) { m->pop_back(); }},
+      {"a part, with the model", "conflict",
+       [](auto* m) {
+         (*m)[0].mutable_header()->set_attempt(7);
+         (*m)[0].mutable_header()->set_is_part(true);
+       }},
+      {"parts that did not come", "parts_differ",
+       [](auto* m) { m->back().mutable_trailer()->set_parts(1); }},
+      {"sinks of a model without a window", "wrong_count",
+       [](auto* m) { (*m)[0].mutable_header()->add_sinks(0.5f); }},
       {"a header again", "order", [](auto* m) { (*m)[2] = (*m)[0]; }},
       {"more after the trailer", "order", [](auto* m) { m->push_back((*m)[1]); }},
       {"no model", "missing", [](auto* m) { (*m)[0].mutable_header()->clear_model(); }},
@@ -454,9 +347,9 @@ TEST_F(WeightsTest, OperatorsBringThemAndMayRepeatThem) {
   for (int i = 0; i < 2; ++i) {
     EXPECT_TRUE(Send(*b, "blue", Messages(), &reply, &detail).ok());
     EXPECT_TRUE(reply.complete());
-    EXPECT_EQ(reply.bytes(), kBytes);
+    EXPECT_EQ(reply.bytes(), kWeightBytes);
   }
-  EXPECT_EQ(UsedOf(*b, v1::QUOTA_RESOURCE_WEIGHT_BYTES), kBytes);
+  EXPECT_EQ(UsedOf(*b, v1::QUOTA_RESOURCE_WEIGHT_BYTES), kWeightBytes);
 }
 
 TEST_F(WeightsTest, WithoutTlsTheyAreRefused) {

@@ -119,6 +119,50 @@ TEST_F(WindowMovesTest, ADrainBringsTheSinksToAPeerWhoseModelWaitsForThem) {
   ExpectGoesOn(session.get(), &*moved, 5);
 }
 
+// Workers need not bring them again, although no sequence has taken them along.
+TEST_F(WindowMovesTest, SinksGoWithoutSequences) {
+  Register(red_.get(), worker_.sinks());
+  const auto b = Serve(), waiting = Serve(), other = Serve();
+  const auto there = Connect(*b, "red");
+  v1::ModelSpec spec = worker_.Spec("w");
+  spec.set_needs_sinks(true);
+  ASSERT_TRUE(Connect(*waiting, "red")->RegisterModel(spec).ok());
+  ASSERT_TRUE(Connect(*other, "red")->RegisterModel(spec).ok());
+  ASSERT_TRUE(Connect(*other, "red")->UploadSinks("w", OtherSinks()).ok());
+  for (const TestServer* const to : {b.get(), waiting.get(), other.get()}) {
+    const auto blue = Connect(*a_, "blue");
+    const auto drained =
+        blue->Drain(kDeadlineMs, false, {absl::StrCat("localhost:", to->server().tcp_port())});
+    ASSERT_TRUE(drained.ok()) << drained.status();
+    EXPECT_EQ(drained->handed_over_size(), 0);
+    ASSERT_TRUE(blue->CancelDrain().ok());
+    const auto models = Connect(*to, "red")->ListModels();
+    ASSERT_EQ(models->models_size(), 1);
+    EXPECT_TRUE(models->models(0).model().needs_sinks());
+    EXPECT_TRUE(models->models(0).sinks_complete());
+  }
+  const std::string sent = HttpGet(a_->server().ops_port(), "/metrics");
+  for (const char* const outcome : {"outcome=\"moved\"} 2", "outcome=\"refused\"} 1"}) {
+    EXPECT_NE(sent.find(absl::StrCat("mla_hand_over_weights_total{", outcome)), std::string::npos)
+        << sent;
+  }
+  // A step computes with them, against the worker's own model; a model that has others keeps them.
+  for (const TestServer* const to : {b.get(), waiting.get()}) {
+    const auto client = Connect(*to, "red");
+    const auto session = *client->OpenSession();
+    auto sequence = client->OpenSequence("w");
+    ASSERT_TRUE(sequence.ok()) << sequence.status();
+    text_ = {};
+    ExpectGoesOn(session.get(), &*sequence, 5);
+  }
+  const auto client = Connect(*other, "red");
+  auto open = client->OpenSequence("w");
+  ASSERT_TRUE(open.ok()) << open.status();
+  EXPECT_TRUE(client->UploadSinks("w", OtherSinks()).ok());
+  EXPECT_EQ(client::DetailOf(client->UploadSinks("w", worker_.sinks()).status())->reason(),
+            "sinks_differ");
+}
+
 TEST_F(WindowMovesTest, ADrainBringsAModelWhoseHeadsHaveNoSinks) {
   worker_.sinks().assign(worker_.sinks().size(), -std::numeric_limits<float>::infinity());
   Fill();

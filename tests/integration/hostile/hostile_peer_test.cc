@@ -162,6 +162,29 @@ TEST_F(HostilePeerTest, AnswersOfAnUploadThatAreNoneCostNothing) {
         << metrics;
     EXPECT_EQ(worker_->Step({&tracks_[0]}, {1}, v1::PROFILE_EXPANDED), absl::OkStatus());
   }
+  // A peer that takes parts. Unless it accepts the first call, no part follows.
+  info.add_capabilities("hand_over_weight_parts");
+  peer_.Answer(kInfo, Of({info.SerializeAsString()}));
+  const auto expect_failed = [&](HostileAnswer answer, int calls) {
+    peer_.Answer(kUpload, answer);
+    const int before = peer_.calls(kUpload);
+    ExpectKept(garbage, absl::StrCat("answer ", ++failed));
+    EXPECT_EQ(peer_.calls(kUpload) - before, calls);
+    EXPECT_NE(HttpGet(a_->server().ops_port(), "/metrics")
+                  .find(absl::StrCat("mla_hand_over_weights_total{outcome=\"failed\"} ", failed)),
+              std::string::npos);
+    EXPECT_EQ(worker_->Step({&tracks_[0]}, {1}, v1::PROFILE_EXPANDED), absl::OkStatus());
+  };
+  HostileAnswer silent = hasty;
+  silent.messages.clear();
+  for (const HostileAnswer& answer : {hasty, silent}) expect_failed(answer, 1);
+  const int streams = server::Config().hand_over_streams;
+  for (HostileAnswer answer : {garbage, Of({}), Of({other.SerializeAsString()}),
+                               Of({incomplete.SerializeAsString()}), Of({many.SerializeAsString()}),
+                               Of({many.SerializeAsString(), many.SerializeAsString()}), failing}) {
+    answer.initial["mla-accepted"] = "1";
+    expect_failed(answer, streams);
+  }
 }
 
 TEST_F(HostilePeerTest, AnswersAreBoundedBeforeTheyAreParsed) {

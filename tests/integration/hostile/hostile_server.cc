@@ -16,6 +16,8 @@ class HostileServer::Call final : public grpc::ServerGenericBidiReactor {
   Call(grpc::GenericCallbackServerContext* context, HostileAnswer answer)
       : answer_(std::move(answer)) {
     for (const auto& [key, value] : answer_.trailers) context->AddTrailingMetadata(key, value);
+    for (const auto& [key, value] : answer_.initial) context->AddInitialMetadata(key, value);
+    if (!answer_.initial.empty()) StartSendInitialMetadata();
     if (answer_.compressed) context->set_compression_algorithm(GRPC_COMPRESS_GZIP);
     if (answer_.reads) {
       StartRead(&request_);

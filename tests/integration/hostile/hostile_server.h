@@ -22,6 +22,7 @@ struct HostileAnswer {
   std::vector<std::string> messages;            // bytes of the replies
   grpc::Status status;                          // after them
   std::map<std::string, std::string> trailers;  // with the status
+  std::map<std::string, std::string> initial;   // metadata that goes before all else
   bool ends = true;                             // false: the call stays open after the messages
   bool reads = true;                            // false: requests are not read
   bool compressed = false;                      // the messages, with gzip

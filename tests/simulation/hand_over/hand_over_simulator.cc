@@ -13,6 +13,7 @@
 #include "scheduler/testing/engine_harness.h"
 #include "server/logging/logging.h"
 #include "server/pages/page_stream.h"
+#include "tests/simulation/hand_over/dealt_weights.h"
 
 namespace mla::simulation {
 namespace {
@@ -37,7 +38,7 @@ absl::Status Stopped() {
 class HandOverSimulator::Peer final : public server::HandOverPeer {
  public:
   Peer(HandOverSimulator* simulator, int to, const Faults& faults)
-      : sim_(*simulator), to_(to), faults_(faults) {}
+      : sim_(*simulator), to_(to), faults_(faults), takes_parts_(sim_.Chance(60)) {}
 
   absl::Status GetInfo(v1::GetServerInfoReply* info) override {
     Between();
@@ -46,6 +47,7 @@ class HandOverSimulator::Peer final : public server::HandOverPeer {
     info->set_boot_id(there().boot_id());
     info->add_capabilities("hand_over");
     info->add_capabilities("hand_over_weights");
+    if (takes_parts_) info->add_capabilities("hand_over_weight_parts");
     return absl::OkStatus();
   }
   absl::StatusOr<uint64_t> FreeBytes() override {
@@ -65,9 +67,14 @@ class HandOverSimulator::Peer final : public server::HandOverPeer {
   absl::StatusOr<v1::ImportReply> Serve(const v1::ImportTarget& target,
                                         const std::vector<v1::PagesPart>& parts, bool whole);
 
+  // Serves a transfer, in parts if there are any; the clients act between its messages. Fails if a
+  // part that comes too late has an effect.
+  absl::StatusOr<v1::UploadWeightsReply> ServeDealt(const DealtWeights& dealt, bool whole);
+
   HandOverSimulator& sim_;
   const int to_;
   const Faults faults_;
+  const bool takes_parts_;
   bool cancelled_ = false;
 };
 
@@ -166,13 +173,15 @@ server::PeerWeights HandOverSimulator::Peer::UploadWeights(const SendMessages& s
   const uint64_t boot_id = there().boot_id();
   std::vector<v1::UploadWeightsRequest> messages;
   bool cut = false;
-  const absl::Status sent = send([&](v1::UploadWeightsRequest& message) -> absl::Status {
-    Between();
-    cut = cut || cancelled_ || sim_.Chance(faults_.cut) || there().boot_id() != boot_id;
-    if (cut) return absl::CancelledError("the connection is cut");
-    messages.push_back(std::move(message));
-    return absl::OkStatus();
-  });
+  const absl::Status sent = send(
+      [&](v1::UploadWeightsRequest& message) -> absl::Status {
+        Between();
+        cut = cut || cancelled_ || sim_.Chance(faults_.cut) || there().boot_id() != boot_id;
+        if (cut) return absl::CancelledError("the connection is cut");
+        messages.push_back(message);
+        return absl::OkStatus();
+      },
+      [] { return absl::OkStatus(); });
   Between();
   cut = cut || there().boot_id() != boot_id;
   if (there().boot_id() != boot_id) messages.clear();  // what arrived went with the old server
@@ -183,11 +192,24 @@ server::PeerWeights HandOverSimulator::Peer::UploadWeights(const SendMessages& s
   const auto had = sim_.weights_.find(own);
   const auto sends = sim_.weights_.find({sim_.draining_, own.second});
   sim_.in_import_ = true;
-  const auto reply = there().ServeWeights(messages, whole, [this] { Between(); });
+  DealtWeights dealt;
+  dealt.calls.push_back(messages);
+  if (!messages.empty() && (messages[0].header().attempt() != 0) != takes_parts_) {
+    sim_.Fail("a peer gets an attempt that it does not know, or none");
+  }
+  if (whole && takes_parts_) {
+    const uint64_t drawn = sim_.Pick(2 * kWeightsFaults);
+    const auto fault = static_cast<WeightsFault>(drawn < kWeightsFaults ? drawn : 0);
+    dealt = DealWeights(messages, fault, [this](uint64_t below) { return sim_.Pick(below); });
+  }
+  const bool spoilt = dealt.fault != WeightsFault::kNone;
+  sim_.counts_.weights_spoilt += spoilt ? 1 : 0;
+  const auto reply = ServeDealt(dealt, whole);
   sim_.in_import_ = false;
   const bool differ =
       had != sim_.weights_.end() && sends != sim_.weights_.end() && had->second != sends->second;
-  if (whole && reply.ok() == differ) {
+  if (spoilt && reply.ok()) sim_.Fail("a transfer with a fault has brought weights");
+  if (whole && !spoilt && reply.ok() == differ) {
     sim_.Fail(absl::StrCat("weights of ", own.second, differ ? " replace others" : ": ",
                            reply.status().ToString()));
   }
@@ -203,6 +225,30 @@ server::PeerWeights HandOverSimulator::Peer::UploadWeights(const SendMessages& s
   sim_.counts_.weights_refused += result.refused ? 1 : 0;
   if (reply.ok()) result.reply = *reply;
   return result;
+}
+
+absl::StatusOr<v1::UploadWeightsReply> HandOverSimulator::Peer::ServeDealt(
+    const DealtWeights& dealt, bool whole) {
+  size_t next = 1;
+  const auto serve_part = [&] {
+    const size_t part = next++;
+    const bool cut = dealt.fault == WeightsFault::kCut && part == dealt.spoilt;
+    const auto reply = there().ServeWeights(dealt.calls[part], !cut, [this] { Between(); });
+    sim_.counts_.weight_parts += reply.ok() ? 1 : 0;
+    return reply.ok();
+  };
+  const size_t late =
+      dealt.fault == WeightsFault::kLate ? dealt.calls.size() - 1 : dealt.calls.size();
+  size_t messages = 1;  // that the transfer's own call has had
+  auto reply = there().ServeWeights(dealt.calls[0], whole, [&] {
+    Between();
+    const bool last = ++messages >= dealt.calls[0].size();
+    while (next < late && (last || sim_.Chance(40))) serve_part();
+  });
+  while (next < dealt.calls.size()) {
+    if (serve_part()) sim_.Fail("a part that comes too late is taken");
+  }
+  return reply;
 }
 
 absl::StatusOr<uint32_t> HandOverSimulator::Peer::Recall(const v1::EvictSequencesRequest& request) {

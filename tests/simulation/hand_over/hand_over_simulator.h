@@ -42,6 +42,7 @@ struct HandOverCounts {
   int64_t crashes = 0;    // crashes of draining servers
   int64_t checked = 0;    // sequences whose rows were compared
   int64_t weights_moved = 0, weights_refused = 0, weights_cut = 0;  // models
+  int64_t weight_parts = 0, weights_spoilt = 0;  // parts that came, and transfers with a fault
   void Add(const HandOverCounts& other) {
     operations += other.operations;
     drains += other.drains;
@@ -57,6 +58,8 @@ struct HandOverCounts {
     weights_moved += other.weights_moved;
     weights_refused += other.weights_refused;
     weights_cut += other.weights_cut;
+    weight_parts += other.weight_parts;
+    weights_spoilt += other.weights_spoilt;
   }
 };
 

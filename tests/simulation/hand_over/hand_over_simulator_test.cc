@@ -27,6 +27,8 @@ TEST(HandOverSimulator, RandomDrainsAreAsForetold) {
   EXPECT_GT(counts.weights_moved, share);
   EXPECT_GT(2 * counts.weights_refused, share);
   EXPECT_GT(5 * counts.weights_cut, share);
+  EXPECT_GT(counts.weight_parts, share);
+  EXPECT_GT(5 * counts.weights_spoilt, share);
 }
 
 TEST(HandOverSimulator, ASeedRepeats) { ExpectThatASeedRepeats<HandOverSimulator>(kOperations); }

@@ -12,7 +12,6 @@
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
 #include "scheduler/testing/engine_harness.h"
-#include "server/control/weights_upload.h"
 #include "server/hand_over/take_over.h"
 #include "server/pages/page_stream.h"
 
@@ -55,6 +54,7 @@ SimServer::SimServer(std::string address, std::vector<std::string> tenants,
 
 void SimServer::Restart() {
   engine_.reset();
+  incoming_.reset();
   abandoned_ = std::make_unique<server::AbandonedImports>();
   boot_id_ = SplitMix(++next_id_);
   scheduler::EngineOptions options;
@@ -68,6 +68,7 @@ void SimServer::Restart() {
       scheduler::Engine::Create(options, std::make_unique<kernels::ReferenceBackend>(), clock_);
   absl::Status status = engine.status();
   if (engine.ok()) engine_ = *std::move(engine);
+  incoming_ = std::make_unique<server::IncomingWeights>(engine_.get(), kChunkBytes);
   for (const std::string& tenant : tenants_) {
     if (!status.ok()) break;
     status = engine_->RegisterModel(tenant, scheduler::testing::TinyModel()).status();
@@ -226,27 +227,18 @@ absl::StatusOr<v1::UploadWeightsReply> SimServer::ServeWeights(
     const std::vector<v1::UploadWeightsRequest>& messages, bool whole,
     const std::function<void()>& between) {
   if (messages.empty()) return absl::CancelledError("cut before the header");
-  const v1::UploadWeightsRequest::Header& header = messages[0].header();
-  const auto target = server::RegisterForWeights(engine_.get(), header);
-  if (!target.ok()) return target.status();
   v1::UploadWeightsReply reply;
   reply.set_boot_id(boot_id_);
-  reply.set_complete(target->complete);
-  if (target->complete) return reply;
-  absl::Status status;
-  {
-    server::WeightsUpload upload(engine_.get(), header.tenant(),
-                                 engine_->FindModel(header.tenant(), header.model_id()),
-                                 kChunkBytes);
-    for (size_t i = 1; i < messages.size() && status.ok(); ++i) {
-      between();
-      status = upload.Add(messages[i]);
-    }
-    if (status.ok()) status = whole ? upload.Finish(&reply) : absl::CancelledError("cut");
-  }
-  if (!status.ok() && target->registered) {
-    engine_->WithdrawModel(header.tenant(), header.model_id());
-  }
+  size_t next = 1;
+  const absl::Status status = incoming_->Take(
+      "operator", messages[0].header(),
+      [&]() -> absl::StatusOr<const v1::UploadWeightsRequest*> {
+        between();
+        if (next < messages.size()) return &messages[next++];
+        if (!whole) return absl::CancelledError("cut");
+        return nullptr;
+      },
+      [] {}, &reply);
   if (!status.ok()) return status;
   return reply;
 }

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
+#include "server/control/incoming_weights.h"
 #include "server/hand_over/abandoned_imports.h"
 #include "server/hand_over/hand_over.h"
 
@@ -72,6 +73,7 @@ class SimServer {
   server::HandOverCounters counters_;
   std::unique_ptr<scheduler::Engine> engine_;
   std::unique_ptr<server::AbandonedImports> abandoned_;
+  std::unique_ptr<server::IncomingWeights> incoming_;
 };
 
 }  // namespace mla::simulation

@@ -259,6 +259,9 @@ std::map<std::string, FieldRule> WeightRules() {
       {"UploadWeightsRequest.Header.model_id", {1, kMostName, "header.model_id", {}}},
       {"UploadWeightsRequest.Header.tenant", {0, kMostName, "header.tenant", {}}},
       {"UploadWeightsRequest.Header.kv_scales", any},  // only with a tenant: weights_test
+      {"UploadWeightsRequest.Header.attempt", any},    // as well: weight_parts_test
+      {"UploadWeightsRequest.Header.is_part", any},
+      {"UploadWeightsRequest.Header.sinks", any},
       {"UploadWeightsRequest.Chunk.layer", {0, 1, "chunk.layer", {}}},
       {"UploadWeightsRequest.Chunk.head_begin", {0, 3, "chunk.head_begin", {}}},
       {"UploadWeightsRequest.Chunk.head_count", {1, 4, "chunk.head_count", {"chunk.payload"}}},
@@ -266,6 +269,8 @@ std::map<std::string, FieldRule> WeightRules() {
       {"UploadWeightsRequest.Chunk.dtype", {0, 1, "chunk.dtype", {}}},
       {"UploadWeightsRequest.Chunk.payload", {2048, 2048, "chunk.payload", {}}},
       {"UploadWeightsRequest.Trailer.sha256", {32, 32, "trailer.sha256", {}}},
+      {"UploadWeightsRequest.Trailer.xxh3", any},  // only with an attempt: weight_parts_test
+      {"UploadWeightsRequest.Trailer.parts", any},
   };
 }
 
