@@ -22,6 +22,7 @@ using std::chrono::milliseconds;
 // step.
 constexpr auto kLeastPause = milliseconds(10);
 constexpr auto kMostPause = milliseconds(160);
+
 absl::Status Stopped() {
   return MakeError(absl::StatusCode::kCancelled, "the drain has ended before its turn",
                    {.reason = "stopped"});
