@@ -431,12 +431,11 @@ absl::StatusOr<int64_t> RunIndexer(const Flags& flags, const Gpu& gpu) {
 }
 
 absl::StatusOr<int64_t> RunWindows(const Flags& flags, const Gpu& gpu) {
-  auto backend = kernels::hip::HipBackend::Create(gpu.options);
-  if (!backend.ok()) return backend.status();
-  if (absl::Status s = (*backend)->Configure(WindowLimits()); !s.ok()) return s;
+  kernels::hip::HipBackend& backend = *gpu.backend;  // another one would test itself again
+  if (absl::Status s = backend.Configure(WindowLimits()); !s.ok()) return s;
   EvenPlanBuilder even;
   const PlanBuilder plans[] = {
-      SchedulerPlanBuilder(**backend),
+      SchedulerPlanBuilder(backend),
       [&even](std::span<const PlanShape> shapes, const kernels::PlanTraits& traits) {
         return even.Build(shapes, traits);
       }};
@@ -445,7 +444,7 @@ absl::StatusOr<int64_t> RunWindows(const Flags& flags, const Gpu& gpu) {
     if (flags.progress) std::fprintf(stderr, "%s\n", ToString(c).c_str());  // a launch may hang
     WindowWorkload workload(c);
     for (const PlanBuilder& plan : plans) {
-      absl::Status s = workload.Run(**backend, plan, c.units);
+      absl::Status s = workload.Run(backend, plan, c.units);
       if (s.ok()) s = workload.Check();
       failures += Failed(ToString(c), s);
     }
