@@ -259,8 +259,9 @@ std::map<std::string, FieldRule> WeightRules() {
       {"UploadWeightsRequest.Header.model_id", {1, kMostName, "header.model_id", {}}},
       {"UploadWeightsRequest.Header.tenant", {0, kMostName, "header.tenant", {}}},
       {"UploadWeightsRequest.Header.kv_scales", any},  // only with a tenant: weights_test
-      {"UploadWeightsRequest.Header.attempt", any},    // as well: weight_parts_test
-      {"UploadWeightsRequest.Header.is_part", any},
+      // As well: weight_parts_test.
+      {"UploadWeightsRequest.Header.attempt", {0, 0, "header.attempt", {}}},
+      {"UploadWeightsRequest.Header.is_part", {0, 0, "header.is_part", {"header.attempt"}}},
       {"UploadWeightsRequest.Header.sinks", any},
       {"UploadWeightsRequest.Chunk.layer", {0, 1, "chunk.layer", {}}},
       {"UploadWeightsRequest.Chunk.head_begin", {0, 3, "chunk.head_begin", {}}},
