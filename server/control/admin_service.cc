@@ -368,7 +368,8 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
     if (!request->to().empty() || request->also_to_size() > 0) {
       MLA_ASSIGN_OR_RETURN(peers, ConnectPeers(*request));
       for (const v1::DrainPeer& peer : peers->asked()) {
-        Log(peer.reason().empty() ? LogLevel::kInfo : LogLevel::kWarning, "hand_over",
+        const bool takes = peer.message().empty();
+        Log(takes ? LogLevel::kInfo : LogLevel::kWarning, "hand_over",
             {{"operator", who.tenant},
              {"to", peer.address()},
              {"free_bytes", peer.free_bytes()},

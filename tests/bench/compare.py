@@ -105,7 +105,7 @@ METRICS = {
 # follow from other metrics.
 ROW_NUMBERS = {
     "threads", "heads", "batch", "context", "rows", "query_rows", "ragged", "groups",
-    "layers", "top_k", "nope", "v"}
+    "layers", "top_k", "nope", "v", "streams"}
 NOT_COMPARED = {
     "bare_us", "gemm_only_us", "ratio", "onednn_scaling", "gflops", "over_us", "p99_ratio",
     "speedup", "of_dense", "least_us", "touch_us", "tflops",

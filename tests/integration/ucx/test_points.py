@@ -31,7 +31,8 @@ WAIT_S = 90.0
 LONG = "MLA_TEST_LONG" in os.environ  # else some 20 s of a processor
 REQUEST_S = 5  # a worker that is cut off gives up after that
 # Assertions of UCX 1.13 that end a process over TCP when its peer goes (docs/rdma.md).
-KNOWN_ASSERTIONS = ("tcp_iface.c", "tcp_ep.c", "ucp_request.c", "wireup")
+KNOWN_ASSERTIONS = ("tcp_iface.c", "tcp_ep.c", "ucp_request.c", "ucp_request.inl",
+                    "wireup")
 
 
 def each_transport(test):
