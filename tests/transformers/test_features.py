@@ -11,6 +11,7 @@ import server_binary
 import torch
 
 ENVIRONMENT = "transformers"
+WHY_NO_UCX = server_binary.why_no_ucx()  # before another case loads the client's library
 torch.set_num_threads(1)
 # The model is small, except in the dimensions of heads and rows, which the server uses.
 _SMALL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -46,9 +47,8 @@ class FeaturesTest(unittest.TestCase):
         self.check("inline", "deepseek_v2", q_lora_rank=None)
 
     def test_over_ucx(self):
-        reason = server_binary.why_no_ucx()
-        if reason:
-            self.skipTest(reason)
+        if WHY_NO_UCX:
+            self.skipTest(WHY_NO_UCX)
         with mock.patch.dict(os.environ, UCX_TLS="tcp"), \
                 server_binary.start("--ucx-enabled=true", "--ucx-puts=true") as server:
             for transport in ("ucx", "ucx_puts"):
