@@ -245,7 +245,7 @@ typedef struct mla_ucx_reply {
 // MLA_UNAVAILABLE: UCX cannot be opened or started, with its reason.
 MLA_API mla_code mla_ucx_start(const mla_ucx_options* options, mla_ucx** out, mla_error** error);
 // Returns the address for the request's worker_address. It is valid as long as the object, or its
-// ring, lives. The request's `puts` and `device_memory` are those of the options.
+// ring, lives. The request takes `puts` and `device_memory` from the options.
 MLA_API const void* mla_ucx_address(const mla_ucx* ucx, size_t* bytes);
 // Returns the value for the request's handles_losses.
 MLA_API int32_t mla_ucx_handles_losses(const mla_ucx* ucx);

@@ -17,6 +17,12 @@ namespace {
 
 constexpr int64_t kNanosPerMilli = 1'000'000;
 
+// Returns the sinks of all layers and heads; a model without sinks keeps an empty vector.
+std::vector<float> AllSinks(const Model& model) {
+  if (!model.sinks.empty()) return model.sinks;
+  return std::vector<float>(size_t(model.spec->layers) * model.spec->geometry.num_heads, kNoSink);
+}
+
 using kernels::AttentionDesc;
 using kernels::AttentionForm;
 
@@ -308,8 +314,7 @@ absl::Status ModelTable::SetSinks(Model& model, SinkSlice at, std::span<const fl
                                   const std::string& field) {
   MLA_RETURN_IF_ERROR(CheckSinks(*model.spec, sinks, field, &at));
   const int64_t heads = model.spec->geometry.num_heads;
-  std::vector<float> next = model.sinks;
-  if (next.empty()) next.assign(static_cast<size_t>(model.spec->layers * heads), kNoSink);
+  std::vector<float> next = AllSinks(model);
   bool changes = false, adds = false;
   auto from = sinks.begin();
   for (int64_t layer = at.layer_begin; layer < at.layer_begin + at.layer_count; ++layer) {
@@ -380,11 +385,8 @@ std::vector<HeldWeights> ModelTable::AllWeights() const {
   for (const std::unique_ptr<Model>& model : models_) {
     if (model == nullptr) continue;
     if (model->sinks_complete && (model->spec->needs_sinks || !model->sinks.empty())) {
-      all.push_back({model->account->name(), model->spec, model->contents->kv_scales,
-                     model->sinks.empty() ? std::vector<float>(size_t(model->spec->layers) *
-                                                                   model->spec->geometry.num_heads,
-                                                               kNoSink)
-                                          : model->sinks});
+      all.push_back(
+          {model->account->name(), model->spec, model->contents->kv_scales, AllSinks(*model)});
     }
     if (!model->contents->weights_complete) continue;
     if (std::find(seen.begin(), seen.end(), model->contents.get()) != seen.end()) continue;

@@ -398,8 +398,7 @@ HandOver::Try HandOver::MoveTo(PeerServer& peer, TenantSequence* sequence) {
     if (stream.get() == nullptr) return {.status = Stopped(), .settled = true};
     tried = MoveOver(peer, &stream, sequence, &ended);
   }
-  if (tried.status.ok()) return tried;
-  peer.Promise(-bytes);
+  if (!tried.status.ok()) peer.Promise(-bytes);
   return tried;
 }
 

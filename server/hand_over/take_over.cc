@@ -77,11 +77,12 @@ absl::StatusOr<WeightsTarget> RegisterForWeights(scheduler::Engine* engine,
                          "weights_differ", absl::StatusCode::kFailedPrecondition);
     }
     if (!sinks.empty()) {
-      if (there.sinks_complete && !HasSinks(engine, header.tenant(), spec.id, sinks)) {
+      if (!there.sinks_complete) {
+        MLA_RETURN_IF_ERROR(engine->SetSinks(header.tenant(), spec.id, {}, sinks).status());
+      } else if (!HasSinks(engine, header.tenant(), spec.id, sinks)) {
         return RefuseField("header.sinks", "other sinks", "those that the tenant's model has",
                            "sinks_differ", absl::StatusCode::kFailedPrecondition);
       }
-      MLA_RETURN_IF_ERROR(BringSinks(engine, header.tenant(), spec.id, sinks));
       return WeightsTarget{false, true};
     }
     // Without a digest of their own, the weights are compared as they come.

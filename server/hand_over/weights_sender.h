@@ -44,7 +44,7 @@ class WeightsCall final {
   absl::Status SendHeader(bool is_part);
   // Sends heads until none are left. CANCELLED if another call has failed.
   absl::Status SendHeads();
-  // `parts`: those of the transfer that this call has begun.
+  // `parts`: the number of parts of the transfer that this call has begun.
   absl::Status SendTrailer(uint32_t parts);
   uint64_t bytes() const { return bytes_; }  // of all chunks
 

@@ -65,7 +65,7 @@ struct Flags {
   int64_t weight_bytes() const { return int64_t{weights} * kLayers * kHeadBytes; }
 };
 
-// Returns nothing, and prints the usage, for other words than those of the usage.
+// Returns nothing, and prints the usage, if the arguments are not as the usage says.
 std::optional<Flags> ReadFlags(int argc, char** argv) {
   Flags flags;
   const auto number = [](std::string_view text, int least, int most, int* to) {

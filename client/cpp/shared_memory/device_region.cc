@@ -21,8 +21,8 @@ constexpr int kReadWrite = 3;
 constexpr unsigned kEventWithoutTiming = 2;
 constexpr unsigned kLazyPeerAccess = 1;
 constexpr int kNvidiaMpsEnabled = 133;
-// Of writes by other devices: how the GPU orders them for its own kernels, how it can be asked to,
-// and what is asked.
+// Attributes and arguments for writes by other devices: how the GPU orders them for its kernels,
+// how a host can ask for that order, and the request.
 constexpr int kNvidiaRemoteFlushes = 117, kNvidiaRemoteOrder = 118;
 constexpr int kOrderedForOwner = 100, kFlushByHost = 1;
 constexpr int kFlushCurrentContext = 0, kFlushForOwner = 100;

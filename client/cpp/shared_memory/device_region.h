@@ -26,8 +26,7 @@
 namespace mla::client {
 
 struct DeviceRegionOptions {
-  // Of this process, in the runtime's order.
-  int device = 0;
+  int device = 0;                         // index in this process, in the runtime's order
   static constexpr int kTheServers = -1;  // as `device`: the one that has the memory
   std::string library;                    // of the runtime; empty: search for it (device_runtime.h)
 };

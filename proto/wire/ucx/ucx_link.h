@@ -52,7 +52,7 @@ struct UcxLinkOptions {
   bool puts = false;
 };
 
-// What memory is made of, as UCX tells it apart.
+// Kinds of memory that UCX tells apart.
 enum class UcxMemoryKind : uint8_t { kHost, kCuda, kRocm };
 
 // Memory of one side that the other may put payloads into.

@@ -10,8 +10,8 @@
 // rows as a session does; a bare message is always whole. N: threads that serve the server's
 // streams. K: threads that share the copy of a large message if queries are gathered, default 4. M:
 // threads on either side that touch tensors in gbps_wide, default a quarter of the CPUs, at most
-// four. --one-core-each: all threads of the client stay on one core, those of the server and of its
-// relays on another. L: attends that are under way at once on a ring, default 1; p50_us is then a
+// four. --one-core-each: all threads of the client stay on one core, all of the server's and its
+// relays' on another. L: attends that are under way at once on a ring, default 1; p50_us is then a
 // share of the time of all. The other paths are compared with the first.
 //
 // Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is.

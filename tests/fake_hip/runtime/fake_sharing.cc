@@ -24,7 +24,7 @@ constexpr int kOutOfMemory = 2;
 constexpr size_t kUnit = size_t{2} << 20;
 constexpr char kUuid[] = "fake device 0001";
 
-// As of both vendors.
+// CUmemAllocationProp and hipMemAllocationProp, which have one layout.
 struct Properties {
   int type, handle_types, location_type, location;
   void* security;

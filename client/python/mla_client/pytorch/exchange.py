@@ -154,6 +154,7 @@ class Exchange:
                 made.step, layer, q, kv, output):
             made.chained = True
             return
+        # A pass that is repeated begins as the one before was: chained.
         made.chained = made.chained and made.layers > 0
         found = self._sender.attend(made.step, layer, q, whole(kv))
         output.view(found.shape).copy_(found)

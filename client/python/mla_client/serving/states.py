@@ -188,8 +188,4 @@ class Request:
 def move_all(requests: Iterable[Request], event: Event) -> None:
     """As Request.move of each."""
     for request in requests:
-        after = MOVES.get((request.state, event))
-        if after is None:
-            request.move(event)
-        else:
-            request.state = after
+        request.move(event)

@@ -7,6 +7,12 @@
 
 namespace mla::kernels::hip {
 
+// The result of a row's look-up: its page's entry in the page table, and its number in the page.
+struct RowSpot {
+  const uint32_t* entry;
+  int inside;
+};
+
 // A *place* is a position of the sequence, or an index in the item's part of the list. The *entry*
 // of a place is the position that it stands for. An entry of a list may be a position that the
 // query row does not see, anywhere in the list. Places from `end` on repeat the last one, so that
@@ -17,12 +23,6 @@ namespace mla::kernels::hip {
 // In sparse attention an item has one query row, and a place is visible if that row sees its entry;
 // Item::limit does not apply. If a list is shorter than the plan assumes, `end` is the list's end,
 // and an item may have no places (begin >= end).
-// The result of a row's look-up: its page's entry in the page table, and its number in the page.
-struct RowSpot {
-  const uint32_t* entry;
-  int inside;
-};
-
 template <AttentionKind kKind>
 class RowSource {
  public:

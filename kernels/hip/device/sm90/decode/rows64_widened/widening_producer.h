@@ -143,8 +143,8 @@ class WideningProducer {
     }
   }
 
-  // Writes the half tile of `step` part by part. After the chunks it takes, it fetches as many of
-  // those that follow.
+  // Writes the half tile of `step` part by part. After the chunks it takes, it fetches as many
+  // later ones.
   MLA_DEVICE void store_half(int step, bool seen, Stream& stream) {
     const int slot = slot_of(step), tile_row = (step & 1) * kHalfRows + row();
     const lds_t to =
@@ -186,7 +186,7 @@ class WideningProducer {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) chunks[i] = tile::load_chunk_shared(staged(stream.taken++));
   }
-  // Fetches chunks into the stages of those that were taken last, from `chunk` of the step on.
+  // Fetches chunks, from `chunk` of the step on, into the stages that were taken last.
   template <int kCount>
   MLA_DEVICE void refetch(int step, int& chunk, const Stream& stream) const {
 #pragma unroll
