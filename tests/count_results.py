@@ -24,9 +24,7 @@ PROCESSOR_TIME = "processor_time:"  # prefix of a property; a test program's nam
 LIMIT_S = 60
 # Programs that may take longer, at most five: the name, and why.
 EXCEPTIONS = {
-    "//tests/conformance:host_conformance_gfx950_test": "directed cases of every format, emulated",
-    "//tests/conformance:host_conformance_gfx942_test": "the same",
-    "//tests/conformance:host_conformance_sm_90_test": "the same",
+    "//tests/conformance:host_conformance_sm_90_test": "directed cases of every format, emulated",
     "//tests/conformance:cpu_conformance_test": "every level of instructions",
     "//tests/bench/gpu:gpu_decode_c_test": "device code, emulated",
 }

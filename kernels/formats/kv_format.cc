@@ -152,9 +152,13 @@ void DecodeKvRow(const KvRowLayout& at, Fp8Kind kind, float layer_scale,
       return;
     case KvScales::kInRow:
     case KvScales::kInPage:
-      for (int32_t i = 0; i < at.latent_dim; ++i) {
-        const float scale = KvScale(LoadScale(at, i / at.traits.group, place.scales), kind);
-        values[i] = ToFloat(ToBf16(code(place.row + i) * scale));
+      for (int32_t group = 0; group < at.groups; ++group) {
+        const int32_t begin = group * at.traits.group;
+        const int32_t end = std::min(at.latent_dim, begin + at.traits.group);
+        const float scale = KvScale(LoadScale(at, group, place.scales), kind);
+        for (int32_t i = begin; i < end; ++i) {
+          values[i] = ToFloat(ToBf16(code(place.row + i) * scale));
+        }
       }
       return LoadBf16(rope, at.rope_dim, rotated);
   }

@@ -59,19 +59,21 @@ void FindPositions(const AttentionDesc& desc, const SegmentRecord& segment,
   }
 }
 
-// Decodes the row or entry at `place` of scratch.positions.
-const float* RowAt(const Plane& rows, const Plane& entries, float kv_scale, const PoolView& pool,
-                   size_t place, ReferenceScratch& scratch) {
-  const Plane& plane = place < scratch.first_entry ? rows : entries;
-  const int32_t position = scratch.positions[place];
-  const int32_t in_page = position % plane.page_size;
-  const std::byte* const page = pool.Row(plane.page_table, plane.layer_offset, plane.row_stride,
-                                         plane.page_size, position - in_page);
-  scratch.row.resize(static_cast<size_t>(plane.at.latent_dim + plane.at.rope_dim));
-  DecodeKvRow(plane.at, kHostFp8, kv_scale,
-              KvRowIn(plane.at, page, plane.row_stride, plane.page_size, in_page),
-              scratch.row.data());
-  return scratch.row.data();
+// Decodes the rows and entries at scratch.positions.
+void DecodeRows(const Plane& rows, const Plane& entries, float kv_scale, const PoolView& pool,
+                ReferenceScratch& scratch) {
+  const size_t dim = static_cast<size_t>(rows.at.latent_dim + rows.at.rope_dim);
+  scratch.rows.resize(scratch.positions.size() * dim);
+  for (size_t j = 0; j < scratch.positions.size(); ++j) {
+    const Plane& plane = j < scratch.first_entry ? rows : entries;
+    const int32_t position = scratch.positions[j];
+    const int32_t in_page = position % plane.page_size;
+    const std::byte* const page = pool.Row(plane.page_table, plane.layer_offset, plane.row_stride,
+                                           plane.page_size, position - in_page);
+    DecodeKvRow(plane.at, kHostFp8, kv_scale,
+                KvRowIn(plane.at, page, plane.row_stride, plane.page_size, in_page),
+                &scratch.rows[j * dim]);
+  }
 }
 
 // Computes the query in latent space, so that one loop serves both forms. The expanded form's key
@@ -99,17 +101,28 @@ void LatentQuery(const AttentionDesc& desc, const SegmentRecord& segment,
   }
 }
 
+// Adds up the products of the query with kRows rows. A sum is a chain of additions, so several of
+// them at a time take hardly longer than one.
+template <size_t kRows>
+void Dots(const std::vector<double>& query, const float* rows, double* dots) {
+  double sums[kRows] = {};
+  for (size_t i = 0; i < query.size(); ++i) {
+    for (size_t j = 0; j < kRows; ++j) sums[j] += query[i] * rows[j * query.size() + i];
+  }
+  std::copy_n(sums, kRows, dots);
+}
+
 // Fills logits[j] for the rows attended to. Returns their maximum, NaN logits excepted.
-double Logits(const SegmentRecord& segment, const Plane& rows, const Plane& entries,
-              const PoolView& pool, ReferenceScratch& scratch) {
+double Logits(float softmax_scale, ReferenceScratch& scratch) {
+  const size_t dim = scratch.query.size(), count = scratch.positions.size();
+  scratch.logits.resize(count);
+  size_t j = 0;
+  for (; j + 8 <= count; j += 8) Dots<8>(scratch.query, &scratch.rows[j * dim], &scratch.logits[j]);
+  for (; j < count; ++j) Dots<1>(scratch.query, &scratch.rows[j * dim], &scratch.logits[j]);
   double maximum = -kInfinity;
-  scratch.logits.resize(scratch.positions.size());
-  for (size_t j = 0; j < scratch.positions.size(); ++j) {
-    const float* row = RowAt(rows, entries, segment.kv_scale, pool, j, scratch);
-    double dot = 0.0;
-    for (size_t i = 0; i < scratch.query.size(); ++i) dot += scratch.query[i] * row[i];
-    scratch.logits[j] = dot * segment.softmax_scale;
-    if (scratch.logits[j] > maximum) maximum = scratch.logits[j];
+  for (double& logit : scratch.logits) {
+    logit *= softmax_scale;
+    if (logit > maximum) maximum = logit;
   }
   return maximum;
 }
@@ -138,6 +151,37 @@ void StoreOutput(const AttentionDesc& desc, const SegmentRecord& segment,
   }
 }
 
+// Computes the output row and LSE of one head from the decoded rows.
+void AttendHead(const AttentionDesc& desc, const SegmentRecord& segment, const WindowRecord* window,
+                const ReferenceWeights& weights, int32_t q_row, int32_t head,
+                ReferenceScratch& scratch) {
+  // Width of the sum. The expanded form sums latent values, because W_UV is applied to the sum.
+  const int32_t dim =
+      desc.form == AttentionForm::kAbsorbed ? desc.value_dim() : desc.geometry.kv_lora_rank;
+  LatentQuery(desc, segment, weights, q_row, head, scratch.query);
+  const double maximum = Logits(segment.softmax_scale, scratch);
+  // Without a finite maximum (no key, or only -Inf and NaN logits) 0 keeps exp well defined.
+  const double shift = maximum == -kInfinity ? 0.0 : maximum;
+  double total = 0.0;
+  scratch.sum.assign(static_cast<size_t>(dim), 0.0);
+  for (size_t j = 0; j < scratch.positions.size(); ++j) {
+    const double weight = std::exp(scratch.logits[j] - shift);
+    total += weight;
+    const float* const row = &scratch.rows[j * scratch.query.size()];
+    for (int32_t i = 0; i < dim; ++i) scratch.sum[i] += weight * row[i];
+  }
+  const double lse = total == 0.0 ? -kInfinity : shift + std::log(total);
+  double inverse = total == 0.0 ? 0.0 : 1.0 / total;
+  if (window != nullptr && window->sinks != nullptr) {
+    inverse *= SinkFactor(window->sinks[head], lse);
+  }
+  StoreOutput(desc, segment, weights, q_row, head, inverse, scratch);
+  if (segment.lse != nullptr) {
+    segment.lse[q_row * segment.lse_row_stride + head * segment.lse_head_stride] =
+        static_cast<float>(lse);
+  }
+}
+
 }  // namespace
 
 float LoadElement(const void* base, DType dtype, int64_t index) {
@@ -156,35 +200,13 @@ void StoreElement(void* base, DType dtype, int64_t index, double value) {
 
 void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
                         const WindowRecord* window, const PoolView& pool,
-                        const ReferenceWeights& weights, int32_t q_row, int32_t head,
-                        ReferenceScratch& scratch) {
-  // Width of the sum. The expanded form sums latent values, because W_UV is applied to the sum.
-  const int32_t dim =
-      desc.form == AttentionForm::kAbsorbed ? desc.value_dim() : desc.geometry.kv_lora_rank;
+                        const ReferenceWeights& weights, int32_t q_row, ReferenceScratch& scratch) {
   const Plane rows = PlaneOfRows(desc, segment);
   const Plane entries = window == nullptr ? rows : PlaneOfEntries(desc, *window);
   FindPositions(desc, segment, window, q_row, scratch);
-  LatentQuery(desc, segment, weights, q_row, head, scratch.query);
-  const double maximum = Logits(segment, rows, entries, pool, scratch);
-  // Without a finite maximum (no key, or only -Inf and NaN logits) 0 keeps exp well defined.
-  const double shift = maximum == -kInfinity ? 0.0 : maximum;
-  double total = 0.0;
-  scratch.sum.assign(static_cast<size_t>(dim), 0.0);
-  for (size_t j = 0; j < scratch.positions.size(); ++j) {
-    const double weight = std::exp(scratch.logits[j] - shift);
-    total += weight;
-    const float* row = RowAt(rows, entries, segment.kv_scale, pool, j, scratch);
-    for (int32_t i = 0; i < dim; ++i) scratch.sum[i] += weight * row[i];
-  }
-  const double lse = total == 0.0 ? -kInfinity : shift + std::log(total);
-  double inverse = total == 0.0 ? 0.0 : 1.0 / total;
-  if (window != nullptr && window->sinks != nullptr) {
-    inverse *= SinkFactor(window->sinks[head], lse);
-  }
-  StoreOutput(desc, segment, weights, q_row, head, inverse, scratch);
-  if (segment.lse != nullptr) {
-    segment.lse[q_row * segment.lse_row_stride + head * segment.lse_head_stride] =
-        static_cast<float>(lse);
+  DecodeRows(rows, entries, segment.kv_scale, pool, scratch);
+  for (int32_t head = 0; head < segment.num_heads; ++head) {
+    AttendHead(desc, segment, window, weights, q_row, head, scratch);
   }
 }
 

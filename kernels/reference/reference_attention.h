@@ -33,17 +33,16 @@ void StoreElement(void* base, DType dtype, int64_t index, double value);
 // Scratch reused between rows; grows to the largest row seen.
 struct ReferenceScratch {
   std::vector<int32_t> positions;
-  size_t first_entry = 0;  // index in positions of the first entry
+  size_t first_entry = 0;   // index in positions of the first entry
+  std::vector<float> rows;  // decoded, one for each of positions
   std::vector<double> query, logits, sum, expanded;
-  std::vector<float> row;
 };
 
-// Computes the output row and LSE of (query row q_row, head) of one segment. `window` is the
+// Computes the output rows and LSEs of all heads of query row q_row of one segment. `window` is the
 // segment's record, or null.
 void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
                         const WindowRecord* window, const PoolView& pool,
-                        const ReferenceWeights& weights, int32_t q_row, int32_t head,
-                        ReferenceScratch& scratch);
+                        const ReferenceWeights& weights, int32_t q_row, ReferenceScratch& scratch);
 
 // Writes the index list of one query row.
 void ReferenceSelectRow(const SelectRecord& record, const PoolView& pool, int32_t row);

@@ -170,9 +170,7 @@ void ReferenceBackend::Attend(const AttentionParams& params, const PoolView& poo
     const WindowRecord* const window = windows ? &params.windows[i] : nullptr;
     const ReferenceWeights weights = WeightsOf(segment.weights_slot);
     for (int32_t row = 0; row < segment.q_rows; ++row) {
-      for (int32_t head = 0; head < segment.num_heads; ++head) {
-        ReferenceAttendRow(params.desc, segment, window, pool, weights, row, head, scratch_);
-      }
+      ReferenceAttendRow(params.desc, segment, window, pool, weights, row, scratch_);
     }
   }
 }

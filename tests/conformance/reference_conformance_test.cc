@@ -131,10 +131,7 @@ class WrongScale final : public kernels::HostBackend {
     for (kernels::SegmentRecord request : launch.absorbed.segments) {
       request.softmax_scale *= 1.25f;
       for (int32_t row = 0; row < request.q_rows; ++row) {
-        for (int32_t head = 0; head < request.num_heads; ++head) {
-          kernels::ReferenceAttendRow(launch.absorbed.desc, request, nullptr, pool, {}, row, head,
-                                      scratch);
-        }
+        kernels::ReferenceAttendRow(launch.absorbed.desc, request, nullptr, pool, {}, row, scratch);
       }
     }
     for (const auto& transfer : launch.page_reads) ReadPages(pool.base, transfer);

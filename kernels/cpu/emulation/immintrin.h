@@ -56,7 +56,9 @@ using I64 = Lanes<uint64_t, 8>;
 using I8 = Lanes<uint8_t, 64>;
 
 inline float WithoutDenormals(float value) {
-  return value < 1.17549435e-38f && value > -1.17549435e-38f ? 0.0f * value : value;
+  // Without a comparison of floats, so that the compiler works on several lanes at a time.
+  const uint32_t bits = Cast<uint32_t>(value);
+  return Cast<float>((bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits);
 }
 
 inline float Bf16Operand(uint16_t bits) {
@@ -387,11 +389,12 @@ MLA_EMULATED __m256bh _mm512_cvtneps_pbh(__m512 v) {
 }
 __attribute__((noinline)) MLA_EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   const auto x = MLA_NS::Cast<MLA_NS::I32>(a), y = MLA_NS::Cast<MLA_NS::I32>(b);
+  auto sums = MLA_NS::Cast<MLA_NS::F32>(sum);
   for (int i = 0; i < 16; ++i) {
-    sum[i] =
-        MLA_NS::DotPair(sum[i], static_cast<uint32_t>(x.at[i]), static_cast<uint32_t>(y.at[i]));
+    sums.at[i] =
+        MLA_NS::DotPair(sums.at[i], static_cast<uint32_t>(x.at[i]), static_cast<uint32_t>(y.at[i]));
   }
-  return sum;
+  return MLA_NS::Cast<__m512>(sums);
 }
 
 // --- Tiles: 8 registers of 16 rows of 64 bytes, always used at full size
@@ -415,14 +418,14 @@ MLA_EMULATED void _tile_stored(int tile, void* to, int64_t stride) {
 }
 MLA_EMULATED void _tile_dpbf16ps(int c, int a, int b) {
   for (int m = 0; m < 16; ++m) {
+    auto sums = MLA_NS::Cast<MLA_NS::F32>(emulated_tiles[c][m]);
     for (int k = 0; k < 16; ++k) {
       const uint32_t pair = emulated_tiles[a][m][k];
       for (int n = 0; n < 16; ++n) {
-        uint32_t& sum = emulated_tiles[c][m][n];
-        sum = MLA_NS::Cast<uint32_t>(
-            MLA_NS::DotPair(MLA_NS::Cast<float>(sum), pair, emulated_tiles[b][k][n]));
+        sums.at[n] = MLA_NS::DotPair(sums.at[n], pair, emulated_tiles[b][k][n]);
       }
     }
+    memcpy(emulated_tiles[c][m], &sums, sizeof sums);
   }
 }
 

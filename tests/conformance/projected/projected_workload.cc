@@ -199,10 +199,10 @@ ProjectedWorkload::ProjectedWorkload(const ProjectedCase& c) : c_(c) {
   }
 }
 
-float ProjectedWorkload::Weight(int32_t slot, int32_t head, int32_t column, int32_t k) const {
+uint64_t ProjectedWorkload::FirstWeight(int32_t slot, int32_t head, int32_t column) const {
   const int64_t of_head = int64_t{columns_of_head()} * depth_of_head();
-  return Drawn(static_cast<uint64_t>((int64_t{slot} * heads() + head) * of_head +
-                                     int64_t{column} * depth_of_head() + k + 1));
+  return static_cast<uint64_t>((int64_t{slot} * heads() + head) * of_head +
+                               int64_t{column} * depth_of_head() + 1);
 }
 
 absl::Status ProjectedWorkload::LoadWeights(AttentionBackend& backend) const {
@@ -215,12 +215,8 @@ absl::Status ProjectedWorkload::LoadWeights(AttentionBackend& backend) const {
     }
     // Backwards, so that no head is where it would be if heads were appended.
     for (int32_t head = heads() - 1; head >= 0; --head) {
-      for (int32_t n = 0; n < columns_of_head(); ++n) {
-        for (int32_t k = 0; k < depth_of_head(); ++k) {
-          weights[static_cast<size_t>(n) * depth_of_head() + k] =
-              kernels::ToBf16(Weight(slot, head, n, k));
-        }
-      }
+      const uint64_t first = FirstWeight(slot, head, 0);
+      for (size_t i = 0; i < weights.size(); ++i) weights[i] = kernels::ToBf16(Drawn(first + i));
       absl::Status s =
           backend.LoadProjected(slot, c_.geometry, c_.shape, c_.part, head, weights.data());
       if (!s.ok()) return s;
@@ -305,18 +301,17 @@ absl::Status ProjectedWorkload::CheckGaps() const {
 }
 
 double ProjectedWorkload::Sum(int32_t row, int32_t slot, int32_t column) const {
-  const float* const in = &wide_in_[static_cast<size_t>(row) * depth()];
+  const float* in = &wide_in_[static_cast<size_t>(row) * depth()];
+  const size_t count = static_cast<size_t>(depth_of_head());
   double sum = 0.0;
+  const auto add = [&](uint64_t first_weight) {
+    for (size_t k = 0; k < count; ++k) sum += double{in[k]} * Drawn(first_weight + k);
+    in += count;
+  };
   if (queries()) {
-    for (int32_t k = 0; k < depth(); ++k) {
-      sum += double{in[k]} * Weight(slot, column / query_dim(), column % query_dim(), k);
-    }
-    return sum;
-  }
-  for (int32_t head = 0; head < heads(); ++head) {
-    for (int32_t k = 0; k < depth_of_head(); ++k) {
-      sum += double{in[head * depth_of_head() + k]} * Weight(slot, head, column, k);
-    }
+    add(FirstWeight(slot, column / query_dim(), column % query_dim()));
+  } else {
+    for (int32_t head = 0; head < heads(); ++head) add(FirstWeight(slot, head, column));
   }
   return sum;
 }

@@ -87,8 +87,9 @@ class ProjectedWorkload {
                       const void* in, void* out, const void* rotations);
   absl::Status Compare() const;
   absl::Status CheckGaps() const;
-  // Values before the rotation: of a weight, of an input, and their sum.
-  float Weight(int32_t slot, int32_t head, int32_t column, int32_t k) const;
+  // Returns the number of the first of a column's weights; the others of the column follow it.
+  uint64_t FirstWeight(int32_t slot, int32_t head, int32_t column) const;
+  // Returns the sum of a row's inputs times a column's weights, before the rotation.
   double Sum(int32_t row, int32_t slot, int32_t column) const;
   double Expected(int32_t row, int32_t slot, int32_t column) const;
   double Result(int32_t row, int32_t column) const;

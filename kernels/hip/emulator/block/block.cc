@@ -38,8 +38,10 @@ bool CanRun(const Lane& lane) {
 
 // Returns the next lane of `wave` after number `after` that can run.
 Lane* NextOf(const Wave& wave, int after, int lanes) {
-  for (int i = 1; i <= lanes; ++i) {
-    Lane* const lane = wave.lane[static_cast<size_t>((after + i) % lanes)];
+  int number = after;
+  for (int i = 0; i < lanes; ++i) {
+    number = number + 1 == lanes ? 0 : number + 1;
+    Lane* const lane = wave.lane[static_cast<size_t>(number)];
     if (CanRun(*lane)) return lane;
   }
   return nullptr;
