@@ -57,9 +57,9 @@ MEMORY_LATENCY = 2400
 # compiler keeps there. Moving one accumulator of 32 rows would take 16.
 ACCUMULATOR_MOVES = 15
 # Tiles in LDS where copies are waited for by count: kStages of
-# device/gfx950/config.h. Rows of fp8_page pass through registers.
+# device/gfx950/config.h. Rows of fp8_row and fp8_page pass through registers.
 STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2,
-          "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 4,
+          "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4,
           "mla_attend_128_fp8_tensor_products": 3,
           "mla_expand_fp8_tensor": 3, "mla_expand_fp8_row": 3, "mla_attend_expanded_products": 3,
           "mla_expand_fp8_tensor_products": 3, "mla_expand_fp8_row_products": 3,
@@ -71,10 +71,11 @@ STAGES["mla_attend_64_window"] = 4
 # The largest multiple of the memory's time that a turn of absorbed attention may take, its waits
 # included; other kernels of absorbed attention have no bound. The bounds keep turns from growing.
 TURN = {("gfx950", "mla_attend_64"): 1.0, ("gfx950", "mla_attend_128"): 1.0,
-        ("gfx950", "mla_attend_64_fp8_tensor"): 1.15,
+        ("gfx950", "mla_attend_64_fp8_tensor"): 1.15, ("gfx950", "mla_attend_64_fp8_row"): 1.0,
         ("gfx950", "mla_attend_128_fp8_tensor_products"): 1.1,
         ("gfx950", "mla_attend_64_lists"): 1.0, ("gfx950", "mla_attend_128_lists"): 1.0,
         ("gfx950", "mla_attend_64_fp8_tensor_lists"): 1.15,
+        ("gfx950", "mla_attend_64_fp8_row_lists"): 1.05,
         ("gfx950", "mla_attend_128_fp8_tensor_products_lists"): 1.2,
         ("gfx950", "mla_attend_64_window"): 1.1, ("gfx950", "mla_attend_64_fp8_page_window"): 1.15,
         ("gfx942", "mla_attend_64_fp8_tensor_products"): 1.0,

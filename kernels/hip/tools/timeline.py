@@ -65,6 +65,13 @@ def steady_turn(blocks, depth=2):
         """Returns true if block i belongs to the steady turn."""
         return i < len(blocks) and blocks[i].depth == depth and not blocks[i].rare
 
+    def stays(i):
+        """Returns true if block i does, and does not only jump out of the loop."""
+        if not usual(i):
+            return False
+        name, target = blocks[i].code[-1] if blocks[i].code else ("", "")
+        return name != "s_branch" or usual(at[target])
+
     best = []
     for start, block in enumerate(blocks):
         if block.header and block.depth == depth:
@@ -77,7 +84,7 @@ def steady_turn(blocks, depth=2):
                         ("s_branch", "s_cbranch")):
                     jump = at[blocks[i].code[-1][1]]
                     # A block may be rare as a whole, or lead only to rare blocks.
-                    if name == "s_branch" or not usual(ahead):
+                    if name == "s_branch" or not stays(ahead):
                         ahead = jump
                 i = ahead
             if i == start and _matrix(turn) > _matrix(best):

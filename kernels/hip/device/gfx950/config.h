@@ -42,12 +42,20 @@ struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendGrid 
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
 };
 // Rows that pass through registers and are widened before they are stored in LDS, a tile ahead.
+struct AttendWidened : AttendGrid {
+  static constexpr int kStages = 2, kKeysAhead = 6;
+};
 template <AttentionKind kKind>
-struct AttendConfig<64, KvFormat::kFp8Page, DType::kBf16, kKind> : AttendGrid {
+struct AttendConfig<64, KvFormat::kFp8Page, DType::kBf16, kKind> : AttendWidened {
   static constexpr KvFormat kFormat = KvFormat::kFp8Page;
-  static constexpr int kRope = 0, kStages = 2;
+  static constexpr int kRope = 0;
   // Pieces of work for later tiles (KvStream::bring_piece) between products of values.
   static constexpr int kPiecesOfValues = 8;
+};
+template <AttentionKind kKind>
+struct AttendConfig<64, KvFormat::kFp8Row, DType::kBf16, kKind> : AttendWidened {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Row;
+  static constexpr int kPiecesOfValues = 0;
 };
 template <KvFormat kFormat_, AttentionKind kKind>
 struct AttendConfig<128, kFormat_, DType::kBf16, kKind> : AttendBase {

@@ -171,7 +171,7 @@ class KvStream {
       copy_entries(n, entry);
     } else {
 #pragma unroll
-      for (int g = 0; g < kLookUps; ++g) found[g] = find(position(n, g, entry[g]));
+      for (int g = 0; g < kLookUps; ++g) found[g] = find(position(n, g, kLists ? entry[g] : 0));
     }
   }
 
@@ -228,7 +228,7 @@ class KvStream {
   // The same in pieces, which a turn does between its products: a lump of as many instructions
   // would leave the matrix pipe and LDS idle. Tiles after the last one repeat its last row:
   // branches around them would make the compiler wait for loads in every turn.
-  static constexpr bool kInPieces = Layout::kPageScales;
+  static constexpr bool kInPieces = Layout::kWidened;
   static constexpr int kLanePieces = 4;  // pieces that use one lane number
   static constexpr int kRowPieces = 2 * kBlocks + 3;
   static constexpr int kPieces = kCopyRows * kRowPieces;
@@ -240,7 +240,7 @@ class KvStream {
       land_copy<kRow * kBlocks + kPart>(n + 1);
     } else if constexpr (kPart == kBlocks) {
       finish_landing<kRow>(n + 1);
-      if constexpr (kRow == 0) {
+      if constexpr (kLists && kRow == 0) {
         land_entry(n + 1 + kLookAhead + kFetchAhead);
         copies.meet();
         read_entries(n + 3, ahead.words.looked_up);
@@ -248,8 +248,8 @@ class KvStream {
     } else if constexpr (kPart == kBlocks + 1) {
       find_row<kRow>(n + 2, ahead);
     } else if constexpr (kPart == kBlocks + 2) {
-      found[kRow] = find(position(n + 3, kRow, ahead.words.looked_up[kRow]));
-      if constexpr (kRow == 0) fetch(n + 3 + kFetchAhead);
+      found[kRow] = find(position(n + 3, kRow, kLists ? ahead.words.looked_up[kRow] : 0));
+      if constexpr (kLists && kRow == 0) fetch(n + 3 + kFetchAhead);
     } else {
       copy<kRow * kBlocks + kPart - kBlocks - 3>(n + 2, ahead);
     }
@@ -349,7 +349,7 @@ class KvStream {
     for_constants<kCopies>([&](auto index) { copy<index>(n, ahead); });
     copy_scales(n, ahead);
   }
-  // Finds where row kRow lies, and starts the load of its exponents.
+  // Finds where row kRow lies, and starts the load of the scales with which it is widened.
   template <int kRow>
   MLA_DEVICE void find_row(int n, Ahead& ahead) {
     if constexpr (kInLds) {
@@ -361,8 +361,9 @@ class KvStream {
     if constexpr (kRow < kCopyRows) ahead.chunk[kRow] = kInPieces ? own_chunk[kRow] : chunk(kRow);
     if constexpr (Layout::kPageScales) {
       static_assert(!kInLds);
-      copies.template issue_exponents<kRow>(
-          source.exponents(found[kRow].granule, found[kRow].inside));
+      copies.template issue_scales<kRow>(source.exponents(found[kRow].granule, found[kRow].inside));
+    } else if constexpr (Layout::kWidened) {
+      copies.template issue_scales<kRow>(ahead.from[kRow] + Layout::kRow.scales_at);
     }
   }
   template <int kIndex>
@@ -387,10 +388,10 @@ class KvStream {
     copies.template land<kIndex, offset(kIndex / kBlocks, kIndex % kBlocks)>(base(n % kStages),
                                                                              lane);
   }
-  // Writes a row's chunks again if its exponents are odd.
+  // Writes a row's chunks again if its scales are odd.
   template <int kRow>
   MLA_DEVICE void finish_landing(int n) {
-    if constexpr (Layout::kPageScales) {
+    if constexpr (Layout::kWidened) {
       if (!tile::any(copies.template odd<kRow>())) return;
       exclude_from_report_begin();
       for_constants<kBlocks>([&](auto block) {

@@ -6,9 +6,8 @@
 //   scales          fp32, in formats that have them in rows: the first group's for all rows, then
 //                   the next group's
 //
-// Rows keep the pool's bytes and are widened when products load them. Rows of kFp8Page are widened
-// before they are stored here, because all their elements serve both as keys and as values. They
-// have the layout of bf16 rows.
+// Rows keep the pool's bytes and are widened when products load them, unless a layout is of widened
+// rows: they are widened before they are stored here, once for all waves, and lie as bf16 rows do.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_STAGE_LAYOUT_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_STAGE_LAYOUT_H_
 
@@ -38,7 +37,8 @@ struct StageLayout {
   static_assert(kLatentBytes % 128 == 0 &&
                 (C::kRope == 0 || kRopeBytes == 64 || kRopeBytes == 128));
 
-  static constexpr bool kPageScales = false;
+  static constexpr bool kWidened = false;     // true: rows come here as bf16, whatever the pool has
+  static constexpr bool kPageScales = false;  // true: scales of widened rows lie in the page
   // For a column block: its first byte in the row, bytes of a chunk, and the number of its chunks.
   static constexpr int source(int block) {
     return block < kLatentBlocks ? block * 128 : kRow.rope_at;
@@ -47,19 +47,34 @@ struct StageLayout {
   static constexpr int chunks(int block) { return block < kLatentBlocks ? 8 : kRopeBytes / 16; }
 };
 
+// Rows of 8 bits that lie here as bf16: 64 codes in each column block, and bf16 values in the last.
+template <KvFormat kFormat_, class C, int kRotated, int kLatent>
+struct WidenedLayout : StageLayout<KvFormat::kBf16, C> {
+  using Base = StageLayout<KvFormat::kBf16, C>;
+  static constexpr KvFormat kFormat = kFormat_;
+  static constexpr KvRowLayout kRow = MakeKvRowLayout(kFormat, kLatent, kRotated);
+  static constexpr bool kWidened = true;
+  static constexpr int kCodeBlocks = Base::kBlocks - 1;
+  static constexpr int source(int block) { return block < kCodeBlocks ? block * 64 : kRow.rope_at; }
+  static constexpr int chunk_bytes(int block) { return block < kCodeBlocks ? 8 : 16; }
+  static_assert(kRotated == 64 && kLatent == kCodeBlocks * 64);
+  static_assert(kRow.traits.rope == DType::kBf16);
+};
+
 // C::kLora includes the rotated values.
 template <class C>
-struct StageLayout<KvFormat::kFp8Page, C> : StageLayout<KvFormat::kBf16, C> {
-  using Base = StageLayout<KvFormat::kBf16, C>;
-  static constexpr KvFormat kFormat = KvFormat::kFp8Page;
-  static constexpr int kRotated = 64;
-  static constexpr KvRowLayout kRow = MakeKvRowLayout(kFormat, C::kLora - kRotated, kRotated);
+struct StageLayout<KvFormat::kFp8Page, C>
+    : WidenedLayout<KvFormat::kFp8Page, C, 64, C::kLora - 64> {
+  using Widened = WidenedLayout<KvFormat::kFp8Page, C, 64, C::kLora - 64>;
   static constexpr bool kPageScales = true;
-  static constexpr int kCodeBlocks = Base::kBlocks - 1;
-  static constexpr int source(int block) { return block * 64; }
-  static constexpr int chunk_bytes(int block) { return block < kCodeBlocks ? 8 : 16; }
-  static_assert(C::kRope == 0 && kRow.rope_at == kCodeBlocks * 64);
-  static_assert(kRow.traits.group == 64 && kRow.page_scales_bytes == 8);
+  static_assert(C::kRope == 0);
+  static_assert(Widened::kRow.traits.group == 64 && Widened::kRow.page_scales_bytes == 8);
+};
+
+template <class C>
+struct WidenedRows : WidenedLayout<KvFormat::kFp8Row, C, C::kRope, C::kLora> {
+  using Widened = WidenedLayout<KvFormat::kFp8Row, C, C::kRope, C::kLora>;
+  static_assert(Widened::kRow.traits.group == 128 && Widened::kRow.groups == 4);
 };
 
 }  // namespace mla::kernels::hip

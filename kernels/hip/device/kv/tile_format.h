@@ -30,10 +30,10 @@ struct TileShape {
 };
 
 // Rows that lie in shared memory as bf16; products use them unchanged.
-template <class C, class OfWave, KvFormat kFormat = KvFormat::kBf16>
+template <class C, class OfWave>
 struct Bf16Format {
   using W = OfWave;
-  using Layout = StageLayout<kFormat, C>;
+  using Layout = StageLayout<KvFormat::kBf16, C>;
   using Shape = TileShape<C, W>;
   using Copies = tile::Copies;           // copies that bring tiles
   static constexpr bool kCodes = false;  // products are of 8 bits

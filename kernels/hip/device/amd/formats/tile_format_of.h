@@ -4,7 +4,7 @@
 
 #include "kernels/hip/device/amd/formats/e4m3_format.h"
 #include "kernels/hip/device/amd/formats/fp8_format.h"
-#include "kernels/hip/device/amd/formats/page_format.h"
+#include "kernels/hip/device/amd/formats/widened_format.h"
 
 namespace mla::kernels::hip {
 
@@ -22,6 +22,11 @@ template <class C>
 struct TileFormatOf<KvFormat::kFp8Page, C, DType::kBf16> {
   using Wave = tile::Wave<C::kWaveRows>;
   using Type = PageFormat<C, Wave>;
+};
+template <class C>
+struct TileFormatOf<KvFormat::kFp8Row, C, DType::kBf16> {
+  using Wave = tile::Wave<C::kWaveRows>;
+  using Type = WidenedRowFormat<C, Wave>;
 };
 template <KvFormat kFormat, class C>
 struct TileFormatOf<kFormat, C, DType::kFp8E4m3> {
