@@ -439,18 +439,12 @@ absl::StatusOr<int64_t> RunWindows(const Flags& flags, const Gpu& gpu) {
       [&even](std::span<const PlanShape> shapes, const kernels::PlanTraits& traits) {
         return even.Build(shapes, traits);
       }};
-  int64_t failures = 0;
-  for (const WindowCase& c : WideWindowCases(static_cast<int32_t>(flags.shapes))) {
-    if (flags.progress) std::fprintf(stderr, "%s\n", ToString(c).c_str());  // a launch may hang
-    WindowWorkload workload(c);
-    for (const PlanBuilder& plan : plans) {
-      absl::Status s = workload.Run(backend, plan, c.units);
-      if (s.ok()) s = workload.Check();
-      failures += Failed(ToString(c), s);
-    }
-  }
-  std::printf("windows: %lld launches, %lld failures\n", 2ll * flags.shapes, 0ll + failures);
-  return failures;
+  const std::vector<std::string> failures = RunWideWindows(
+      backend, plans, static_cast<int32_t>(flags.shapes), flags.sampler.seed, flags.progress);
+  for (const std::string& failure : failures) std::printf("FAIL %s\n", failure.c_str());
+  std::printf("windows: %lld launches, %lld failures\n", 2ll * flags.shapes,
+              0ll + std::ssize(failures));
+  return std::ssize(failures);
 }
 
 // Runs the launches that have oracles of their own; returns the number of failures.

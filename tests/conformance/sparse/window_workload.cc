@@ -1,7 +1,9 @@
 #include "tests/conformance/sparse/window_workload.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -94,12 +96,12 @@ std::vector<WindowCase> WindowCases() {
   return cases;
 }
 
-std::vector<WindowCase> WideWindowCases(int32_t count) {
+std::vector<WindowCase> WideWindowCases(int32_t count, uint64_t seed) {
   std::vector<WindowCase> cases;
-  Draw draw(12);
+  Draw draw(seed);
   for (int32_t i = 0; i < count; ++i) {
     WindowCase c;
-    c.seed = static_cast<uint64_t>(i) + 1000;
+    c.seed = seed * 1000 + static_cast<uint64_t>(i);
     c.heads = draw.Of({8, 16, 20, 64, 128, 1});
     c.latent = 448;
     c.rope = 64;
@@ -447,6 +449,32 @@ absl::Status WindowWorkload::CheckRow(size_t index, int32_t row, int32_t head) c
     }
   }
   return absl::OkStatus();
+}
+
+std::vector<std::string> RunWideWindows(AttentionBackend& backend,
+                                        std::span<const PlanBuilder> plans, int32_t count,
+                                        uint64_t seed, bool progress) {
+  std::vector<std::string> failures;
+  auto last = std::chrono::steady_clock::now();
+  const auto done = [&](const char* part) {
+    const auto now = std::chrono::steady_clock::now();
+    const std::chrono::duration<double, std::milli> taken = now - last;
+    last = now;
+    if (progress) std::fprintf(stderr, "  %s: %.1f ms\n", part, taken.count());
+  };
+  for (const WindowCase& c : WideWindowCases(count, seed)) {
+    if (progress) std::fprintf(stderr, "%s\n", ToString(c).c_str());
+    WindowWorkload workload(c);
+    done("inputs");
+    for (const PlanBuilder& plan : plans) {
+      absl::Status s = workload.Run(backend, plan, c.units);
+      done("launch");
+      if (s.ok()) s = workload.Check();
+      done("check");
+      if (!s.ok()) failures.push_back(absl::StrCat(ToString(c), ": ", s.message()));
+    }
+  }
+  return failures;
 }
 
 }  // namespace mla::conformance

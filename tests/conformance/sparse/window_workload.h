@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,8 +45,8 @@ std::string ToString(const WindowCase& c);
 // Cases of arbitrary shapes.
 std::vector<WindowCase> WindowCases();
 // Cases with rows of DeepSeek V4's shape, in formats that GPUs take: bf16 queries, and the same
-// format for rows and entries.
-std::vector<WindowCase> WideWindowCases(int32_t count);
+// format for rows and entries. Equal seeds make equal cases.
+std::vector<WindowCase> WideWindowCases(int32_t count, uint64_t seed = 12);
 // Limits of a backend that runs such cases.
 kernels::BackendLimits WindowLimits();
 
@@ -111,6 +112,13 @@ class WindowWorkload {
   std::vector<uint32_t> table_;
   std::vector<Tensors> tensors_;
 };
+
+// Runs `count` cases of WideWindowCases with each plan and returns its failures. `backend` has
+// WindowLimits. If `progress`, each case is printed before it runs, because a launch may hang, and
+// after it the time of each of its parts.
+std::vector<std::string> RunWideWindows(kernels::AttentionBackend& backend,
+                                        std::span<const PlanBuilder> plans, int32_t count,
+                                        uint64_t seed, bool progress);
 
 }  // namespace mla::conformance
 

@@ -1,7 +1,7 @@
 // Tests the exponent bytes of imported pages (KvFormat::kFp8Page) with the kernels of each GPU:
 // every byte may come from another server or from an engine. A byte that stands for a scale must
-// give that scale, and one above the largest scale must give NaN, which the engine reports to the
-// client. Hardware and its emulation could interpret the smallest scale as different numbers.
+// give that scale, and one above the largest scale must give NaN, which the client sees in its
+// results. Hardware and its emulation could interpret the smallest scale as different numbers.
 #include <algorithm>
 #include <array>
 #include <cmath>
