@@ -161,12 +161,17 @@ struct SubmissionEntry {
   uint64_t out_offset;  // o, then lse, then lists
 };
 
-// Tensors of an attend may lie in device memory: the server reads index lists and 8 bits itself.
+inline constexpr uint8_t kEntryDTypeFp8 = 3;  // mla.v1.DTYPE_F8_E4M3 in SubmissionEntry::dtypes
+
+// The server's host reads tensors of the attend before it computes: index lists and inputs of such,
+// which it checks, and 8 bits, which it decodes.
+constexpr bool HostReads(const SubmissionEntry& entry) {
+  constexpr uint8_t kRead = kEntryHasLists | kEntrySelects | kEntryFp8Kv;
+  return (entry.flags & kRead) != 0 || (entry.dtypes & 0xf) == kEntryDTypeFp8;
+}
+// Tensors of the entry may lie in device memory: the host neither reads them nor writes lists.
 constexpr bool MayLieOnDevice(const SubmissionEntry& entry) {
-  constexpr uint8_t kReadByServer = kEntryHasLists | kEntrySelects | kEntryWantLists | kEntryFp8Kv;
-  constexpr uint8_t kFp8 = 3;  // mla.v1.DTYPE_F8_E4M3
-  return entry.kind == kEntryAttend && (entry.flags & kReadByServer) == 0 &&
-         (entry.dtypes & 0xf) != kFp8;
+  return entry.kind == kEntryAttend && !HostReads(entry) && (entry.flags & kEntryWantLists) == 0;
 }
 
 struct CompletionEntry {

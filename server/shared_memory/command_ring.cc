@@ -22,6 +22,8 @@ namespace {
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kSpinsPerClock = 32;
 
+static_assert(wire::kEntryDTypeFp8 == v1::DTYPE_F8_E4M3);
+
 template <typename T>
 std::atomic_ref<T> Atomic(T& word) {
   return std::atomic_ref<T>(word);
@@ -173,12 +175,6 @@ bool CommandRing::Chained(const wire::SubmissionEntry& entry) {
   return entry.kind == wire::kEntryAttend && (entry.flags & wire::kEntryChained) != 0;
 }
 
-// Preparing a request copies index lists and decodes tensors of 8 bits.
-bool CommandRing::HostReads(const wire::SubmissionEntry& entry) {
-  constexpr int kRead = wire::kEntryHasLists | wire::kEntrySelects | wire::kEntryFp8Kv;
-  return (entry.flags & kRead) != 0 || (entry.dtypes & 15) == v1::DTYPE_F8_E4M3;
-}
-
 bool CommandRing::OnDevice(const wire::SubmissionEntry& entry) const {
   return entry.kind == wire::kEntryAttend && (entry.flags & wire::kEntryOnDevice) != 0 &&
          region_->device() != nullptr;
@@ -321,7 +317,7 @@ void CommandRing::Hold(const wire::SubmissionEntry& entry) {
   held_.until_ns = now + wait_ns;
   held_.entry = entry;
   if (Chained(entry)) held_.ready = words_.Ready(taken_ - 1);
-  held_.unprepared = Chained(entry) && !OnDevice(entry) && HostReads(entry);
+  held_.unprepared = Chained(entry) && !OnDevice(entry) && wire::HostReads(entry);
   if (held_.unprepared) {
     held_.message->attend.done = words_.Done(taken_ - 1);
   } else {

@@ -108,7 +108,6 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
   void LayOutDevice();
   bool OnDevice(const wire::SubmissionEntry& entry) const;
   static bool Chained(const wire::SubmissionEntry& entry);
-  static bool HostReads(const wire::SubmissionEntry& entry);
   void Hold(const wire::SubmissionEntry& entry);
   void Prepare();  // what is held
   void Serve(const wire::SubmissionEntry& entry);

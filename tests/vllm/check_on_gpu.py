@@ -1,10 +1,12 @@
 """Checks vLLM with attention on a server against the library, on GPUs.
 
     MLA_CLIENT_LIBRARY=libmla_ring.so python3 tests/vllm/check_on_gpu.py --server mla-server
-        [--cases plain,q_lora,device,tp2,tp2-device] [--server-gpu 0] [--logs FOLDER]
+        [--cases plain,q_lora,device,projected,projected-device,tp2,tp2-device] [--server-gpu 0]
+        [--logs FOLDER]
 
 Each case is an engine in processes of its own, bf16 and eager, with a small model; "tp2" has two
-tensor-parallel ranks on two GPUs, "device" tensors in the server's GPU memory. Log-probabilities
+tensor-parallel ranks on two GPUs, "device" tensors in the server's GPU memory, "projected" queries
+and outputs that the server projects. Log-probabilities
 and tokens must be the library's, up to twice what the dtype alone changes. The two ranks' must also
 be those of one rank. Needs none of vLLM's compiled operations. The last line gives the result.
 """
@@ -26,11 +28,14 @@ import compare
 
 ENDS_S = 150  # a case
 DEVICE = {"device_bytes": 64 << 20}
+PROJECTED = {"projected": True}
 # name: (model, more arguments of LLM, more options of the connector)
 CASES = {
     "plain": ("deepseek_v2", {}, {}),
     "q_lora": ("deepseek_v3", {}, {}),
     "device": ("deepseek_v2", {}, DEVICE),
+    "projected": ("deepseek_v3", {}, PROJECTED),
+    "projected-device": ("deepseek_v3", {}, {**DEVICE, **PROJECTED}),
     # vLLM's own exchange of ranks is one of its compiled parts; NCCL's is not.
     "tp2": ("deepseek_v2", {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}, {}),
     "tp2-device": ("deepseek_v2", {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},

@@ -11,8 +11,8 @@
 // streams. K: threads that share the copy of a large message if queries are gathered, default 4. M:
 // threads on either side that touch tensors in gbps_wide, default a quarter of the CPUs, at most
 // four. --one-core-each: all threads of the client stay on one core, all of the server's and its
-// relays' on another. L: attends that are under way at once on a ring, default 1; p50_us is then a
-// share of the time of all. The other paths are compared with the first.
+// relays' on another; M is then 1. L: attends that are under way at once on a ring, default 1;
+// p50_us is then a share of the time of all. The other paths are compared with the first.
 //
 // Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is.
 // inline is an Attend stream over gRPC whose queries the backend reads in place, as a CPU backend
@@ -481,6 +481,7 @@ int main(int argc, char** argv) {
       options.ahead = static_cast<uint32_t>(std::max(std::atoi(argv[++i]), 1));
     } else if (argument == "--one-core-each") {
       options.cpus = mla::bench::TwoCores();
+      options.touch_threads = 1;  // several would spin, and keep each other from their core
     } else if (argument == "--paths" && more) {
       options.paths = argv[++i];
     } else if (argument == "--shapes" && more) {
