@@ -13,6 +13,9 @@ line of JSON each, and answers each on its output by a line of JSON:
     {"passes": 5, "mode": "server", "parts": true}
                                        the same with the time that the worker's thread spends in
                                        parts of the adapter, medians in microseconds
+    {"passes": 5, "mode": "server", "modules": true}
+                                       the same with the time of the model's modules, and of what
+                                       else a pass does: see module_times.py
     {"seconds": 3.0, "mode": "server"} decode passes for so long; passes and seconds
 
 In the mode "zeros" nothing is sent, and a layer's outputs are whatever their memory holds: a pass
@@ -20,12 +23,14 @@ costs all but the attention, in the same process and so on the same core. Each m
 its own, of which the scheduler sees those of the mode alone. The first pass of each command is not
 counted, because the runner takes the other requests into its batch then.
 
-The log goes to the error output. The process ends with its input.
+The log goes to the error output, and every minute that a command takes adds the stacks of all
+threads to it. The process ends with its input.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import pathlib
@@ -45,9 +50,12 @@ import torch
 import transformers
 from vllm import LLM, SamplingParams
 
+import modules
+
 MOST_ROWS = 8192   # of a request
 PASS_ROWS = 2048   # of a pass with prompts, whose tensors fit the memory that is asked for
 VOCABULARY = 1024
+STACKS_S = 60.0    # after which the log gets the stacks of a command's threads
 MODES = ("server", "zeros")
 
 
@@ -109,9 +117,13 @@ class Engine:
                 self._pass()
                 passes += 1
             return {"passes": passes, "seconds": time.perf_counter() - begin}
-        if not command.get("parts"):
+        if command.get("modules"):
+            watch = modules.watched(self._engine)
+        elif command.get("parts"):
+            watch = measured()
+        else:
             return {"ms": [self._pass() for _ in range(command["passes"])]}
-        with measured() as parts:
+        with watch as parts:
             times = [self._pass() for _ in range(command["passes"])]
         return {"ms": times, "us": {name: round(statistics.median(values) * 1e6, 1)
                                     for name, values in parts.items() if values}}
@@ -208,7 +220,9 @@ def main() -> None:
                         options["layers"], options["extra"])
         answers.write("{}\n")  # it has started
         for line in sys.stdin:
+            faulthandler.dump_traceback_later(STACKS_S, repeat=True)
             answers.write(json.dumps(engine.answer(json.loads(line))) + "\n")
+            faulthandler.cancel_dump_traceback_later()
         engine.close()
 
 

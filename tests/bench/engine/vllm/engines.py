@@ -49,6 +49,7 @@ class EngineProcess:
         self._process = subprocess.Popen(  # pylint: disable=consider-using-with
             [sys.executable, str(HERE / "engine.py"), json.dumps(options)], env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
+        self.pid = self._process.pid
         self._waits = True  # for the answer to a command, or to the start
 
     def tell(self, **command: Any) -> None:

@@ -67,7 +67,9 @@ def a_batch(engines: Dict[Key, EngineProcess], batch: int, flags: argparse.Names
     depths, memories = numbers(flags.layers), flags.memory.split(",")
     # The context is as asked for in the middle of the measurement.
     passes = flags.turns * flags.bursts * (PASSES + 1) + WARM_UPS + PARTS_PASSES
+    begin = time.monotonic()
     ask_all(engines.values(), requests=batch, rows=max(flags.context - passes // 2, 1))
+    print(f"batch {batch}: prompts took {time.monotonic() - begin:.0f} s", flush=True)
     ask_all(engines.values(), passes=WARM_UPS, mode="server")
     begin = time.monotonic()
     turns: Dict[Key, List[Tuple[float, float]]] = {}
