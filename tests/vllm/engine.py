@@ -100,6 +100,7 @@ class Case:
             self.counts["drafted"] += sum(map(len, given.draft_token_ids))
             return draft(scheduler, given)
         Scheduler.update_draft_token_ids = drafted
+        self._count_replays()
         options = {**OPTIONS, **self.case.get("llm", {})}
         if not self.case.get("own"):
             targets = [server.target for server in self.servers]
@@ -114,6 +115,17 @@ class Case:
         self.counts.update({"started_s": time.monotonic() - begin,
                             "blocks": config.cache_config.num_gpu_blocks,
                             "async": bool(config.scheduler_config.async_scheduling)})
+
+    def _count_replays(self):
+        """Counts the graphs of the engine's own work that are launched."""
+        # pylint: disable=import-outside-toplevel
+        import torch
+        replay, self.counts["replays"] = torch.cuda.CUDAGraph.replay, 0
+
+        def replayed(graph):
+            self.counts["replays"] += 1
+            replay(graph)
+        torch.cuda.CUDAGraph.replay = replayed
 
     def _use_gpu(self):
         """Chains calls; counts those of the fast path."""

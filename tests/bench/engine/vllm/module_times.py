@@ -8,7 +8,7 @@ the call to the server, or the rest of the pass.
 One engine takes passes with attention and passes without it ("zeros") in turn. A row for each part:
 microseconds a layer in passes of either kind, without the parts in it, and how many more they are
 with attention. The modules of a layer have their own names ("q_b_proj"), "attend" is the adapter's
-call, "rest" is what is outside of the model: its figures are of a layer, too, so that the sum of
+call without that of the C library in it, "library" is that one, "rest" is what is outside of the model: its figures are of a layer, too, so that the sum of
 the differences is what a layer adds.
 
 --pin: a second round in which the engine's thread has a core to itself, and all other threads of
@@ -97,7 +97,8 @@ def measure(engine: EngineProcess, flags: argparse.Namespace, batch: int, pinned
     plain = [statistics.median(passes[mode]) * 1e3 for mode in MODES]
     print(f"batch {batch}, {flags.memory} memory{', pinned' if pinned else ''}: a layer adds "
           f"{(plain[1] - plain[0]) / flags.layers:.1f} us of a pass of {plain[1] / 1e3:.2f} ms, "
-          f"{differences.get('attend', 0.0):.1f} us of them in its call; watched "
+          f"{differences.get('attend', 0.0):.1f} us of them in Python's call and "
+          f"{differences.get('library', 0.0):.1f} in the library's; watched "
           f"{sum(differences.values()):.1f}", flush=True)
     return rows
 

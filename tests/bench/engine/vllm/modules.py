@@ -1,15 +1,16 @@
-"""Where the thread of an engine spends a pass: in which of the model's modules, and in attention's
-call to the server. Used by engine.py."""
+"""Where the thread of an engine spends a pass: in which of the model's modules, in attention's call
+to the server, and in the C library of that. Used by engine.py."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
-from typing import Any, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List
 
 from torch.nn.modules import module as hooks
 
-ATTEND, LAYER, REST = "attend", "layer", "rest"
+ATTEND, LAYER, LIBRARY, REST = "attend", "layer", "library", "rest"
 
 
 class _Watch:
@@ -37,6 +38,16 @@ class _Watch:
         """A part with that name begins."""
         self._open.append([name, time.perf_counter(), 0.0])
 
+    def watch(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as a part with that name."""
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.begin(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.end()
+        return call
+
     def end(self, *_: Any) -> None:
         """The part that began last ends; with the outermost one, a pass."""
         name, began, inner = self._open.pop()
@@ -54,32 +65,26 @@ def watched(engine: Any) -> Iterator[Dict[str, List[float]]]:
     """Seconds of each pass of vLLM's engine by parts, filled in at the end. All modules of the
     process are watched, which makes each call of one some microseconds longer."""
     # pylint: disable=import-outside-toplevel
+    from mla_client.streams.chains import Chain
     from mla_client.vllm.runtime import Runtime
 
     watch = _Watch()
     parts: Dict[str, List[float]] = {}
-    attend, step = Runtime.attend, engine.step
-
-    def attended(*args: Any, **kwargs: Any) -> None:
-        watch.begin(ATTEND)
-        attend(*args, **kwargs)
-        watch.end()
-
-    def stepped() -> Any:
-        watch.begin(REST)
-        try:
-            return step()
-        finally:
-            watch.end()
+    # Chains go on from pass to pass, and keep the library's function.
+    watched_ones = [(one, name, part, getattr(one, name)) for one, name, part in (
+        (Runtime, "attend", ATTEND), (engine, "step", REST),
+        *((one, "_call", LIBRARY) for one in gc.get_objects() if isinstance(one, Chain)))]
+    for one, name, part, function in watched_ones:
+        setattr(one, name, watch.watch(part, function))
     handles = [hooks.register_module_forward_pre_hook(watch.enter),
                hooks.register_module_forward_hook(watch.end)]
-    Runtime.attend, engine.step = attended, stepped  # type: ignore[method-assign]
     try:
         yield parts
     finally:
-        Runtime.attend, engine.step = attend, step  # type: ignore[method-assign]
+        for one, name, _, function in watched_ones:
+            setattr(one, name, function)
         for handle in handles:
             handle.remove()
-        for one in watch.passes:
-            for name, seconds in one.items():
+        for each in watch.passes:
+            for name, seconds in each.items():
                 parts.setdefault(name, []).append(seconds)

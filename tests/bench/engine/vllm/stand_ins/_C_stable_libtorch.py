@@ -1,6 +1,6 @@
 """Stands for vLLM's compiled operations, of which modules look up names when they are imported or
-built. None of them is called with attention on a server, eager, with dense layers, unquantised
-weights and `custom_ops=["none"]`."""
+built. None of them is called with attention on a server, with dense layers, unquantised weights
+and `custom_ops=["none"]`, but for the one that graphs need."""
 
 import torch
 
@@ -23,6 +23,8 @@ def _or_unsupported(self, wanted):
     try:
         return _found(self, wanted)
     except AttributeError:
+        if wanted == "weak_ref_tensor":  # which keeps no memory; this one does
+            return lambda tensor: tensor
         if "support" in wanted and self.name in PARTS:
             return lambda *args, **kwargs: False
         raise
