@@ -4,7 +4,9 @@
         "extra": {"target": "unix:/run/mla/mla.sock", "model_id": "four"}}'
 
 A model of DeepSeek-V3's attention shape with random weights, eager, bf16, dense layers, on the
-first GPU that is visible. "extra": of the connector. The program reads commands from its input, a
+first GPU that is visible. "extra": of the connector. "graphs": true: not eager, the work between
+two layers' attention is a CUDA graph; the environment then says VLLM_USE_BREAKABLE_CUDAGRAPH=1,
+which vLLM reads when it is imported. The program reads commands from its input, a
 line of JSON each, and answers each on its output by a line of JSON:
 
     {"requests": 32, "rows": 1024}     ends all requests and computes the prompts of others, so many
@@ -56,6 +58,7 @@ MOST_ROWS = 8192   # of a request
 PASS_ROWS = 2048   # of a pass with prompts, whose tensors fit the memory that is asked for
 VOCABULARY = 1024
 STACKS_S = 60.0    # after which the log gets the stacks of a command's threads
+GRAPHS = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 32]}
 MODES = ("server", "zeros")
 
 
@@ -76,20 +79,20 @@ def model(folder: str, layers: int) -> None:
 class Engine:
     """The engine, and its requests in either mode."""
 
-    def __init__(self, folder: str, layers: int, extra: Dict[str, Any]) -> None:
+    def __init__(self, folder: str, layers: int, extra: Dict[str, Any], graphs: bool) -> None:
         # pylint: disable=import-outside-toplevel
         from mla_client.vllm.runtime import Runtime
 
         model(folder, layers)
         self._llm = LLM(
             model=folder, dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True,
-            attention_backend="CUSTOM", enforce_eager=True, max_model_len=MOST_ROWS,
+            attention_backend="CUSTOM", enforce_eager=not graphs, max_model_len=MOST_ROWS,
             max_num_seqs=64, max_num_batched_tokens=PASS_ROWS, block_size=16,
             enable_prefix_caching=False, async_scheduling=False,
             gpu_memory_utilization=0.1,  # that must be free at the start
             # No compiled operation of vLLM's is needed so.
             ir_op_priority={"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
-            compilation_config={"mode": 0, "custom_ops": ["none"]},
+            compilation_config={"mode": 0, "custom_ops": ["none"], **(GRAPHS if graphs else {})},
             kv_transfer_config={
                 "kv_connector": "MlaServerConnector", "kv_role": "kv_both",
                 "kv_connector_extra_config": {"prefix_cache": False, **extra}})
@@ -217,7 +220,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(str(pathlib.Path(folder) / f"layers{options['layers']}"),
-                        options["layers"], options["extra"])
+                        options["layers"], options["extra"], options.get("graphs", False))
         answers.write("{}\n")  # it has started
         for line in sys.stdin:
             faulthandler.dump_traceback_later(STACKS_S, repeat=True)

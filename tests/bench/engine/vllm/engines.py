@@ -33,16 +33,18 @@ class EngineProcess:
     """An engine that starts while the caller goes on. Belongs to one thread."""
 
     def __init__(self, name: str, layers: int, target: str, memory: str,
-                 log: Optional[pathlib.Path], gpu: int = 0) -> None:
-        """`memory`: of MEMORIES. `gpu`: of the engine."""
+                 log: Optional[pathlib.Path], gpu: int = 0, graphs: bool = False) -> None:
+        """`memory`: of MEMORIES. `gpu`: of the engine. `graphs`: the work between two layers'
+        attention is a graph."""
         self.name = name
         extra = {"target": target, "model_id": name, "shared_bytes": SHARED_BYTES,
                  "device_bytes": MEMORIES[memory]}
-        options = {"layers": layers, "extra": extra}
+        options = {"layers": layers, "extra": extra, "graphs": graphs}
         # All GPUs stay visible, because the server's memory may be another one's.
         order = ",".join(map(str, [gpu, *[other for other in gpus() if other != gpu]]))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": order, "PYTHONPATH": os.pathsep.join(
-            [str(ROOT / "client" / "python"), os.environ.get("PYTHONPATH", "")])}
+            [str(ROOT / "client" / "python"), os.environ.get("PYTHONPATH", "")]),
+                       "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int(graphs))}
         self._log: Optional[IO[bytes]] = None
         if log is not None:
             self._log = open(log / f"{name}.log", "wb")  # pylint: disable=consider-using-with

@@ -3,7 +3,7 @@
     MLA_CLIENT_LIBRARY=libmla_ring.so python3 tests/bench/engine/vllm/layer_times.py
         --server mla-server [--layers 4,20,61] [--batch 1,32] [--memory device,host]
         [--context 1024] [--turns 7] [--bursts 5] [--seconds 300] [--server-gpu 0] [--json FILE]
-        [--logs FOLDER]
+        [--logs FOLDER] [--graphs]
 
 For each number of layers and each place of tensors there is an engine, which takes a few passes
 with attention and a few without ("zeros") in turn. A host's processor may change its speed for
@@ -19,6 +19,8 @@ turn's figure is the median of its differences.
 
 Each turn has a line of its own before them, with what it added. The last lines give the medians
 for each batch and memory as text.
+
+--graphs: engines are not eager, the work between two layers' attention is a CUDA graph.
 
 Under MPS worker and server run at the same time on one GPU. --server-gpu 1: the server has a GPU of
 its own. --seconds: no turn of a batch begins later.
@@ -133,11 +135,12 @@ def main() -> int:
     parser.add_argument("--memory", default=",".join(MEMORIES))
     parser.add_argument("--bursts", type=int, default=5, help="of passes of a kind in a turn")
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--graphs", action="store_true")
     flags = parser.parse_args()
     rows: List[Dict[str, Any]] = []
     with server_of(flags) as server:
         engines = {(memory, layers): EngineProcess(f"{memory}{layers}", layers, server.target,
-                                                   memory, flags.logs)
+                                                   memory, flags.logs, graphs=flags.graphs)
                    for layers in numbers(flags.layers)
                    for memory in flags.memory.split(",")}
         try:
