@@ -274,7 +274,7 @@ class NativeTest(RingCase):
             buffers = self.filled(client, model)
             with client.step([(sequence, 3)]) as step:
                 chain = step.chain(buffers, Profile.ABSORBED)
-                for field in ("in_on_gpu", "reserved"):
+                for field in ("in_on_gpu", "out_on_gpu"):
                     setattr(chain._entry, field, 2)
                     with self.assertRaises(errors.InvalidArgument) as caught:
                         chain.attend(0, gpu.stream.value)
