@@ -65,7 +65,8 @@ def run(name, folder, flags):
     kind, llm, extra = CASES[name]
     given, out = folder / f"{name}.json", folder / f"{name}.out.json"
     given.write_text(json.dumps({
-        "model": str(folder / kind), "llm": {**LLM, **llm}, "env": {**ENVIRONMENT, **MORE_ENVIRONMENT.get(name, {})},
+        "model": str(folder / kind), "llm": {**LLM, **llm},
+        "env": {**ENVIRONMENT, **MORE_ENVIRONMENT.get(name, {})},
         "extra": {"prefix_cache": False, **extra},
         "server": [[*SERVER, f"--gpu-device={flags.server_gpu}"]],
         "rounds": [{"logprobs": True}, {"logprobs": True}]}))

@@ -8,8 +8,8 @@ the call to the server, or the rest of the pass.
 One engine takes passes with attention and passes without it ("zeros") in turn. A row for each part:
 microseconds a layer in passes of either kind, without the parts in it, and how many more they are
 with attention. The modules of a layer have their own names ("q_b_proj"), "attend" is the adapter's
-call without that of the C library in it, "library" is that one, "rest" is what is outside of the model: its figures are of a layer, too, so that the sum of
-the differences is what a layer adds.
+call without that of the C library in it, "library" is that one, "rest" is what is outside of the
+model: its figures are of a layer, too, so that the sum of the differences is what a layer adds.
 
 --pin: a second round in which the engine's thread has a core to itself, and all other threads of
 the engine and of the server have the others. Cores that share a core's units are left free. If a
