@@ -239,6 +239,10 @@ class DebianTest(LongTest):
         page = (ROOT / "docs/install/packages.md").read_text(encoding="utf-8")
         (commands,) = re.findall(r"^(    install -d /srv/www (?:.*\n)*?)    systemctl", page, re.M)
         shutil.copytree(repository, root / "root/build/package/apt")
+        for path in (root / "etc/apt").rglob("*.list"):  # those of `install` have another folder
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            path.write_text("".join(line for line in lines if str(self.folder) not in line),
+                            encoding="utf-8")
         for _ in range(2):
             shown = run("chroot", root, "sh", "-ec", f"cd /root\n{commands}")
             self.assertIn("file:/srv/www/mla", shown)
