@@ -1,6 +1,6 @@
 // C++ client of mla-server: connections, models, sequences and the leases that keep them.
 //
-//   auto client = Client::Connect("unix:/run/mla/mla.sock", {});
+//   auto client = Client::Connect("unix:/run/mla-server/mla.sock", {});
 //   (*client)->RegisterModel(spec);
 //   auto sequence = (*client)->OpenSequence("my-model");
 //   auto session = (*client)->OpenSession();       // session.h: steps and attention

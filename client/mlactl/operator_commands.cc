@@ -52,35 +52,41 @@ constexpr char kQuotaNotes[] =
     "below what is in use takes nothing away; the tenant gets no more until it has released "
     "enough.\n";
 
+struct QuotaColumns {
+  bool all = false;     // else what a tenant does not use and was never refused is left out
+  bool digits = false;  // else bytes have units
+};
+
 // `name`: of the resource, which says its unit.
-std::string NumberText(const std::string& name, uint64_t number, bool wide) {
+std::string NumberText(const std::string& name, uint64_t number, bool digits) {
   if (number > uint64_t{INT64_MAX} - 1) return "none";
-  return wide ? absl::StrCat(number) : FieldForPeople(name, number);
+  return digits ? absl::StrCat(number) : FieldForPeople(name, number);
 }
 
-// Without `wide`, what a tenant does not use and was never refused is left out.
-std::string UsageLines(absl::string_view tenant, bool wide,
+std::string UsageLines(absl::string_view tenant, const QuotaColumns& columns,
                        const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& usages) {
   std::string text;
   for (const v1::QuotaUsage& usage : usages) {
     const bool set = usage.source() == v1::QUOTA_SOURCE_RUNTIME;
-    if (!wide && usage.used() == 0 && usage.refused() == 0 && !set) continue;
+    if (!columns.all && usage.used() == 0 && usage.refused() == 0 && !set) continue;
     const std::string source = absl::AsciiStrToLower(
         absl::StripPrefix(v1::QuotaSource_Name(usage.source()), "QUOTA_SOURCE_"));
     absl::StrAppendFormat(&text, "%-24s %-16s %16s %16s %-10s %8d\n", tenant, usage.name(),
-                          NumberText(usage.name(), usage.used(), wide),
-                          NumberText(usage.name(), usage.bound(), wide), source, usage.refused());
+                          NumberText(usage.name(), usage.used(), columns.digits),
+                          NumberText(usage.name(), usage.bound(), columns.digits), source,
+                          usage.refused());
   }
   return text;
 }
 
 std::string QuotaText(const google::protobuf::RepeatedPtrField<v1::TenantQuota>& tenants,
-                      const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& server, bool wide) {
+                      const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& server,
+                      const QuotaColumns& columns) {
   std::string text = absl::StrFormat("%-24s %-16s %16s %16s %-10s %8s\n", "tenant", "resource",
                                      "used", "bound", "from", "refused");
-  absl::StrAppend(&text, UsageLines("(server)", wide, server));
+  absl::StrAppend(&text, UsageLines("(server)", columns, server));
   for (const v1::TenantQuota& tenant : tenants) {
-    absl::StrAppend(&text, UsageLines(tenant.tenant(), wide, tenant.resources()));
+    absl::StrAppend(&text, UsageLines(tenant.tenant(), columns, tenant.resources()));
     absl::StrAppendFormat(&text, "%-24s %-16s %16d\n", tenant.tenant(), "weight", tenant.weight());
   }
   return text;
@@ -148,6 +154,13 @@ std::string HandOverText(const v1::DrainReply& reply) {
                       reply.handed_over_size(), " sequences moved\n");
 }
 
+// A server of release 0.1.0 moves sequences without the weights of their models, and cannot say so.
+std::string WeightsText(const v1::GetServerInfoReply& server) {
+  const auto& known = server.capabilities();
+  if (std::find(known.begin(), known.end(), "hand_over_weights") != known.end()) return "";
+  return "this server sends no weights: workers upload them where their sequences are now\n";
+}
+
 bool Left(const v1::DrainReply& reply) {
   return std::any_of(reply.handed_over().begin(), reply.handed_over().end(),
                      [](const v1::HandedOver& one) {
@@ -200,9 +213,13 @@ int Drain(const CommonOptions& common, const DrainOptions& options) {
   watch.reset();
   if (!reply.ok()) return Fail(reply.status());
   const v1::DrainReply plain = WithPlainTexts(*reply);
+  const bool moved =
+      std::any_of(plain.handed_over().begin(), plain.handed_over().end(),
+                  [](const auto& one) { return one.outcome() == v1::HAND_OVER_OUTCOME_MOVED; });
   const int code =
       Emit(common, ToJson(*reply),
            absl::StrCat(options.to.empty() ? "" : HandOverText(plain),
+                        moved ? WeightsText((*client)->info()) : "",
                         plain.drained() ? "drained: " : "not drained: ", plain.message(), "\n"));
   if (code != kOk) return code;
   // The server tells its clients where their sequences are for as long as it runs.
@@ -253,9 +270,10 @@ int ShowQuota(const CommonOptions& common, const v1::GetQuotaRequest& request) {
   return CallAndPrint(
       common, [&](client::Client* client) { return client->GetQuota(request); },
       [&](const v1::GetQuotaReply& reply) {
-        // The table of a single tenant has every column.
-        return request.all() ? QuotaText(reply.tenants(), reply.server(), common.wide)
-                             : QuotaText(reply.tenants(), {}, true);
+        // The table of a single tenant has every resource.
+        return request.all() ? QuotaText(reply.tenants(), reply.server(),
+                                         {.all = common.wide, .digits = common.wide})
+                             : QuotaText(reply.tenants(), {}, {.all = true, .digits = common.wide});
       });
 }
 
@@ -266,10 +284,10 @@ int SetQuota(const CommonOptions& common, const v1::SetQuotaRequest& request) {
   }
   return CallAndPrint(
       common, [&](client::Client* client) { return client->SetQuota(request); },
-      [](const v1::SetQuotaReply& reply) {
+      [&](const v1::SetQuotaReply& reply) {
         google::protobuf::RepeatedPtrField<v1::TenantQuota> one;
         *one.Add() = reply.quota();
-        return QuotaText(one, {}, true);
+        return QuotaText(one, {}, {.all = true, .digits = common.wide});
       });
 }
 

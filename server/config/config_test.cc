@@ -12,6 +12,7 @@
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "server/config/yaml_file.h"
 
@@ -424,6 +425,15 @@ TEST(ConfigTest, ExampleFileIsTheTable) {
     EXPECT_THAT(loaded.origin.at(key.name), HasSubstr("file ")) << key.name;
     EXPECT_EQ(ValueText(key, loaded.config), ValueText(key, Config())) << key.name;
   }
+}
+
+// An operator who takes the comment signs away has quotas.
+TEST(ConfigTest, QuotasOfTheExampleFileCanBeUsed) {
+  const File file(absl::StrReplaceAll(
+      ExampleYaml(), {{"  # quotas:\n", "  quotas:\n"}, {"  #   research:", "    research:"}}));
+  const auto loaded = LoadConfig({"--config=" + file.path()}, {});
+  EXPECT_THAT(loaded.faults, IsEmpty());
+  EXPECT_EQ(loaded.config.tenants.quotas.at("research").weight, 2);
 }
 
 TEST(ConfigTest, DocumentedReferenceIsTheTable) {

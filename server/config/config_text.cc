@@ -99,6 +99,12 @@ std::string HelpText() {
   return out;
 }
 
+// Follows the keys of tenants in the example file: quotas have names that the table does not know.
+constexpr char kExampleQuotas[] =
+    "  # Bounds of tenants by name, in place of those above.\n"
+    "  # quotas:\n"
+    "  #   research: {kv_bytes: 32GiB, sequences: 200, weight: 2}\n";
+
 std::string ExampleYaml() {
   std::string out =
       "# Every key at its default. Environment names and flags override this file:\n"
@@ -106,7 +112,10 @@ std::string ExampleYaml() {
   std::string group;
   for (const ConfigKey& key : ConfigKeys()) {
     const std::vector<std::string> parts = absl::StrSplit(key.name, absl::MaxSplits('.', 1));
-    if (parts[0] != group) absl::StrAppend(&out, "\n", parts[0], ":\n");
+    if (parts[0] != group) {
+      if (group == "tenants") absl::StrAppend(&out, kExampleQuotas);
+      absl::StrAppend(&out, "\n", parts[0], ":\n");
+    }
     group = parts[0];
     std::string comment = key.meaning;
     if (const std::string range = RangeText(key); !range.empty()) {

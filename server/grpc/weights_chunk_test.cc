@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -55,6 +57,30 @@ TEST(WeightsChunkTest, WeightsThatAreNoNumbers) {
     EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).reason,
               "not_finite");
     EXPECT_EQ(DetailOf(ParseWeightsChunk(set(c.index, c.bits), Model(), &bytes)).got, c.got);
+  }
+}
+
+// A chunk of three heads has more elements than are checked at a time, and some that are left over.
+TEST(WeightsChunkTest, EveryPatternAtEveryPlace) {
+  v1::UploadWeightsRequest::Chunk chunk;
+  chunk.set_layer(1);
+  chunk.set_head_count(3);
+  chunk.set_payload(std::string(3 * 32 * (16 + 16) * 2, '\0'));
+  const auto accepted = [&chunk](size_t index, uint16_t bits) {
+    char* const at = chunk.mutable_payload()->data() + 2 * index;
+    std::memcpy(at, &bits, 2);
+    int64_t bytes = 0;
+    const bool ok = ParseWeightsChunk(chunk, Model(), &bytes).ok();
+    std::memset(at, 0, 2);
+    return ok;
+  };
+  for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
+    const bool good = std::abs(kernels::ToFloat(static_cast<uint16_t>(bits))) < 1048576;  // no NaN
+    ASSERT_EQ(accepted(bits % 3072, static_cast<uint16_t>(bits)), good) << bits;
+  }
+  for (size_t index = 0; index < 3072; ++index) {
+    ASSERT_TRUE(accepted(index, 0xc97f)) << index;
+    ASSERT_FALSE(accepted(index, 0x4980)) << index;
   }
 }
 

@@ -184,6 +184,7 @@ absl::StatusOr<std::unique_ptr<OpsHttp>> OpsHttp::Start(const std::string& addre
   std::unique_ptr<OpsHttp> port(new OpsHttp(limit, std::move(paths)));
   unsigned flags = MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_POLL;
   if (addresses->ai_family == AF_INET6) flags |= MHD_USE_IPv6;
+  errno = 0;
   MHD_Daemon* daemon = MHD_start_daemon(
       flags, 0, nullptr, nullptr, OpsHttpCallbacks::Handle, port.get(), MHD_OPTION_SOCK_ADDR,
       addresses->ai_addr, MHD_OPTION_NOTIFY_CONNECTION, OpsHttpCallbacks::Notify, port.get(),
@@ -193,7 +194,8 @@ absl::StatusOr<std::unique_ptr<OpsHttp>> OpsHttp::Start(const std::string& addre
       kIdleSeconds, MHD_OPTION_CONNECTION_MEMORY_LIMIT, size_t{32768},
       MHD_OPTION_LISTEN_BACKLOG_SIZE, kBacklog, MHD_OPTION_END);
   if (daemon == nullptr) {
-    return absl::UnavailableError(absl::StrCat("ops.listen: cannot bind ", address));
+    const std::string why = errno != 0 ? absl::StrCat(": ", std::strerror(errno)) : "";
+    return absl::UnavailableError(absl::StrCat("ops.listen: cannot bind ", address, why));
   }
   port->daemon_ = daemon;
   port->port_ = MHD_get_daemon_info(daemon, MHD_DAEMON_INFO_BIND_PORT)->port;

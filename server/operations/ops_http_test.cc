@@ -36,7 +36,9 @@ TEST(OpsHttpTest, AnswersFixedPathsOnly) {
   EXPECT_EQ((*port)->Answer("GET", "/../a", {}).status, 404);
   EXPECT_EQ((*port)->Answer("DELETE", "/a", {}).status, 405);
   const std::string taken = "127.0.0.1:" + std::to_string((*port)->port());
-  EXPECT_TRUE(absl::IsUnavailable(OpsHttp::Start(taken, 2, {}).status()));
+  const absl::Status refused = OpsHttp::Start(taken, 2, {}).status();
+  EXPECT_TRUE(absl::IsUnavailable(refused));
+  EXPECT_THAT(refused.message(), HasSubstr(taken + ": Address already in use"));
   EXPECT_TRUE(absl::IsInvalidArgument(OpsHttp::Start("host", 2, {}).status()));
 }
 

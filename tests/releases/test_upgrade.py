@@ -68,6 +68,7 @@ class UpgradeTest(unittest.TestCase):
             f"--tls-ca={files['ca']}", f"--tls-cert={files['cert']}", f"--tls-key={files['key']}",
             "--timeout-ms=60000")
         self.assertEqual(code, 0, said)
+        self.assertEqual("this server sends no weights" in said, self.old.name == "0.1.0", said)
         for worker in workers:
             line = worker.stdout.readline()
             self.assertEqual(line, "moved\n", worker.stderr.read() if not line else "")

@@ -30,7 +30,7 @@ std::string Text(const ModelSize& model, const Load& load, const Sizing& size) {
        absl::StrCat(BytesForPeople(static_cast<double>(load.memory_bytes)), ", ",
                     CountForPeople(static_cast<double>(size.server_tokens)), " tokens"));
   line("conversations on a server",
-       absl::StrCat(size.server_sessions, " of ", load.tokens, " tokens"));
+       absl::StrCat(size.server_sessions, ", each of ", load.tokens, " tokens"));
   line("weights for prefill", BytesForPeople(static_cast<double>(size.weight_bytes)));
   line("a decoded token on the wire",
        BytesForPeople(static_cast<double>(size.step_bytes)) + " (EXPANDED, bf16)");

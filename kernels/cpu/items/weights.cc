@@ -15,36 +15,105 @@ Byte* Element(const KernelSet& kernels, Byte* panels, int64_t panel_bytes, int32
 }
 
 // Addresses of the groups of a matrix in B panels: the elements of G rows in one column, which lie
-// together. Offsets of rows and of columns add up, so that one of each is enough.
+// together. Offsets of rows and of columns add up.
 class Groups {
  public:
   Groups(const KernelSet& kernels, int64_t panel_bytes)
-      : kernels_(kernels), panel_bytes_(panel_bytes) {
-    for (int32_t n = 0; n < kPanel; ++n) columns_[n] = PanelOffset(kernels, 0, n);
-  }
-  // Calls visit(column, offset) for the group of each column in the rows from `k` on.
+      : kernels_(kernels), panel_bytes_(panel_bytes) {}
+  // Calls visit(column, offset) for the first column of each full panel in the rows from `k` on.
   template <typename Visit>
-  void ForColumns(int32_t k, int32_t columns, const Visit& visit) const {
+  void ForPanels(int32_t k, int32_t columns, const Visit& visit) const {
     int64_t panel = PanelOffset(kernels_, k, 0);
-    for (int32_t first = 0; first < columns; first += kPanel, panel += panel_bytes_) {
-      const int32_t end = std::min(columns - first, kPanel);
-      for (int32_t n = 0; n < end; ++n) visit(first + n, panel + columns_[n]);
+    for (int32_t n = 0; n + kPanel <= columns; n += kPanel, panel += panel_bytes_) visit(n, panel);
+  }
+  // Calls visit(column, offset) for the group of each column in the panel that is not full.
+  template <typename Visit>
+  void ForLastColumns(int32_t k, int32_t columns, const Visit& visit) const {
+    for (int32_t n = columns - columns % kPanel; n < columns; ++n) {
+      visit(n, n / kPanel * panel_bytes_ + PanelOffset(kernels_, k, n % kPanel));
     }
   }
 
  private:
   const KernelSet& kernels_;
   const int64_t panel_bytes_;
-  int64_t columns_[kPanel];
 };
 
+// Eight elements, bit by bit.
+using Eight = uint16_t __attribute__((vector_size(16)));
+
+Eight LoadEight(const void* from) {
+  Eight eight;
+  std::memcpy(&eight, from, sizeof eight);
+  return eight;
+}
+void StoreEight(const Eight& eight, void* to) { std::memcpy(to, &eight, sizeof eight); }
+
+// The elements of `a` and `b` in turn: those of their first halves, and of their second ones.
+Eight FirstInTurn(const Eight& a, const Eight& b) {
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+}
+Eight SecondInTurn(const Eight& a, const Eight& b) {
+  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+
+// Transposes 8 x 8 elements. Rows i and i + 4 in turn rotate the bits of an element's place by one;
+// after three times row and column have changed places.
+void Transpose(Eight (&rows)[8]) {
+  for (int round = 0; round < 3; ++round) {
+    Eight next[8];
+    for (int i = 0; i < 4; ++i) {
+      next[2 * i] = FirstInTurn(rows[i], rows[i + 4]);
+      next[2 * i + 1] = SecondInTurn(rows[i], rows[i + 4]);
+    }
+    std::memcpy(&rows, &next, sizeof rows);
+  }
+}
+
+// Pack and unpack G rows of a panel's columns, whose elements of one row are `columns` apart from
+// those of the next one. The group of each column begins at `panel` + PanelOffset.
+template <int G>
+void PackPanel(const Bf16* matrix, int64_t columns, std::byte* panel) {
+  for (int32_t n = 0; n < kPanel; n += 8, matrix += 8) {
+    if constexpr (G == 2) {
+      const Eight first = LoadEight(matrix), second = LoadEight(matrix + columns);
+      StoreEight(FirstInTurn(first, second), panel + n * 4);
+      StoreEight(SecondInTurn(first, second), panel + n * 4 + 16);
+    } else {
+      Eight rows[8];
+      for (int i = 0; i < 8; ++i) rows[i] = LoadEight(matrix + i * columns);
+      Transpose(rows);
+      for (int i = 0; i < 8; ++i) StoreEight(rows[i], panel + i % 4 * 64 + (n + i) / 4 * 16);
+    }
+  }
+}
+template <int G>
+void UnpackPanel(const std::byte* panel, int64_t columns, Bf16* matrix) {
+  for (int32_t n = 0; n < kPanel; n += 8, matrix += 8) {
+    if constexpr (G == 2) {
+      const Eight first = LoadEight(panel + n * 4), second = LoadEight(panel + n * 4 + 16);
+      StoreEight(__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14), matrix);
+      StoreEight(__builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15),
+                 matrix + columns);
+    } else {
+      Eight rows[8];
+      for (int i = 0; i < 8; ++i) rows[i] = LoadEight(panel + i % 4 * 64 + (n + i) / 4 * 16);
+      Transpose(rows);
+      for (int i = 0; i < 8; ++i) StoreEight(rows[i], matrix + i * columns);
+    }
+  }
+}
+
 // Pack and unpack the rows [0, k) of a row-major matrix, G at a time; k is a multiple of G, which
-// is the k_group of bf16 operands.
+// is the k_group of bf16 operands. Columns of the last panel, if it is not full, go one by one.
 template <int G>
 void PackGroups(const Groups& groups, const Bf16* matrix, int32_t k, int32_t columns,
                 std::byte* panels) {
   for (int32_t i = 0; i < k; i += G, matrix += int64_t{G} * columns) {
-    groups.ForColumns(i, columns, [&](int32_t n, int64_t offset) {
+    groups.ForPanels(i, columns, [&](int32_t n, int64_t offset) {
+      PackPanel<G>(matrix + n, columns, panels + offset);
+    });
+    groups.ForLastColumns(i, columns, [&](int32_t n, int64_t offset) {
       for (int32_t j = 0; j < G; ++j) {
         std::memcpy(panels + offset + j * int64_t{sizeof(Bf16)}, matrix + int64_t{j} * columns + n,
                     sizeof(Bf16));
@@ -56,7 +125,10 @@ template <int G>
 void UnpackGroups(const Groups& groups, const std::byte* panels, int32_t k, int32_t columns,
                   Bf16* matrix) {
   for (int32_t i = 0; i < k; i += G, matrix += int64_t{G} * columns) {
-    groups.ForColumns(i, columns, [&](int32_t n, int64_t offset) {
+    groups.ForPanels(i, columns, [&](int32_t n, int64_t offset) {
+      UnpackPanel<G>(panels + offset, columns, matrix + n);
+    });
+    groups.ForLastColumns(i, columns, [&](int32_t n, int64_t offset) {
       for (int32_t j = 0; j < G; ++j) {
         std::memcpy(matrix + int64_t{j} * columns + n, panels + offset + j * int64_t{sizeof(Bf16)},
                     sizeof(Bf16));

@@ -124,6 +124,7 @@ class PodmanTest(LongTest):
         self.podman("load", "-i", archive)
         self.podman("run", "--detach", "--name=server", "--read-only", "--cap-drop=ALL",
                     "--security-opt=no-new-privileges", "--network=none",
+                    f"--volume={self.sockets()}:/run/mla",
                     "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", name, *SMALL)
         self.addCleanup(self.podman, "rm", "--force", "server", check=False)
         for _ in range(100):
@@ -131,6 +132,13 @@ class PodmanTest(LongTest):
                 return
             time.sleep(0.2)
         self.fail(self.podman("logs", "server"))
+
+    def sockets(self):
+        """A folder of the host's for the image's sockets."""
+        folder = self.folder / "sockets"
+        folder.mkdir(exist_ok=True)
+        os.chown(folder, 65532, 65532)
+        return folder
 
     def stop(self):
         """Stops it; it must have drained and ended with 0."""
@@ -167,6 +175,9 @@ class ImageTest(PodmanTest):
         size = int(self.podman("image", "inspect", "--format", "{{.Size}}", name))
         self.assertLess(size, MOST_IMAGE_BYTES)
         self.assertIn("agree", self.podman("exec", "server", "mlactl", "attend"))
+        # A worker of the host, with its tensors in shared memory.
+        self.assertIn("over ring", run(ROOT / ".bazel/bin/client/mlactl/mlactl", "attend",
+                                       f"--target=unix:{self.sockets()}/mla.sock"))
         mounted = pathlib.Path(self.podman("mount", "server").strip())
         status = (mounted / "var/lib/dpkg/status").read_text(encoding="utf-8")
         bill = json.loads((mounted / "usr/share/doc/mla-server/sbom.spdx.json").read_text())
@@ -216,6 +227,27 @@ class DebianTest(LongTest):
         shutil.rmtree(inside, ignore_errors=True)
         shutil.copytree(repository, inside)
 
+    def check_groups(self, root):
+        """Every group that a unit of the package names is there."""
+        for unit in (root / "lib/systemd/system").glob("mla-server*.service"):
+            text = unit.read_text(encoding="utf-8")
+            for group in re.search(r"^SupplementaryGroups=(.*)$", text, re.M).group(1).split():
+                self.assertIn(f"{group}:", run("chroot", root, "getent", "group", group))
+
+    def check_page(self, root, repository):
+        """The commands of the page on packages install from a repository, also a second time."""
+        page = (ROOT / "docs/install/packages.md").read_text(encoding="utf-8")
+        (commands,) = re.findall(r"^(    install -d /srv/www (?:.*\n)*?)    systemctl", page, re.M)
+        shutil.copytree(repository, root / "root/build/package/apt")
+        for path in (root / "etc/apt").rglob("*.list"):  # those of `install` have another folder
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            path.write_text("".join(line for line in lines if str(self.folder) not in line),
+                            encoding="utf-8")
+        for _ in range(2):
+            shown = run("chroot", root, "sh", "-ec", f"cd /root\n{commands}")
+            self.assertIn("file:/srv/www/mla", shown)
+        self.assertFalse((root / "srv/www/mla/apt").exists())
+
     def test_packages_are_installed_and_are_the_same_twice(self):
         output = self.folder / "packages"
         package("deb", output)
@@ -227,7 +259,8 @@ class DebianTest(LongTest):
         inside = ["chroot", root]
         self.assertIn(f"mla-server {common.version()}", run(*inside, "mla-server", "--version"))
         run(*inside, "mla-server", "--check-config", "--config=/etc/mla-server/server.yaml", *SMALL)
-        self.assertIn("mla-workers", run(*inside, "getent", "group", "mla-workers"))
+        self.check_groups(root)
+        self.check_page(root, output / "apt")
         script = root / "usr/share/bash-completion/completions/mlactl"
         self.assertIn("complete", script.read_text(encoding="utf-8"))
         listed = run(*inside, "dpkg", "--listfiles", "mlactl", "mla-server")

@@ -60,7 +60,10 @@ TEST(MlactlOperatorTest, QuotasAreSetShownAndReset) {
   const Result set = Call(server, absl::StrCat("set-quota ", kTenant,
                                                " --bounds=sequences=3,kv_bytes=4MiB --weight=5"));
   EXPECT_EQ(set.code, 0) << set.output;
-  EXPECT_THAT(set.output, HasSubstr("runtime"));
+  EXPECT_THAT(set.output, AllOf(HasSubstr("runtime"), HasSubstr("4.00 MiB")));
+  for (const auto& [flags, bound] : {std::pair("", "4.00 MiB"), {" -o wide", "4194304"}}) {
+    EXPECT_THAT(Call(server, absl::StrCat("quota ", kTenant, flags)).output, HasSubstr(bound));
+  }
   EXPECT_EQ(Quota(server, "sequences")["bound"], "3");
   EXPECT_EQ(Quota(server, "sequences")["source"], "QUOTA_SOURCE_RUNTIME");
   EXPECT_EQ(Quota(server, "kv_bytes")["bound"], absl::StrCat(4 << 20));
