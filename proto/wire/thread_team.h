@@ -1,11 +1,12 @@
 // Threads that share the work of one message: copies of large tensors, or checks of index lists.
 //
-// One core copies at 6 to 13 GB/s what other cores have written, four at 26 to 38: for megabytes on
-// their way into staging memory or a shared-memory region this is most of a request's cost
-// (docs/benchmarks/wire.md). The caller works too, and helpers take the remaining pieces when they
-// come. So a team whose helpers sleep through a job is as fast as the caller alone, less the cost
-// of waking them. A helper that loses its core in the midst of a piece is waited for, first
-// spinning, then asleep: teams larger than the number of usable CPUs are slower than smaller ones.
+// One core copies data that other cores have written at 6 to 13 GB/s, and four cores at 26 to 38
+// GB/s. Copies into staging memory or a shared-memory region are most of the cost of a request with
+// megabytes of tensors (docs/benchmarks/wire.md). The caller works too, and helpers take the pieces
+// that are left when they come. So a team whose helpers sleep through a job is as fast as the
+// caller alone, less the cost of waking them. The caller waits for a helper that loses its core in
+// the midst of a piece, first spinning, then asleep. Teams larger than the number of usable CPUs
+// are therefore slower than smaller ones.
 //
 // Helpers spin for a while after a job that was shared and then sleep until the next one. Small
 // copies are the caller's own. Threading: Run and Gather from any thread; one that finds the team
@@ -28,8 +29,8 @@
 namespace mla::wire {
 
 struct ThreadTeamOptions {
-  // Threads that work, including the caller of Run; 1 or less: no helpers. If the system has no
-  // more threads, the team uses the threads it got.
+  // Threads that work, including the caller of Run; with 1 or less there are no helpers. If the
+  // system refuses threads, the team uses the threads it got.
   int32_t threads = 1;
   int32_t spin_us = 0;  // spin time of a helper after a shared job
 };
@@ -60,8 +61,8 @@ class ThreadTeam final {
   void Copy(Fragment from, std::byte* to) { Gather({&from, 1}, 0, from.size(), to); }
 
   int32_t threads() const { return static_cast<int32_t>(helpers_.size()) + 1; }
-  // Returns the number of pieces that helpers have done since the start, including all pieces of
-  // returned jobs.
+  // Returns the number of pieces that helpers have done since the start. When Run returns, the
+  // pieces of its job are counted.
   uint64_t helped() const { return helped_.load(std::memory_order_relaxed); }
 
  private:

@@ -103,7 +103,7 @@ void LaunchCost::Observe(const BatchKey& key, const LaunchUnits& units, int64_t 
   const double predicted = kLaunchNanos + absorbed + expanded + pages;
   const double took = std::max<double>(static_cast<double>(nanos), 1);
   const double factor = std::clamp(took / predicted, 1 / kMostFactor, kMostFactor);
-  // Each rate takes the blame in proportion to its share of the prediction.
+  // Each rate is corrected in proportion to its share of the predicted time.
   Follow(&rates->absorbed, absorbed / predicted, factor);
   Follow(&rates->expanded, expanded / predicted, factor);
   Follow(&pages_, pages / predicted, factor);

@@ -4,9 +4,9 @@
 // Service is counted by start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant, and
 // each queue within it, has a virtual time. It advances by the KV bytes of the work launched for
 // it; a tenant's advances by these bytes divided by its weight. The tenant with the least virtual
-// time goes first, and within it the queue with the least. A tenant that was idle,
-// or whose requests could not go, starts at the time of the tenant now served. So it neither saves
-// up service nor pays for the service of others.
+// time goes first, and within it the queue with the least. A tenant that was idle, or whose
+// requests could not go, starts at the time of the tenant now served. So it neither saves up
+// service nor pays for the service of others.
 //
 // A request whose rows are launched in parts keeps its place in its queue. Requests are linked
 // through their engine fields: queueing allocates nothing once the pools are warm. A tenant without

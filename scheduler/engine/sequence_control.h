@@ -1,6 +1,6 @@
-// The calls about sequences: opens, matches, forks, cuts, lists, releases and evicts them, and
-// renews their leases. Finds what a call names, checks that a drain allows it, and calls the
-// tables.
+// Carries out the calls about sequences: it opens, matches, forks, cuts, lists, releases and evicts
+// them, and renews their leases. It finds the sequences that a call names, checks that a drain
+// allows the call, and calls the tables.
 //
 // Threading: the engine role.
 #ifndef MLA_SCHEDULER_ENGINE_SEQUENCE_CONTROL_H_

@@ -122,7 +122,7 @@ class Simulation {
     return tokens_.Chain(m.tenant, m.layout, kLayouts[m.layout].page_size, m.tokens);
   }
 
-  // Says of a sequence what its rows are, and of some that are to come.
+  // Tells the cache what the sequence's rows stand for, and what some rows after them will.
   void Declare(SeqSlot s) {
     ModelSequence& m = model_[s];
     if (m.reserved >= 0 || m.rows.empty()) return;
@@ -134,8 +134,8 @@ class Simulation {
     histories_[static_cast<size_t>(Below(static_cast<int32_t>(histories_.size())))] = m;
   }
 
-  // Matches the tokens of some sequence there was, changed at the end or as they are, which may be
-  // of another tenant or layout.
+  // Matches the tokens that a sequence had, unchanged or with another end. That sequence may have
+  // been of another tenant or layout.
   void TakePrefix(SeqSlot s, const ModelSequence& known) {
     ModelSequence& m = model_[s];
     m.tokens = known.tokens;

@@ -1,4 +1,5 @@
-// The requests that wait for a launch: which of them may go, and which have waited for too long.
+// Holds the requests that wait for a launch, and finds those that may go and those that have waited
+// for too long.
 //
 // Ownership: borrows the objects of StepParts; requests stay the transport's until they are
 // answered. Threading: the engine role.

@@ -407,7 +407,7 @@ HandOver::Try HandOver::MoveOver(PeerServer& peer, PeerServer::Use* stream,
   *ended = false;
   // The address may lead to another server by now.
   if (absl::Status same = peer.Ask(*stream->get()); !same.ok()) {
-    // The name may lead to several servers, of which another stream has the right one.
+    // The name may lead to several servers; then another stream may be connected to the right one.
     *ended = !Stopping() && stream->End();
     if (!*ended) peer.SetFull();
     return {.status = same};

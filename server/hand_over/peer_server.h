@@ -81,11 +81,11 @@ class PeerServer final {
   absl::Status CheckBootId(uint64_t boot_id) const;
   absl::Status CheckAnswer(const scheduler::TenantSequence& sequence,
                            const v1::ImportReply& reply) const;
-  // Ends the calls of all streams, and what waits for one.
+  // Ends the calls of all streams, and the waits for a free stream.
   void Cancel();
 
-  // Bytes of KV cache that are free there, as far as this server knows: what it said, less what has
-  // been promised since.
+  // Returns how many bytes of KV cache are free on the peer, as far as this server knows: the
+  // number that the peer sent last, less the bytes that Promise has counted since.
   int64_t free_bytes() const;
   // Counts bytes as taken, or as free again if they are negative.
   void Promise(int64_t bytes);

@@ -75,7 +75,8 @@ T* LineOf(T* memory) {
 }
 
 #if defined(__x86_64__)
-// Indexed by a mask of eight entries: the lanes of the kept entries, 3 bits each.
+// Returns a table that gives, for each mask of eight entries, the lanes of the kept entries in 3
+// bits each.
 constexpr std::array<uint32_t, 256> MakeKeptLanes() {
   std::array<uint32_t, 256> table{};
   for (uint32_t bits = 0; bits < 256; ++bits) {

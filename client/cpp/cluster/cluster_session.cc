@@ -65,7 +65,7 @@ absl::Status ClusterSession::DivideRotations(const v1::ModelSpec& model,
 void ClusterSession::BeginPart(const std::string& model_id, BeginOptions options,
                                ClusterStep::Part* part) {
   if (!part->rotations.empty()) options.rotations = part->rotations;
-  // The second time over a new stream, if the one that there was turns out to be broken.
+  // If the stream turns out to be broken, the second turn goes over a new one.
   for (int turn = 0; turn < 2; ++turn) {
     auto session = SessionOn(part->connection);
     part->error = session.status();

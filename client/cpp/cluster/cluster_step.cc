@@ -43,7 +43,7 @@ struct PendingClusterAttend::Whole {
 PendingClusterAttend::PendingClusterAttend() = default;
 PendingClusterAttend::PendingClusterAttend(PendingClusterAttend&&) noexcept = default;
 PendingClusterAttend& PendingClusterAttend::operator=(PendingClusterAttend&&) noexcept = default;
-// The parts wait.
+// The destructors of the parts wait for their replies.
 PendingClusterAttend::~PendingClusterAttend() = default;
 
 absl::StatusOr<AttendTimes> PendingClusterAttend::Wait() {

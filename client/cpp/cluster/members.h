@@ -25,11 +25,12 @@ namespace mla::client {
 
 using fleet::Member;
 
-// Members of a cluster, and bytes of one's value: beyond them something is wrong with the registry.
+// Bounds of what a registry may say. No cluster needs as much, so a registry that exceeds them is
+// faulty.
 inline constexpr size_t kMostMembers = 4096;
-inline constexpr size_t kMostValueBytes = size_t{64} << 10;
-inline constexpr size_t kMostText = 256;
-inline constexpr int kMostDigests = 256;
+inline constexpr size_t kMostValueBytes = size_t{64} << 10;  // of a member's JSON
+inline constexpr size_t kMostText = 256;                     // bytes of a field of text
+inline constexpr int kMostDigests = 256;                     // of models, in a member
 
 // Parses a value of a registry. INVALID_ARGUMENT, with the field, if it is not a member.
 absl::StatusOr<Member> ParseMember(std::string_view json);

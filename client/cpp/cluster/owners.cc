@@ -57,7 +57,8 @@ class Asked final {
     --left_;
     changed_.NotifyAll();
   }
-  // Returns once all have come, or at `end`. Answers that have not come by then are absent.
+  // Waits until all answers have come, but not beyond `end`. Answers that come later are absent
+  // from the result.
   std::vector<Answer> Wait(std::chrono::steady_clock::time_point end) {
     MutexLock lock(mutex_);
     changed_.WaitUntil(lock, end,

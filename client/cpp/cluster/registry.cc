@@ -173,7 +173,7 @@ class EtcdRegistry final : public Registry {
   }
 
  private:
-  // The characters of an address that every tool takes in a key.
+  // Returns a key for an address: characters that some tools refuse in keys become '_'.
   static std::string KeyOf(std::string address) {
     for (char& one : address) {
       if (!absl::ascii_isalnum(static_cast<unsigned char>(one)) &&

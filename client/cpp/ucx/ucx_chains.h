@@ -43,7 +43,7 @@ class UcxChains final {
   // The outputs of the entry with this tag are in the arena, or will not come. Does nothing for
   // entries that are not chained.
   void Complete(uint64_t tag);
-  // As Complete, for all entries.
+  // Completes all entries, as Complete does with one.
   void Release();
 
  private:

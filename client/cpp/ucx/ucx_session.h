@@ -16,15 +16,16 @@
 namespace mla::client {
 
 struct UcxSessionOptions {
-  std::string tenant;  // sent without TLS only; empty: the server's default
-  uint64_t bytes = 0;  // for tensors
-  uint64_t boot_id = 0;
+  std::string tenant;                        // sent without TLS only; empty: the server's default
+  uint64_t bytes = 0;                        // for tensors
+  uint64_t boot_id = 0;                      // the server must have this one; see ServerInfo
   std::chrono::milliseconds timeout{10000};  // of opening
-  UcxMemoryOptions memory;                   // its `spin` is asked of the server, too
+  UcxMemoryOptions memory;                   // the server is asked to spin for as long
 };
 
-// UNAVAILABLE: this process cannot use UCX. Otherwise errors are the server's. ABORTED: the server
-// has another boot id. The object has a thread that waits for the end of the call.
+// Returns the ring, which keeps the call open: its thread waits for the end of the call.
+// UNAVAILABLE if this process cannot use UCX, ABORTED if the server has another boot id; other
+// errors are the server's.
 absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcxRing(std::shared_ptr<grpc::Channel> channel,
                                                        const UcxSessionOptions& options);
 

@@ -1,5 +1,5 @@
-// Charts as SVG text: lines over a linear or logarithmic axis, a legend, titles and descriptions
-// for screen readers. No scripts and no embedded fonts.
+// Draws charts as SVG text: lines over a linear or logarithmic axis, a legend, and titles and
+// descriptions for screen readers. The text has neither scripts nor embedded fonts.
 #ifndef MLA_CLIENT_MLACTL_BENCH_SVG_PLOT_H_
 #define MLA_CLIENT_MLACTL_BENCH_SVG_PLOT_H_
 

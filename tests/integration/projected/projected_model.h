@@ -26,7 +26,7 @@ v1::ModelSpec SpecOf(const ProjectedDims& dims, const std::string& id);
 
 // bf16 weights of each layer: W_UQ [heads, nope + rope, q_lora] and W_O [hidden, heads * v].
 struct ProjectedWeights {
-  Weights up;
+  Weights up;  // W_UK and W_UV
   std::vector<std::vector<uint16_t>> uq, wo;
 };
 ProjectedWeights RandomProjectedWeights(const ProjectedDims& dims, std::mt19937_64* random);
@@ -46,8 +46,9 @@ Fp8Matrix Quantize(size_t rows, size_t columns, std::mt19937_64* random,
 // Cosine distance of a row of `dtype` from the right one.
 double CosineDistance(const std::vector<double>& want, const void* got, v1::DType dtype);
 
-// The chunks of W_UQ and W_O of heads [begin, end) of all layers. `fp8`: as e4m3 codes with scales
-// of blocks; `weights` then becomes what these stand for. REQUIRES: dims are as those of `weights`.
+// Returns the chunks of W_UQ and W_O of heads [begin, end) of all layers. With `fp8` the chunks
+// have e4m3 codes with a scale a block, and `weights` is replaced by the values of the codes.
+// REQUIRES: `weights` has these dims.
 std::vector<client::WeightsChunk> ProjectedChunks(const ProjectedDims& dims, int begin, int end,
                                                   bool fp8, ProjectedWeights* weights);
 
@@ -62,8 +63,9 @@ class ProjectedWorker final {
                   uint64_t seed);
   absl::Status Upload(bool fp8);
   absl::StatusOr<ProjectedTrack> Open();
-  // Runs one whole step as Worker::Step does. `worst` is raised to the largest cosine distance of a
-  // row of hidden states from the model in double precision.
+  // Runs one whole step as Worker::Step does; EndStep keeps `keep[i]` rows of `tracks[i]` (empty:
+  // all). `worst` is raised to the largest cosine distance of a row of hidden states from the model
+  // in double precision.
   absl::Status Step(const std::vector<ProjectedTrack*>& tracks, const std::vector<uint32_t>& rows,
                     v1::DType dtype, double* worst, const std::vector<uint32_t>& keep = {});
   client::Session& session() { return *session_; }

@@ -8,9 +8,9 @@ namespace mla::kernels::hip::host {
 
 enum class Element : uint8_t { kBf16, kBinary16, kE4m3 };
 
-// c [64 x cols] (+)= a [64 x depth] b [depth x cols]; the lane's warp has 16 of the rows. The depth
-// is 16, or 32 for e4m3. Layouts and descriptors: kernels/hip/device/sm90/wgmma.h and
-// kernels/hip/device/sm90/e4m3_instructions.h.
+// A product c [64 x cols] (+)= a [64 x depth] b [depth x cols] of a warpgroup, as one lane starts
+// it. The lane's warp has 16 of the rows. The depth is 16, or 32 for e4m3. device/sm90/wgmma.h and
+// device/sm90/e4m3_instructions.h describe the layouts and the descriptors.
 struct Product {
   float* c;         // in the lane; must not move until the product is finished
   int cols;         // a multiple of 8, at most 256
