@@ -108,7 +108,7 @@
   X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 384, 231456,         \
     kPaired)                                                                                       \
   X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 215872, kExchanged)                  \
-  X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 232256, kExchanged)
+  X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 230208, kExchanged)
 #define MLA_SPLIT_SM90(X)                                        \
   X(mla_split_16, 16, kBf16, kBf16, 256, 223744)                 \
   X(mla_split_64, 64, kBf16, kBf16, 384, 224000)                 \

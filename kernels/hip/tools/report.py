@@ -118,17 +118,16 @@ def loop_of(arch, kernel, variants):
 KNOWN_SPILLS = {
     ("sm_90", "mla_attend_64_lists"): 168,
     ("sm_90", "mla_attend_16_fp8_row_lists"): 280,
-    ("sm_90", "mla_attend_64_fp8_row"): 20,
-    ("sm_90", "mla_attend_64_fp8_row_lists"): 268,
+    ("sm_90", "mla_attend_64_fp8_row_lists"): 432,
     ("sm_90", "mla_attend_16_fp8_tensor_lists"): 44,
-    ("sm_90", "mla_attend_64_fp8_tensor_lists"): 272,
+    ("sm_90", "mla_attend_64_fp8_tensor_lists"): 368,
     ("sm_90", "mla_attend_64_fp8_tensor_products"): 40,
     ("sm_90", "mla_attend_64_fp8_row_products"): 8,
     ("sm_90", "mla_attend_64_fp8_tensor_products_lists"): 260,
     ("sm_90", "mla_attend_64_fp8_row_products_lists"): 120,
     ("sm_90", "mla_attend_expanded_products"): 156,
-    ("sm_90", "mla_attend_64_window"): 208,
-    ("sm_90", "mla_attend_64_fp8_page_window"): 384,
+    ("sm_90", "mla_attend_64_window"): 224,
+    ("sm_90", "mla_attend_64_fp8_page_window"): 600,
 }
 
 

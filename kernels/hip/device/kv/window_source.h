@@ -43,11 +43,16 @@ class RowSource<AttentionKind::kWindow> {
   }
 
 #if !MLA_AMD
-  MLA_DEVICE int entry(int at) const {
+  MLA_DEVICE int entry(int at) const { return entry_of(at, word(at)); }
+  // A place's word, and the entry made from it, as in RowSource.
+  MLA_DEVICE int word(int at) const {
+    const int of_list = place_of(at) - held;
+    if (of_list < 0 || !memory.listed()) return of_list;
+    return as_global<const int32_t>(memory.list())[of_list];
+  }
+  MLA_DEVICE int entry_of(int at, int word) const {
     const int place = place_of(at);
-    if (place < held) return ~(seen - held + place);
-    const int of_list = place - held;
-    return visible(memory.listed() ? as_global<const int32_t>(memory.list())[of_list] : of_list);
+    return place < held ? ~(seen - held + place) : visible(word);
   }
   // The same look-up in steps, as in RowSource; a spot's row is a complement for rows, too.
   MLA_DEVICE RowSpot spot(int position) const {

@@ -35,6 +35,9 @@ class AttendWgmma {
   static constexpr int kThreads = 3 * L::kGroupThreads;
   static constexpr int kSharedBytes = L::kSharedBytes + (Args::kStreams ? L::kStreamBytes : 0);
 
+  // Registers of a thread that computes: the three groups share 504 a lane.
+  static constexpr int kRegisters = (504 - Producer::kRegisters) / 2;
+
   MLA_DEVICE static void run(const Args& args) {
     const L shared{tile::shared_base<kSharedBytes>()};
     if constexpr (Args::kStreams) {
@@ -46,17 +49,17 @@ class AttendWgmma {
     let_next_kernel_start();
     const int group = tile::wave_index() >> 2;
     if (group == 2) {
-      tile::give_registers<56>();
+      tile::give_registers<Producer::kRegisters>();
       Producer producer(args, shared);
       for_each_item<L::kRows>(args, [&producer](const Item& item) { producer.produce(item); });
     } else if (group == 0) {
-      tile::take_registers<224>();
+      tile::take_registers<kRegisters>();
       WgmmaConsumer<C, 0, Args> consumer(args, shared);
       for_each_indexed_item<L::kRows>(args, [&consumer](const Item& item, int index, int share) {
         consumer.attend(item, index, share);
       });
     } else {
-      tile::take_registers<224>();
+      tile::take_registers<kRegisters>();
       WgmmaConsumer<C, 1, Args> consumer(args, shared);
       for_each_indexed_item<L::kRows>(args, [&consumer](const Item& item, int index, int share) {
         consumer.attend(item, index, share);

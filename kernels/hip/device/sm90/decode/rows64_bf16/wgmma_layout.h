@@ -28,6 +28,12 @@ struct WgmmaLayout {
   static_assert(C::kTileKv == kRows && C::kLora == 512 && (C::kRope == 64 || C::kRope == 0));
   // Rows of 8 bits pass through a staging area and are widened when they are written to a slot.
   static constexpr bool kWidens = C::kFormat != KvFormat::kBf16;
+  // Such rows may have a column block of bf16, which is copied to slot s as a piece of this part.
+  static constexpr bool kDirect =
+      C::kFormat == KvFormat::kFp8Row || C::kFormat == KvFormat::kFp8Page;
+  static constexpr int direct_part(int s) {
+    return C::kFormat == KvFormat::kFp8Page && s == 1 ? kParts / 2 - 1 : kParts - 1;
+  }
   // Items have one query row, which may not see all of its places.
   static constexpr bool kLists = C::kAttention != AttentionKind::kDense;
 
@@ -37,7 +43,7 @@ struct WgmmaLayout {
   static constexpr int kBarrierBytes = (kBarriers * 8 + 127) / 128 * 128;
   // Queries without a rotated part leave the room of their last block to the staging area.
   static constexpr int kQueryBytes = kTileBytes - (kRotated ? 0 : kBlockBytes);
-  static constexpr int kStages = kRotated ? 4 : 8;  // stages of staging, a chunk a thread
+  static constexpr int kStages = kRotated ? 4 : 7;  // stages of staging, a chunk a thread
   static constexpr int kStagingBytes = kWidens ? kStages * kGroupThreads * 16 : 0;
   static constexpr int kSeenBytes = kLists ? 2 * kRows / 8 * 4 : 0;
   static constexpr int kSharedBytes = 2 * kTileBytes + kQueryBytes + kOriginBytes + kSumBytes +
@@ -88,7 +94,10 @@ struct WgmmaLayout {
       for (int part = 0; part < kParts; ++part) {
         // The first part includes the bits of seen list rows.
         const int more = kLists && !kWidens && part == 0 ? kGroupWarps : 0;
-        for (int s = 0; s < 2; ++s) tile::barrier_init(filled(s, part), bringing + more);
+        for (int s = 0; s < 2; ++s) {
+          const int copies = kDirect && part == direct_part(s) ? 2 * kGroupThreads : 0;
+          tile::barrier_init(filled(s, part), bringing + more + copies);
+        }
         tile::barrier_init(queries_filled(part), kGroupThreads);
       }
       for (int s = 0; s < 2; ++s) {
