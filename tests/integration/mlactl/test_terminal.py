@@ -17,7 +17,7 @@ import server_binary
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 BINARIES = pathlib.Path(os.environ.get("BINARIES_UNDER_TEST", ROOT / ".bazel/bin"))
 MLACTL = BINARIES / "client/mlactl/mlactl"
-NOBODY = "127.0.0.1:1"
+NO_SERVER = "127.0.0.1:1"
 BAR = re.compile(r"\r\x1b\[K[^\r]*\[#*\.*\] +\d+ %")
 CLEARED = "\x1b[H\x1b[J"
 GEOMETRY = mla_client.Geometry(2, 64, 16, 16, 16)
@@ -76,7 +76,7 @@ class TerminalTest(unittest.TestCase):
         return sequence
 
     def test_errors_are_red_on_a_terminal_unless_the_user_wants_no_colour(self):
-        words = ("health", f"--target={NOBODY}", "--timeout-ms=300")
+        words = ("health", f"--target={NO_SERVER}", "--timeout-ms=300")
         red = "\x1b[31mmlactl:\x1b[0m UNAVAILABLE"
         for environment, coloured in (({}, True), ({"NO_COLOR": ""}, True),
                                       ({"NO_COLOR": "1"}, False)):
