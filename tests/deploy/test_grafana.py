@@ -92,7 +92,8 @@ class Dashboard:
                 other = taken.setdefault(cell, panel["title"])
                 self.assertEqual(other, panel["title"], f"both at {cell}")
         for panel in self.panels:
-            self.assertTrue(panel["description"], panel["title"])
+            # Says what is shown, and what a change means or asks for.
+            self.assertRegex(panel["description"], r"^[A-Z0-9`].*[.:;] .*\.$", panel["title"])
             self.assertTrue(panel["fieldConfig"]["defaults"]["unit"], panel["title"])
 
 

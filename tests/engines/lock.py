@@ -1,7 +1,8 @@
 """Writes the locks of the environments again: python3 tests/engines/lock.py [NAME...]
 
 The releases of engines and of torch are chosen here, what they need is resolved, and each wheel is
-written with its version and its hash for Debian 12's Python on x86-64.
+written with its version and its hash for Debian 12's Python on x86-64. chart-models.txt, which
+has no engine in it, is `uv pip compile` of its three packages called cloudcoil-models.
 """
 
 from __future__ import annotations
