@@ -24,6 +24,11 @@ constexpr int kSpinsPerClock = 32;
 // A relay that has handed on a request stays awake for its completion for that long, and lets
 // others have its core: a wake-up of another thread takes some of this.
 constexpr std::chrono::microseconds kAnswerWait{50};
+// A look in vain that takes so long is a sign that other programs compute on this core: each yield
+// costs a time slice of theirs, while the wake-up of a sleeper takes the core from them. So the
+// relay sleeps instead for the second time after that.
+constexpr std::chrono::microseconds kCrowdedLook{500};
+constexpr std::chrono::milliseconds kCrowdedPause{100};
 constexpr std::chrono::milliseconds kReportPause{100};
 
 absl::Status Broken(const char* field, const std::string& got, const std::string& limit) {
@@ -423,36 +428,43 @@ absl::Status Relay::Run(int control) {
     const MutexLock lock(mutex_);
     event = link_->event_descriptor();
   }
-  pollfd waits[] = {{control, POLLIN, 0}, {wake_, POLLIN, 0}, {event, POLLIN, 0}};
+  pollfd events[] = {{control, POLLIN, 0}, {wake_, POLLIN, 0}, {event, POLLIN, 0}};
   // Each look at a transport may be a system call.
   const int spins = options_.spin.count() > 0 ? kSpinsPerClock : 1;
   Clock::time_point last_work = Clock::now(), looked = last_work, reported = last_work;
+  Clock::time_point began = last_work, crowded_until = last_work;
+  bool crowded = false;
   absl::Status ended;
   for (;;) {
     bool moved = false;
     for (int i = 0; i < spins && !moved; ++i) {
       moved = Round();
       if (!moved) wire::SpinPause();
-      if (wanted_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
+      if (!crowded && wanted_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
     }
-    if (!moved) std::this_thread::yield();  // the ring may need this core
+    if (!moved && !crowded) std::this_thread::yield();  // the ring may need this core
     if (ended = status(); !ended.ok()) break;
     const Clock::time_point now = Clock::now();
     if (moved) last_work = now;
+    if (!moved && now - began >= kCrowdedLook) crowded_until = now + kCrowdedPause;
+    crowded = options_.spin.count() == 0 && now < crowded_until;
+    began = now;
     if (now - reported >= kReportPause) {
       reported = now;
       Report();
     }
-    const auto awake = Awaits() ? std::max(options_.spin, kAnswerWait) : options_.spin;
+    const bool waits = Awaits() && !crowded;
+    const auto awake = waits ? std::max(options_.spin, kAnswerWait) : options_.spin;
     const bool sleeps = now - last_work >= awake && MaySleep();
     if (sleeps) HandOver();
     if (!sleeps && now - looked < std::chrono::milliseconds(kLongestSleepMillis)) continue;
     if (now - looked >= std::chrono::milliseconds(kLongestSleepMillis)) LookAtRing();
     looked = now;
-    poll(waits, std::size(waits), sleeps ? kLongestSleepMillis : 0);
-    if (waits[0].revents != 0) break;
+    poll(events, std::size(events), sleeps ? kLongestSleepMillis : 0);
+    began = Clock::now();
+    if (events[0].revents != 0) break;
     uint64_t wakes = 0;
-    if (waits[1].revents != 0 && read(wake_, &wakes, sizeof(wakes)) < 0) continue;
+    if (events[1].revents != 0 && read(wake_, &wakes, sizeof(wakes)) < 0) continue;
   }
   {
     const MutexLock lock(turn_mutex_);
