@@ -296,7 +296,7 @@ TEST(BlocksOfUnit, LetsBlocksShareTheRowsOf128Heads) {
   EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kFp8Tensor, kDense), 1);
   EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kFp8Row, kDense), 2);
   EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kFp8Page, kWindow), 2);
-  EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kBf16, kWindow), 2);
+  EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kBf16, kWindow), 1);
   EXPECT_EQ(blocks(kGfx942Traits, KvFormat::kBf16, kDense), 2);
   EXPECT_EQ(blocks(kSm90Traits, KvFormat::kBf16, kDense), 2);
 }

@@ -45,6 +45,7 @@
   X(mla_attend_128_fp8_tensor_lists, 128, 32, kFp8Tensor, kBf16, kSparse, 256, 0, kColumns)      \
   X(mla_attend_64_fp8_row_lists, 64, 64, kFp8Row, kBf16, kSparse, 256, 0, kColumns)              \
   X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, kColumns)                       \
+  X(mla_attend_128_window, 128, 32, kBf16, kBf16, kWindow, 256, 0, kColumns)                     \
   X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 256, 0, kColumns)           \
   X(mla_attend_128_fp8_tensor_products, 128, 64, kFp8Tensor, kFp8E4m3, kDense, 256, 0, kColumns) \
   X(mla_attend_128_fp8_tensor_products_lists, 128, 64, kFp8Tensor, kFp8E4m3, kSparse, 256, 0,    \

@@ -68,7 +68,7 @@ STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_
           "mla_attend_expanded_256": 2}
 STAGES |= {f"{name}_lists": stages for name, stages in STAGES.items()
            if re.match(r"mla_attend_\d", name)}
-STAGES["mla_attend_64_window"] = 4
+STAGES |= {"mla_attend_64_window": 4, "mla_attend_128_window": 3}
 # The largest multiple of the memory's time that a turn of absorbed attention may take, its waits
 # included; other kernels of absorbed attention have no bound. The bounds keep turns from growing.
 TURN = {("gfx950", "mla_attend_64"): 1.0, ("gfx950", "mla_attend_128"): 1.0,
@@ -80,7 +80,8 @@ TURN = {("gfx950", "mla_attend_64"): 1.0, ("gfx950", "mla_attend_128"): 1.0,
         ("gfx950", "mla_attend_128_fp8_tensor_products_lists"): 1.2,
         ("gfx950", "mla_attend_128_fp8_row_products"): 1.3,
         ("gfx950", "mla_attend_128_fp8_row_products_lists"): 1.4,
-        ("gfx950", "mla_attend_64_window"): 1.1, ("gfx950", "mla_attend_64_fp8_page_window"): 1.15,
+        ("gfx950", "mla_attend_64_window"): 1.1, ("gfx950", "mla_attend_128_window"): 1.55,
+        ("gfx950", "mla_attend_64_fp8_page_window"): 1.15,
         ("gfx942", "mla_attend_64_fp8_tensor_products"): 1.0,
         ("gfx942", "mla_attend_128_fp8_tensor_products"): 1.3,
         ("gfx942", "mla_attend_64_fp8_tensor_products_lists"): 1.15,

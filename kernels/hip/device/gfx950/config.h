@@ -62,6 +62,13 @@ struct AttendConfig<128, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 5;
 };
+// Other values make the compiler spill, or take longer.
+template <>
+struct AttendConfig<128, KvFormat::kBf16, DType::kBf16, AttentionKind::kWindow> : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kBf16;
+  static constexpr int kRope = 0, kStages = 3;
+  static constexpr int kWaveRows = 32, kKeysAhead = 4, kValuesAhead = 5;
+};
 // Other values make the compiler spill, or move accumulators in every iteration.
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase {
