@@ -161,6 +161,13 @@ constexpr const char* kDirectedLists[] = {
     "v32:8:1,5000,64/2,40,64:9",   "v32:20:3,333,1/1,0,64:1",        "v32:129:1,600,128/1,1,3:2",
 };
 
+// Over rows of kFp8Row whose scales no server writes, with both products.
+constexpr const char* kDirectedScales[] = {
+    "absorbed:128:1,700,64:2", "absorbed:64:1,300,16/2,70,7:2",
+    "absorbed:20:5,200,64:3",  "absorbed:16:1,129,3/1,0,7:1",
+    "v32:128:1,600,64:1",      "v32:64:1,333,16:2",
+};
+
 // One of this many cases also runs with 8-bit products, if the backend supports them for it.
 constexpr size_t kProductsEvery = 3;
 
@@ -214,6 +221,17 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
 // repetitions of a case, are in different formats.
 bool Chosen(const Flags& flags, size_t index, size_t repetition, size_t format, size_t formats) {
   return flags.many || (index + repetition + format) % formats == 0;
+}
+
+void AddScaleCases(SamplerOptions sampler, std::vector<CaseSpec>& wanted) {
+  sampler.kv_formats = {kernels::KvFormat::kFp8Row};
+  for (size_t i = 0; i < std::size(kDirectedScales); ++i) {
+    auto spec = ParseCase(sampler, 9100000 + i, kDirectedScales[i]);
+    if (!spec.ok()) continue;
+    spec->other_scales = true;
+    wanted.push_back(*spec);
+    if (ComputeInFp8(*spec)) wanted.push_back(*std::move(spec));
+  }
 }
 
 // Launches whose blocks merge parts, with both products. A shape is in one format as in
@@ -304,6 +322,7 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
     selected.insert(selected.end(), more.begin(), more.end());
   }
   AddSpreadCases(sampler, extent.spread, selected);
+  AddScaleCases(sampler, selected);
   std::vector<CaseSpec> cases;
   const auto add = [&](CaseSpec& spec) {
     if (flags.fp8 && !ComputeInFp8(spec)) return false;

@@ -71,7 +71,7 @@ def turn(lines, waves=1):
 
 class HipReportTest(unittest.TestCase):
     def test_clean_kernel_has_no_fault(self):
-        (usage,) = report.parse_usage("arch gfx950\n" + amd("mla_attend_64"))
+        (usage,) = report.usage.parse("arch gfx950\n" + amd("mla_attend_64"))
         self.assertEqual((usage.arch, usage.kernel, usage.vgpr, usage.agpr, usage.sgpr),
                          ("gfx950", "mla_attend_64", 256, 12, 80))
         self.assertEqual(list(usage.faults()), [])
@@ -79,12 +79,12 @@ class HipReportTest(unittest.TestCase):
     def test_spill_scratch_and_lds_are_faults(self):
         text = "arch gfx942\n" + "\n".join(
             [amd("a", vgpr_spill=3), amd("b", scratch=16), amd("c", lds=65537)])
-        faults = [fault for usage in report.parse_usage(text) for fault in usage.faults()]
+        faults = [fault for usage in report.usage.parse(text) for fault in usage.faults()]
         self.assertEqual(faults, ["gfx942 a: 3 spills", "gfx942 b: 16 bytes of scratch",
                                   "gfx942 c: 65537 bytes of LDS, limit 65536"])
 
     def test_ptxas_spills_and_stack_are_faults(self):
-        (usage,) = report.parse_usage(NVIDIA)
+        (usage,) = report.usage.parse(NVIDIA)
         self.assertEqual(usage.vgpr, 255)
         self.assertEqual(list(usage.faults()), ["sm_90 mla_attend_16: 12 spills",
                                                 "sm_90 mla_attend_16: 8 bytes of scratch"])
@@ -101,10 +101,13 @@ class HipReportTest(unittest.TestCase):
             self.assertEqual(list(report.code_object_faults("gfx950", bad)), [f"gfx950: {what}"])
 
     def test_the_page_has_every_kernel_and_every_conflict(self):
-        usages = report.parse_usage("arch gfx950\n" + amd("mla_attend_64") + "\n" + amd("mla_move"))
+        usages = report.usage.parse("arch gfx950\n" + amd("mla_attend_64") + "\n" + amd("mla_move"))
 
         class Accesses:
             """Two accesses, of which one conflicts."""
+
+            variants = {("gfx950", "mla_attend_64"): report.lds_banks.Variant(
+                64, 32, "bf16", 1152, 576, 512)}
 
             @staticmethod
             def instructions(_arch, _kernel):
@@ -122,8 +125,25 @@ class HipReportTest(unittest.TestCase):
         self.assertIn("| gfx950 | `mla_move` | 256 + 12 | 1024 | 1 |", page)
         self.assertIn("| gfx950 | `mla_attend_64` | `ds_read_b128` | `ds_read_b64_tr_b8` 2.00 |",
                       page)
-        self.assertIn("| gfx950 | `mla_attend_64` | KV tile of 32 rows | 3775 | 32 | 64 | 20 | "
-                      f"{turn.clocks} | 0.06 | 1.0 |", page)
+        other = report.usage.Usage("gfx950", "mla_expand", occupancy=2)
+        turns = report.turns_page([(usages[0], loop, counts, turn), (other, loop, counts, turn)],
+                                  Accesses())
+        # Memory takes longer than the turn, so its rate is the one of the table.
+        self.assertIn("| gfx950 | `mla_attend_64` | 64 | 1152 bytes | bf16 | 32 rows | 3775 | 32 | "
+                      f"64 | 20 | {turn.clocks} | 0.06 | 1.0 | 6.0 | 171 |", turns)
+        rate = (1 << 20) * 256 * 2.4 * 2 / turn.clocks / 1e3
+        self.assertIn("| gfx950 | `mla_expand` | 2 | KV tile of 32 rows | 32 | 64 | 20 | "
+                      f"{turn.clocks} | {rate:.0f} |", turns)
+
+    def test_the_steady_turn_stays_in_the_loop(self):
+        # The last block of the turn jumps back; the one after it only leaves the loop.
+        leaving = ASSEMBLY.replace("\ts_branch .LBB0_6\n.LBB0_7", """\ts_cbranch_scc1 .LBB0_6
+; %bb.8: ;   in Loop: Header=BB0_2 Depth=2
+\ts_branch .LBB0_7
+.LBB0_7""")
+        names = [name for name, _ in report.inner_loop(leaving, "mla_attend_64")]
+        self.assertEqual(len(names), 10)
+        self.assertEqual(names[7], "s_cbranch_scc1")
 
     def test_the_steady_turn_is_followed_without_rare_paths(self):
         names = [name for name, _ in report.inner_loop(ASSEMBLY, "mla_attend_64")]

@@ -200,9 +200,9 @@ inline constexpr ArchTraits kGfx950Traits{
     .expand = kGfx950Expand,
     .expanded = kGfx950Expanded,
     .fp8_compute =
-        "8-bit products over fp8_tensor from 65 packed rows (heads x query rows) on, where bf16 "
-        "products are counted to take 1.7 times as long; bf16 products below, where reading the "
-        "rows takes the time, and over other rows",
+        "8-bit products from 65 packed rows (heads x query rows) on, where bf16 products are "
+        "counted to take 1.5 to 1.7 times as long; bf16 products below, where reading the rows "
+        "takes the time",
     .expanded_products_keys = 2048,
     .indexer = true,
     .waves_per_block = 4,

@@ -136,11 +136,13 @@ TEST(ChooseAttend, TakesProductsOfEightBitsWhereThereIsAKernel) {
     EXPECT_EQ(chosen(kSm90Traits, DType::kFp8E4m3, 128).products, DType::kFp8E4m3);
     EXPECT_EQ(chosen(kSm90Traits, DType::kFp8E4m3, 16).products, DType::kBf16);
     EXPECT_EQ(chosen(kSm90Traits, DType::kBf16, 128).products, DType::kBf16);
-    EXPECT_EQ(chosen(kGfx950Traits, DType::kFp8E4m3, 128).products, DType::kBf16);
-    EXPECT_EQ(AbsorbedProducts(kGfx950Traits, KvFormat::kFp8Row, DType::kFp8E4m3, kind),
-              DType::kBf16);
-    EXPECT_EQ(AbsorbedProducts(kGfx950Traits, KvFormat::kFp8Tensor, DType::kFp8E4m3, kind),
-              DType::kFp8E4m3);
+    EXPECT_EQ(chosen(kGfx950Traits, DType::kFp8E4m3, 64).products, DType::kBf16);
+    EXPECT_EQ(chosen(kGfx950Traits, DType::kFp8E4m3, 65).products, DType::kFp8E4m3);
+    EXPECT_EQ(chosen(kGfx950Traits, DType::kFp8E4m3, 65).rows, 128);
+    EXPECT_EQ(chosen(kGfx950Traits, DType::kBf16, 128).rows, 64);
+    for (const KvFormat format : {KvFormat::kFp8Row, KvFormat::kFp8Tensor}) {
+      EXPECT_EQ(AbsorbedProducts(kGfx950Traits, format, DType::kFp8E4m3, kind), DType::kFp8E4m3);
+    }
     for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits}) {
       for (const int32_t rows : {1, 64, 65, 128}) {
         const size_t i =
@@ -294,7 +296,7 @@ TEST(BlocksOfUnit, LetsBlocksShareTheRowsOf128Heads) {
   EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kFp8Tensor, kDense), 1);
   EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kFp8Row, kDense), 2);
   EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kFp8Page, kWindow), 2);
-  EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kBf16, kWindow), 2);
+  EXPECT_EQ(blocks(kGfx950Traits, KvFormat::kBf16, kWindow), 1);
   EXPECT_EQ(blocks(kGfx942Traits, KvFormat::kBf16, kDense), 2);
   EXPECT_EQ(blocks(kSm90Traits, KvFormat::kBf16, kDense), 2);
 }

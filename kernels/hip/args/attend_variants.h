@@ -45,10 +45,13 @@
   X(mla_attend_128_fp8_tensor_lists, 128, 32, kFp8Tensor, kBf16, kSparse, 256, 0, kColumns)      \
   X(mla_attend_64_fp8_row_lists, 64, 64, kFp8Row, kBf16, kSparse, 256, 0, kColumns)              \
   X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, kColumns)                       \
+  X(mla_attend_128_window, 128, 32, kBf16, kBf16, kWindow, 256, 0, kColumns)                     \
   X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 256, 0, kColumns)           \
   X(mla_attend_128_fp8_tensor_products, 128, 64, kFp8Tensor, kFp8E4m3, kDense, 256, 0, kColumns) \
   X(mla_attend_128_fp8_tensor_products_lists, 128, 64, kFp8Tensor, kFp8E4m3, kSparse, 256, 0,    \
-    kColumns)
+    kColumns)                                                                                    \
+  X(mla_attend_128_fp8_row_products, 128, 64, kFp8Row, kFp8E4m3, kDense, 256, 0, kColumns)       \
+  X(mla_attend_128_fp8_row_products_lists, 128, 64, kFp8Row, kFp8E4m3, kSparse, 256, 0, kColumns)
 #define MLA_EXPAND_GFX950(X)                                                \
   X(mla_expand, 128, 128, kBf16, kBf16, 256, 0)                             \
   X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 256, 0)             \

@@ -55,11 +55,12 @@ def passes(arch, instruction, addresses):
 
 @dataclasses.dataclass
 class Variant:
-    """A kernel of absorbed attention: packed rows, KV rows a tile, bytes of a KV row, and how many
-    of its values are keys and how many are values."""
+    """A kernel of absorbed attention: packed rows, KV rows a tile, the format of products, bytes of
+    a KV row, and how many of its values are keys and how many are values."""
 
     rows: int
     tile: int
+    products: str
     row_bytes: int
     keys: int
     values: int
@@ -73,8 +74,9 @@ class Accesses:
         self._counts = collections.defaultdict(lambda: [0, 0, 0])
         for line in text.splitlines():
             if line.startswith("variant "):
-                _, arch, kernel, rows, tile, _, *rest = line.split()
-                self.variants[arch, kernel] = Variant(int(rows), int(tile), *map(int, rest))
+                _, arch, kernel, rows, tile, products, *rest = line.split()
+                self.variants[arch, kernel] = Variant(int(rows), int(tile), products,
+                                                      *map(int, rest))
                 continue
             arch, kernel, instruction, count, *addresses = line.split()
             found = self._counts[arch, kernel, instruction]

@@ -8,14 +8,15 @@ and the clocks that they take, bank conflicts of LDS included (lds_banks.py): pi
 a whole turn with the code's own waits (timeline.py).
 
 Exits 1
-- on any spill that KNOWN_SPILLS does not state, on scratch, on LDS over the architecture's limit;
+- on any spill that usage.py does not state, on scratch, on LDS over the architecture's limit;
 - on a loop that misses its targets (loop_faults, conflict_faults, stage_faults);
 - on uses of m0 that the copies do not expect (m0_faults);
 - on code objects that the oldest ROCm does not load (code_object_faults);
 - if the folder holds no kernel at all.
 
---page FILE compares FILE with the page of docs/kernels that follows from these results (page_of).
-An outdated page is a fault, too, and the correct page is printed.
+--page FILE compares FILE with the page of docs/kernels that follows from these results (page_of),
+--turns FILE with the page of docs/benchmarks (turns_page). An outdated page is a fault, too, and
+the correct page is printed.
 """
 
 import argparse
@@ -28,9 +29,9 @@ import sys
 
 import lds_banks
 import timeline
+import usage
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-LDS_LIMIT = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}
 
 # Clocks for which an instruction keeps its pipe busy for one wave of 64 lanes. Matrix instructions:
 # their operations divided by the data sheet's rate (1024 bf16 operations a clock and SIMD on
@@ -60,14 +61,14 @@ ACCUMULATOR_MOVES = 15
 # device/gfx950/config.h. Rows of fp8_row and fp8_page pass through registers.
 STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2,
           "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4,
-          "mla_attend_128_fp8_tensor_products": 3,
+          "mla_attend_128_fp8_tensor_products": 3, "mla_attend_128_fp8_row_products": 3,
           "mla_expand_fp8_tensor": 3, "mla_expand_fp8_row": 3, "mla_attend_expanded_products": 3,
           "mla_expand_fp8_tensor_products": 3, "mla_expand_fp8_row_products": 3,
           "mla_expand_256": 3, "mla_expand_256_fp8_tensor": 3, "mla_expand_256_fp8_row": 3,
           "mla_attend_expanded_256": 2}
 STAGES |= {f"{name}_lists": stages for name, stages in STAGES.items()
            if re.match(r"mla_attend_\d", name)}
-STAGES["mla_attend_64_window"] = 4
+STAGES |= {"mla_attend_64_window": 4, "mla_attend_128_window": 3}
 # The largest multiple of the memory's time that a turn of absorbed attention may take, its waits
 # included; other kernels of absorbed attention have no bound. The bounds keep turns from growing.
 TURN = {("gfx950", "mla_attend_64"): 1.0, ("gfx950", "mla_attend_128"): 1.0,
@@ -77,7 +78,10 @@ TURN = {("gfx950", "mla_attend_64"): 1.0, ("gfx950", "mla_attend_128"): 1.0,
         ("gfx950", "mla_attend_64_fp8_tensor_lists"): 1.15,
         ("gfx950", "mla_attend_64_fp8_row_lists"): 1.05,
         ("gfx950", "mla_attend_128_fp8_tensor_products_lists"): 1.2,
-        ("gfx950", "mla_attend_64_window"): 1.1, ("gfx950", "mla_attend_64_fp8_page_window"): 1.15,
+        ("gfx950", "mla_attend_128_fp8_row_products"): 1.3,
+        ("gfx950", "mla_attend_128_fp8_row_products_lists"): 1.4,
+        ("gfx950", "mla_attend_64_window"): 1.1, ("gfx950", "mla_attend_128_window"): 1.55,
+        ("gfx950", "mla_attend_64_fp8_page_window"): 1.15,
         ("gfx942", "mla_attend_64_fp8_tensor_products"): 1.0,
         ("gfx942", "mla_attend_128_fp8_tensor_products"): 1.3,
         ("gfx942", "mla_attend_64_fp8_tensor_products_lists"): 1.15,
@@ -112,80 +116,6 @@ def loop_of(arch, kernel, variants):
         return Loop(f"KV tile of {v.tile} rows", v.rows * v.tile * 2 * (v.keys + v.values),
                     v.tile * v.row_bytes)
     return None
-
-
-# Bytes of spills, stores and loads, that a kernel may have; all others have none.
-KNOWN_SPILLS = {
-    ("sm_90", "mla_attend_64_lists"): 168,
-    ("sm_90", "mla_attend_16_fp8_row_lists"): 280,
-    ("sm_90", "mla_attend_64_fp8_row_lists"): 432,
-    ("sm_90", "mla_attend_16_fp8_tensor_lists"): 44,
-    ("sm_90", "mla_attend_64_fp8_tensor_lists"): 368,
-    ("sm_90", "mla_attend_64_fp8_tensor_products"): 40,
-    ("sm_90", "mla_attend_64_fp8_row_products"): 8,
-    ("sm_90", "mla_attend_64_fp8_tensor_products_lists"): 260,
-    ("sm_90", "mla_attend_64_fp8_row_products_lists"): 120,
-    ("sm_90", "mla_attend_expanded_products"): 156,
-    ("sm_90", "mla_attend_64_window"): 224,
-    ("sm_90", "mla_attend_64_fp8_page_window"): 600,
-}
-
-
-@dataclasses.dataclass
-class Usage:
-    """Resources of one kernel on one architecture."""
-
-    arch: str
-    kernel: str
-    vgpr: int = 0
-    agpr: int = 0
-    sgpr: int = 0
-    lds: int = 0
-    scratch: int = 0
-    spills: int = 0
-    occupancy: int = 0
-
-    def faults(self):
-        """Conditions that keep the kernel from being shipped, as text."""
-        where = f"{self.arch} {self.kernel}"
-        known = KNOWN_SPILLS.get((self.arch, self.kernel), 0)
-        if self.spills > known:
-            yield f"{where}: {self.spills} spills"
-        if self.scratch and not known:
-            yield f"{where}: {self.scratch} bytes of scratch"
-        if self.lds > LDS_LIMIT[self.arch]:
-            yield f"{where}: {self.lds} bytes of LDS, limit {LDS_LIMIT[self.arch]}"
-
-
-AMD_FIELDS = [("VGPRs", "vgpr"), ("AGPRs", "agpr"), ("TotalSGPRs", "sgpr"),
-              ("ScratchSize [bytes/lane]", "scratch"), ("LDS Size [bytes/block]", "lds"),
-              ("Occupancy [waves/SIMD]", "occupancy")]
-
-
-def parse_usage(text):
-    """Usage records of usage.txt, in its order."""
-    records, arch = [], None
-    for line in text.splitlines():
-        if line.startswith("arch "):
-            arch = line.split()[1]
-            continue
-        if name := re.search(r"remark: +Function Name: (\S+)", line):
-            records.append(Usage(arch, name.group(1)))
-        elif name := re.search(r"Compiling entry function '(\S+)'", line):
-            records.append(Usage(arch, name.group(1)))
-        elif value := re.search(r"remark: +([^:]+): (\d+) \[-Rpass", line):
-            what, number = value.group(1), int(value.group(2))
-            if what in ("SGPRs Spill", "VGPRs Spill"):
-                records[-1].spills += number
-            for label, field in AMD_FIELDS:
-                if what == label:
-                    setattr(records[-1], field, number)
-        elif value := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", line):
-            records[-1].scratch = int(value.group(1))
-            records[-1].spills = int(value.group(2)) + int(value.group(3))
-        elif value := re.search(r"Used (\d+) registers", line):
-            records[-1].vgpr = int(value.group(1))
-    return records
 
 
 def inner_loop(assembly, kernel):
@@ -296,9 +226,9 @@ def count(counts, *prefixes):
     return sum(n for name, n in counts.items() if name.startswith(prefixes))
 
 
-def print_loop(usage, loop, counts, turn, accesses):
+def print_loop(record, loop, counts, turn, accesses):
     """One kernel's loop: counts, then clocks a turn and what they imply."""
-    arch, kernel = usage.arch, usage.kernel
+    arch, kernel = record.arch, record.kernel
     print(f"\n{arch} {kernel}, {loop.what}, per wave: "
           f"{count(counts, 'v_mfma')} matrix, {count(counts, 'ds_')} LDS, "
           f"{count(counts, 'global_', 'flat_', 'buffer_')} global, "
@@ -311,7 +241,7 @@ def print_loop(usage, loop, counts, turn, accesses):
     cached = "expand" in kernel
     slowest = max(0 if cached else memory, matrix, lds, issue)
     # Blocks that share a CU work while the others wait.
-    busy = usage.occupancy * matrix / max(usage.occupancy * slowest, turn.clocks)
+    busy = record.occupancy * matrix / max(record.occupancy * slowest, turn.clocks)
     print(f"  clocks: memory {memory:.0f} (at {MACHINE[arch][2]} TB/s"
           f"{', were nothing cached' if cached else ''}), matrix {matrix}, "
           f"LDS {lds:.0f}, issue {issue}; matrix pipe busy {100 * matrix / slowest:.0f} % were "
@@ -358,9 +288,9 @@ def read_loops(records, accesses, folder, faults):
 
 PAGE = """# Resources of the AMD kernels
 
-The compiler's registers and LDS of each device kernel, and what follows from counting their loops.
+The compiler's registers and LDS of each device kernel, and its accesses of LDS.
 `./dev hip-report --page PAGE --write` makes this page; without `--write` it compares the page with
-the build.
+the build. [Counted turns](../benchmarks/amd.md) stand on a page of their own.
 
 | architecture | kernel | registers a lane: vector + accumulation | LDS, bytes | waves a SIMD |
 |---|---|---|---|---|
@@ -374,29 +304,93 @@ Passes of each access, divided by those that it needs at least (`kernels/hip/too
 | architecture | kernel | accesses without conflicts | accesses with conflicts, and their passes |
 |---|---|---|---|
 {accesses}
-
-## Turns of the inner loops
-
-Clocks of one turn on one CU, by the pipe that they keep busy, and with the code's own waits
-(`kernels/hip/tools/timeline.py`). "Of memory" is the turn's time, or that of its busiest pipe,
-divided by the time in which the memory delivers its rows; the test fails above the limit. These are
-results of a model; no device was measured.
-
-| architecture | kernel | a turn | memory | matrix | LDS | issue | with waits | of memory | limit |
-|---|---|---|---|---|---|---|---|---|---|
-{turns}
 """
 
+TURNS_PAGE = """# Counted turns of the AMD kernels
 
-def turns_of(loops, accesses):
-    """The rows of the page's table of turns. Rows of the expanded form come from the caches, so
-    they have no share of the memory's time."""
+No AMD device has timed these kernels. This page counts the clocks of their compiled inner loops
+instead. `./dev hip-report --turns PAGE --write` makes it; without `--write` it compares the page
+with the build. All figures are results of a model:
+
+- memory at {memory};
+- matrix instructions at the data sheet's rate, LDS at 128 bytes a clock and CU with its bank
+  conflicts, four clocks to issue any instruction (`kernels/hip/tools/report.py`);
+- a turn follows the code of one wave in order, with its own waits
+  (`kernels/hip/tools/timeline.py`).
+
+## Absorbed attention
+
+Clocks of one turn on one CU, by the pipe that they keep busy, and with the waits. "Of memory" is
+the turn's time, or that of its busiest pipe, divided by the time in which the memory delivers its
+rows; `//kernels/hip:resource_usage_test` fails above the limit. The rates are those of all CUs in
+such turns: rows that come from the memory, and products.
+
+{absorbed}
+
+## Up-projection and attention of the expanded form
+
+Their rows come from the caches, so they have no share of the memory's time. Where two blocks share
+a CU, one works while the other waits, so the rate is at most that of the busiest pipe.
+
+{expanded}
+"""
+ABSORBED_COLUMNS = ("architecture", "kernel", "packed rows", "a cached row", "products", "a turn",
+                    "memory", "matrix", "LDS", "issue", "with waits", "of memory", "limit", "TB/s",
+                    "TFLOPS")
+EXPANDED_COLUMNS = ("architecture", "kernel", "blocks a CU", "a turn", "matrix", "LDS", "issue",
+                    "with waits", "TFLOPS")
+
+
+def table(columns, rows):
+    """A table of markdown."""
+    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (columns, *rows)]
+    lines.insert(1, "|" + "---|" * len(columns))
+    return "\n".join(lines)
+
+
+def device_rates(arch, loop, clocks, blocks=1):
+    """TB/s and TFLOPS of all CUs if each of their blocks takes a turn in `clocks`."""
+    cus, ghz, _ = MACHINE[arch]
+    each = cus * ghz * blocks / clocks
+    return loop.read * each / 1e3, loop.flop * each / 1e3
+
+
+def absorbed_turns(loops, accesses):
+    """The rows of the table of absorbed attention."""
     for r, loop, counts, turn in loops:
+        if not (v := accesses.variants.get((r.arch, r.kernel))):
+            continue
         clocks = bounds(r.arch, counts, loop.read, lds_clocks_of(accesses, r.arch, r.kernel))
         memory, matrix, lds, issue = clocks
-        share = "" if "expand" in r.kernel else f"{of_memory(clocks, turn):.2f}"
-        yield (f"| {r.arch} | `{r.kernel}` | {loop.what} | {memory:.0f} | {matrix} | {lds:.0f} | "
-               f"{issue} | {turn.clocks:.0f} | {share} | {TURN.get((r.arch, r.kernel), '')} |")
+        share = of_memory(clocks, turn)
+        rate, flops = device_rates(r.arch, loop, memory * max(1, share))
+        yield (r.arch, f"`{r.kernel}`", v.rows, f"{v.row_bytes} bytes", v.products,
+               f"{v.tile} rows", f"{memory:.0f}", matrix, f"{lds:.0f}", issue,
+               f"{turn.clocks:.0f}", f"{share:.2f}", TURN.get((r.arch, r.kernel), ""),
+               f"{rate:.1f}", f"{flops:.0f}")
+
+
+def expanded_turns(loops, accesses):
+    """The rows of the table of the expanded form."""
+    for r, loop, counts, turn in loops:
+        if (r.arch, r.kernel) in accesses.variants:
+            continue
+        _, matrix, lds, issue = bounds(r.arch, counts, loop.read,
+                                       lds_clocks_of(accesses, r.arch, r.kernel))
+        blocks = r.occupancy
+        busiest = blocks * max(matrix, lds, issue)
+        _, flops = device_rates(r.arch, loop, max(turn.clocks, busiest), blocks)
+        yield (r.arch, f"`{r.kernel}`", blocks, loop.what, matrix, f"{lds:.0f}", issue,
+               f"{turn.clocks:.0f}", f"{flops:.0f}")
+
+
+def turns_page(loops, accesses):
+    """The page of docs/benchmarks about these results."""
+    memory = ", ".join(f"{bandwidth} TB/s over {cus} CUs at {ghz} GHz on {arch}"
+                       for arch, (cus, ghz, bandwidth) in MACHINE.items())
+    return TURNS_PAGE.format(
+        memory=memory, absorbed=table(ABSORBED_COLUMNS, absorbed_turns(loops, accesses)),
+        expanded=table(EXPANDED_COLUMNS, expanded_turns(loops, accesses)))
 
 
 def page_of(records, loops, accesses):
@@ -410,8 +404,16 @@ def page_of(records, loops, accesses):
         free = ", ".join(f"`{name}`" for name, factor in passes.items() if factor <= 1)
         slow = ", ".join(f"`{name}` {factor:.2f}" for name, factor in passes.items() if factor > 1)
         conflicts.append(f"| {r.arch} | `{r.kernel}` | {free or 'none'} | {slow or 'none'} |")
-    return PAGE.format(kernels="\n".join(kernels), accesses="\n".join(conflicts),
-                       turns="\n".join(turns_of(loops, accesses)))
+    return PAGE.format(kernels="\n".join(kernels), accesses="\n".join(conflicts))
+
+
+def check_page(path, page, write):
+    """Writes the page, or yields a fault if the file differs from it."""
+    if write:
+        path.write_text(page, encoding="utf-8")
+    elif not path.exists() or path.read_text(encoding="utf-8") != page:
+        print(page)
+        yield f"{path} is out of date, the page above is as it must be"
 
 
 def main():
@@ -419,10 +421,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=pathlib.Path, default=ROOT / ".bazel/bin/kernels/hip")
     parser.add_argument("--page", type=pathlib.Path, help="the page that must match the build")
-    parser.add_argument("--write", action="store_true", help="bring the page up to date")
+    parser.add_argument("--turns", type=pathlib.Path, help="the page of turns that must match it")
+    parser.add_argument("--write", action="store_true", help="bring the pages up to date")
     options = parser.parse_args()
     folder = options.build
-    records = parse_usage((folder / "usage.txt").read_text(encoding="utf-8"))
+    records = usage.parse((folder / "usage.txt").read_text(encoding="utf-8"))
     if not records:
         print("hip-report: no kernel was compiled", file=sys.stderr)
         return 1
@@ -438,12 +441,9 @@ def main():
     for r, loop, counts, turn in loops:
         print_loop(r, loop, counts, turn, accesses)
     if options.page is not None:
-        page = page_of(records, loops, accesses)
-        if options.write:
-            options.page.write_text(page, encoding="utf-8")
-        elif not options.page.exists() or options.page.read_text(encoding="utf-8") != page:
-            print(page)
-            faults.append(f"{options.page} is out of date, the page above is as it must be")
+        faults += check_page(options.page, page_of(records, loops, accesses), options.write)
+    if options.turns is not None:
+        faults += check_page(options.turns, turns_page(loops, accesses), options.write)
     for fault in faults:
         print(f"FAULT {fault}")
     print(f"\n{len(records)} kernels, {len(faults)} faults")

@@ -89,7 +89,8 @@ struct CaseSpec {
   int32_t units = 1;      // units of the plan
   bool streamed = false;  // AttentionDesc::streamed; for kAbsorbed, tensors without gaps
   bool own_rows = false;  // if streamed: the launch that attends also appends the queries' KV rows
-  bool sparse = false;    // every query row has an index list, and rows in no list are NaN
+  bool other_scales = false;  // rows of kFp8Row have scales that are no powers of two
+  bool sparse = false;        // every query row has an index list, and rows in no list are NaN
   std::vector<RequestSpec> requests;
 
   // The desc of the attention that this route launches.

@@ -1,4 +1,5 @@
-// Runs a workload on one backend. The pages are filled with NaN (poison.h). Two launches follow.
+// Runs a workload on one backend. The pages are filled with NaN (poison.h). Two launches follow;
+// with CaseSpec::other_scales, scales of rows change between them, and the second compares no rows.
 // The first appends the rows (fp32 sources are rounded). The second sends them again for comparison
 // and attends to them, with the projections that the case asks for. Outputs come back as fp32.
 // Query, output and LSE tensors are strided, with gaps that hold NaN on the way in and a sentinel
@@ -64,6 +65,7 @@ class CaseRunner {
   absl::Status Poison(const Workload& workload);
   absl::Status Append(const Workload& workload);
   absl::Status Compare();
+  absl::Status ChangeAllScales();
   // Submits launch_ with the tensors of layout_, and waits.
   absl::Status Launch();
   absl::StatusOr<const int32_t*> StageIndices(const std::vector<int32_t>& values);

@@ -59,6 +59,7 @@ MLA_DEVICE u32x4 in_vector_registers(u32x4 x) {
 }
 
 MLA_DEVICE float round_up(float x) { return __builtin_ceilf(x); }
+MLA_DEVICE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
 // --- Two 8-bit floats of the pool's kind, in the low or the high half of a word.
 template <bool kHigh>

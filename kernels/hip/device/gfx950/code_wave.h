@@ -109,6 +109,33 @@ struct CodeWave : Wave<kRows_> {
   };
 };
 
+// Scores from codes of the latent values and bf16 of the rotated ones; outputs as Wave<32>. Queries
+// and keys of a row are steps of 32 codes, then steps of two bf16 operands. Keys of each row have a
+// power of two of their own.
+struct CodeKeyWave : Wave<32> {
+  using Codes = CodeWave<32>;
+  static constexpr int kDepth = Codes::kDepth, kLaneCodes = Codes::kLaneCodes;
+  static constexpr bool kTakesPowers = true;
+  using Q = Codes::Q;
+  struct K : Codes::K {
+    int exponent;  // plus 127
+  };
+
+  MLA_DEVICE static uint32_t codes(float a, float b, float c, float d) {
+    return Codes::codes(a, b, c, d);
+  }
+  MLA_DEVICE static void code_scores(Scores& s, const Q& q, const K& k) {
+    s.c = multiply_codes_32x32x64(k.r, k.exponent, q.r, q.exponent, s.c);
+  }
+  MLA_DEVICE static void bf16_scores(Scores& s, const Q& q, const K& k) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      s.c = multiply(u32x4{k.r[i], k.r[i + 1], k.r[i + 2], k.r[i + 3]},
+                     u32x4{q.r[i], q.r[i + 1], q.r[i + 2], q.r[i + 3]}, s.c);
+    }
+  }
+};
+
 }  // namespace mla::kernels::hip::tile
 
 #endif  // MLA_KERNELS_HIP_DEVICE_GFX950_CODE_WAVE_H_

@@ -62,6 +62,13 @@ struct AttendConfig<128, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 5;
 };
+// Other values make the compiler spill, or take longer.
+template <>
+struct AttendConfig<128, KvFormat::kBf16, DType::kBf16, AttentionKind::kWindow> : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kBf16;
+  static constexpr int kRope = 0, kStages = 3;
+  static constexpr int kWaveRows = 32, kKeysAhead = 4, kValuesAhead = 5;
+};
 // Other values make the compiler spill, or move accumulators in every iteration.
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase {
@@ -77,6 +84,15 @@ struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendB
   static constexpr DType kProducts = DType::kFp8E4m3;
   static constexpr int kTileKv = 64, kStages = 3;
   static constexpr int kWaveRows = 32, kKeysAhead = 3, kValuesAhead = 3;
+};
+// With products of 8 bits for scores, where keys are used as they are stored; values are widened.
+template <AttentionKind kKind>
+struct AttendConfig<128, KvFormat::kFp8Row, DType::kFp8E4m3, kKind> : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Row;
+  static constexpr DType kProducts = DType::kFp8E4m3;
+  static constexpr int kTileKv = 64, kStages = 3;
+  static constexpr int kWaveRows = 32, kKeysAhead = 4;
+  static constexpr int kValuesAhead = kKind == AttentionKind::kSparse ? 5 : 6;
 };
 
 // Attention runs two blocks a CU, of two stages each; heads wider than kDims128 leave room for one.

@@ -129,18 +129,6 @@ struct Wave : WaveBase<kRows_> {
       v.a = u32x2{bf16_of<false, false>(raw.r[0], 1.0f), bf16_of<true, false>(raw.r[0], 1.0f)};
       v.b = u32x2{bf16_of<false, false>(raw.r[1], 1.0f), bf16_of<true, false>(raw.r[1], 1.0f)};
     }
-    // `scales` are of the rows, in the order of the operand.
-    MLA_DEVICE static void widen(V& v, const Raw& raw, const float (&scales)[8]) {
-      const f32x2 x[4] = {floats_of<false>(raw.r[0]), floats_of<true>(raw.r[0]),
-                          floats_of<false>(raw.r[1]), floats_of<true>(raw.r[1])};
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        words[i] = pack_bf16(x[i][0] * scales[2 * i], x[i][1] * scales[2 * i + 1]);
-      }
-      v.a = u32x2{words[0], words[1]};
-      v.b = u32x2{words[2], words[3]};
-    }
   };
   template <int kTileRows>
   MLA_DEVICE static void load_v(V& v, lds_t tile, int step, int fragment, int lane) {

@@ -51,9 +51,10 @@ class Attend {
   using Stream = KvStream<Source, Layout, C::kStages, kWaves, Copies>;
   static constexpr int kStageBytes = Stream::kStageBytes;
   static constexpr bool kSharedP = C::kColWaves > 1;
-  using Between = WaveExchange<C, W, (C::kOriginSlack > 0 || Layout::kRowScales)>;
+  using Between = WaveExchange<C, W, (C::kOriginSlack > 0)>;
   static constexpr int kLookUpBytes = Stream::kLookUpBytes;
-  static constexpr int kSharedBytes = C::kStages * kStageBytes + Between::kBytes + kLookUpBytes;
+  static constexpr int kKeptAt = C::kStages * kStageBytes + Between::kBytes + kLookUpBytes;
+  static constexpr int kSharedBytes = kKeptAt + Format::kKeptBytes * kThreads;
 
   MLA_DEVICE static void run(const Args& args) {
     Attend self(args);
@@ -65,7 +66,7 @@ class Attend {
   static constexpr int kWaveCols = Shape::kWaveCols;
   static constexpr int kScoreFragments = Shape::kScoreFragments;
   static constexpr int kOutFragments = Shape::kOutFragments;
-  static constexpr int kScoreSteps = Shape::kScoreSteps;
+  static constexpr int kScoreSteps = Format::kScoreSteps;
   static constexpr int kPvSteps = Shape::kPvSteps;
   // If false, queries pass through shared memory, in the layout that matrix loads need.
   static constexpr bool kOwnQueries = tile::kDirectQueries;
@@ -213,7 +214,7 @@ class Attend {
 
   // Returns the remaining factor of the logits.
   MLA_DEVICE float load_queries(const Item& item, Stream& kv, Queries& queries) {
-    if constexpr (kCodes) {
+    if constexpr (Format::kRoundsQueries) {
       return Format::load_queries(QueryLoader(item), row_wave * C::kWaveRows, tile::lane_again(),
                                   queries.q);
     } else if constexpr (kOwnQueries) {
@@ -248,13 +249,14 @@ class Attend {
   MLA_DEVICE void step(lds_t tile_base, const Queries& queries, State& state, float scale,
                        const StartNext& start_next) {
     typename W::Scores s[kScoreFragments];
-    // True if values need the exact path, scale by scale, because some row scale is odd.
-    bool odd = visible_scores(tile_base, queries, state, s, start_next);
+    const bool grouped = visible_scores(tile_base, queries, state, s, start_next);
+    typename Format::Values::RowScales scales;
+    Format::Values::load_scales(scales, tile_base);
     bool moves = false;
     if constexpr (kLazyShare) {
       moves = tile::any(state.softmax.exceeded(s, scale, C::kOriginSlack));
     } else {
-      follow(state, scale, s, odd, true);
+      follow(state, scale, s, true);
     }
     if (state.visible.hides_values()) {
       exclude_from_report_begin();
@@ -262,6 +264,7 @@ class Attend {
       Format::template hide_unseen<kThreads>(tile_base, state.visible.first_hidden(),
                                              wave * tile::kWave + tile::lane_again());
       if constexpr (!kSharedP) block_barrier();
+      Format::Values::load_scales(scales, tile_base);
       exclude_from_report_end();
     }
     const typename Format::Values values(tile_base, col_wave, tile::lane_again());
@@ -269,17 +272,15 @@ class Attend {
     ValueReads reads;
     if constexpr (kLazyShare) {
       if (!moves) state.softmax.exponentials(s, scale);
-      between.store_flags(moves, odd);
+      between.store_flag(moves);
       between.store_p(s);
       block_barrier();
       between.load_p(p.of_step);
       const float flags = between.read_flags();
       begin_reads(values, reads);
-      bool some_moves;
-      between.take_flags(flags, some_moves, odd);
-      if (some_moves) {
+      if (between.some(flags)) {
         exclude_from_report_begin();
-        follow(state, scale, s, odd, moves);
+        follow(state, scale, s, moves);
         between.store_p(s);
         block_barrier();
         between.load_p(p.of_step);
@@ -293,50 +294,48 @@ class Attend {
       begin_reads(values, reads);
     }
     if constexpr (Layout::kRowScales) {
-      if (odd) {
+      if (grouped) [[unlikely]] {
         exclude_from_report_begin();
-        accumulate<true>(values, reads, s, p, state, start_next);
+        values.keep_p(stages + kKeptAt, s);
         exclude_from_report_end();
-        return;
       }
+      values.make_p(p.of_step, s, scales);
     }
-    accumulate<false>(values, reads, s, p, state, start_next);
+    accumulate(values, reads, s, p, state, grouped, start_next);
   }
 
-  // Computes scores, -inf where a row does not see the key. Returns true if scales were odd.
+  // Computes scores, -inf where a row does not see the key. Returns true if the scales of some row
+  // differ.
   template <class StartNext>
   MLA_DEVICE bool visible_scores(lds_t tile_base, const Queries& queries, const State& state,
                                  typename W::Scores (&s)[kScoreFragments],
                                  const StartNext& start_next) const {
     typename Format::Keys keys(tile_base, col_wave, tile::lane_again());
-    bool odd = Format::Keys::kLooksAtCodes && keys.odd();
-    if (!odd) score<false>(keys, queries, s, start_next);
-    if constexpr (Layout::kFp8) {
-      // Without a look at the codes, scales are checked late, when they have surely arrived.
-      if constexpr (!Format::Keys::kLooksAtCodes) odd = keys.odd();
-      if (odd || keys.odd_codes()) {
+    score(keys, queries, s, start_next);
+    bool grouped = false;
+    if constexpr (Layout::kRowScales) {
+      // Scales are checked late, when they have surely arrived. All waves find the same.
+      grouped = keys.grouped();
+      if (keys.odd()) [[unlikely]] {
         exclude_from_report_begin();
-        score<true>(keys, queries, s, [](auto) {});
+        Format::template settle_scales<kThreads>(tile_base);
+        keys.score_exactly(queries.q, s);
         exclude_from_report_end();
       }
     }
     if (state.visible.masked()) {
       hide_unseen_scores<Format>(state.visible, col_wave * kWaveCols, s);
     }
-    return odd;
+    return grouped;
   }
 
   // Lets origins follow the maxima and turns scores into probabilities. If `scores` is false, `s`
   // holds probabilities already, and they are rescaled.
   MLA_DEVICE void follow(State& state, float scale, typename W::Scores (&s)[kScoreFragments],
-                         bool& odd, bool scores) const {
+                         bool scores) const {
     float factor[W::kSlots];
     const auto share_all = [&](float(&top)[W::kSlots]) {
-      constexpr bool kOdd = kSharedP && Layout::kRowScales && !kLazyShare;
-      if constexpr (kOdd) between.store_flags(false, odd);
       if constexpr (kSharedP) between.maximum(top);
-      bool moves;
-      if constexpr (kOdd) between.load_flags(moves, odd);
     };
     bool moved;
     if constexpr (kCodes) {
@@ -360,7 +359,7 @@ class Attend {
 
   // If a wave is alone on its SIMD, no other wave works while it waits for LDS. Reads then run
   // kKeysAhead products ahead of their use, in an order that the compiler must keep.
-  template <bool kExact, class StartNext>
+  template <class StartNext>
   MLA_DEVICE void score(typename Format::Keys& keys, const Queries& queries,
                         typename W::Scores (&s)[kScoreFragments],
                         const StartNext& start_next) const {
@@ -375,10 +374,10 @@ class Attend {
       // All operands are widened before the first is used, so that no product waits for its own.
       typename W::K k[Keys::products(n)];
 #pragma unroll
-      for (int j = 0; j < Keys::products(n); ++j) keys.template widen<kExact>(k[j], raw, n, j);
+      for (int j = 0; j < Keys::products(n); ++j) keys.widen(k[j], raw, n, j);
 #pragma unroll
       for (int j = 0; j < Keys::products(n); ++j) {
-        W::scores(s[Keys::fragment(n)], queries.q[Keys::step(n, j)], k[j]);
+        Keys::multiply(s[Keys::fragment(n)], queries.q[Keys::step(n, j)], k[j], n);
       }
     };
     if constexpr (C::kKeysAhead == 0) {
@@ -408,19 +407,17 @@ class Attend {
           reads.first, [&](typename Format::Values::Raw& raw, int n) { values.load(raw, n); });
     }
   }
-  template <bool kExact, class StartNext>
+  template <class StartNext>
   MLA_DEVICE void accumulate(const typename Format::Values& values, ValueReads& reads,
                              const typename W::Scores (&s)[kScoreFragments], Probabilities& held,
-                             State& state, const StartNext& start_next) const {
+                             State& state, bool grouped, const StartNext& start_next) const {
     using Values = typename Format::Values;
     using Raw = typename Values::Raw;
-    constexpr bool kScaledP = Values::kScalesP && !kExact;
     auto& p = held.of_step;
-    typename W::P scaled;
     if constexpr (kCodes) {
 #pragma unroll
       for (int step = 0; step < kPvSteps; ++step) state.rounded.make_p(p[step], s, step);
-    } else if constexpr (kHeldP && !kSharedP && !kScaledP) {
+    } else if constexpr (kHeldP && !kSharedP && !Layout::kRowScales) {
 #pragma unroll
       for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
     }
@@ -434,25 +431,23 @@ class Attend {
           between.load_p(p[0], Values::step(n));
         }
       }
-      if constexpr (kScaledP) {
-        if (begins_step(n)) {
-          if constexpr (kSharedP) {
-            values.scale_p(scaled, p[kHeldP ? Values::step(n) : 0], n);
-          } else {
-            values.make_p(scaled, s, n);
-          }
+      if constexpr (Layout::kRowScales) {
+        if (n > 0 && n % Values::kGroupReads == 0 && grouped) [[unlikely]] {
+          exclude_from_report_begin();
+          values.make_p_of_group(p, stages + kKeptAt, n);
+          exclude_from_report_end();
         }
       }
 #pragma unroll
       for (int j = 0; j < Values::fragments(n); ++j) {
-        W::outputs(state.o[Values::fragment(n, j)],
-                   kScaledP ? scaled : p[kHeldP ? Values::step(n) : 0], v[n % (kLag + 1)][j]);
+        W::outputs(state.o[Values::fragment(n, j)], p[kHeldP ? Values::step(n) : 0],
+                   v[n % (kLag + 1)][j]);
       }
     };
     const auto use = [&](const Raw& raw, auto n) {
 #pragma unroll
       for (int j = 0; j < Values::fragments(n); ++j) {
-        values.template widen<kExact>(v[n % (kLag + 1)][j], raw, n, j);
+        values.widen(v[n % (kLag + 1)][j], raw, n, j);
       }
       if constexpr (n >= kLag) multiply(Constant<n - kLag>());
       start_next(Constant<Format::Keys::kReads + n>());

@@ -3,12 +3,12 @@
 // of unseen values.
 //
 //   Keys     reads [0, kReads) of the wave's columns of scores. A read takes one fragment and makes
-//            the operands of products(n) steps
+//            the operands of products(n) steps, each of which multiply() multiplies with its query
 //   Values   reads [0, kReads) of the wave's columns of outputs, each of one step and fragments(n)
 //            fragments, ordered by groups of columns that share a scale, then by steps
 //
-// With `kExact`, scales are multiplied in fp32 and the product is rounded, as the format demands.
-// Otherwise scales are powers of two (Keys::odd) and cost little or nothing.
+// Scales of rows that lie here with codes (Layout::kRowScales) are powers of two, or Keys::odd() is
+// true, and score_exactly() computes the scores again.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
 
@@ -36,8 +36,11 @@ struct Bf16Format {
   using Layout = StageLayout<KvFormat::kBf16, C>;
   using Shape = TileShape<C, W>;
   using Copies = tile::Copies;           // copies that bring tiles
-  static constexpr bool kCodes = false;  // products are of 8 bits
-  struct Rounded {};                     // per-row state for 8-bit products
+  static constexpr bool kCodes = false;  // probabilities are rounded to 8 bits
+  static constexpr bool kRoundsQueries = false;
+  static constexpr int kScoreSteps = Shape::kScoreSteps;
+  static constexpr int kKeptBytes = 0;
+  struct Rounded {};  // per-row state for 8-bit products
   using lds_t = tile::lds_t;
 
   // Depth of a step: Order::depth(step, group) is the first of the eight values of a lane.
@@ -58,26 +61,23 @@ struct Bf16Format {
 
     MLA_DEVICE Keys(lds_t tile, int col_wave, int lane)
         : rows(tile, col_wave * Shape::kWaveCols, lane) {}
-    MLA_DEVICE bool odd() const { return false; }
-    static constexpr bool kLooksAtCodes = false;
-    MLA_DEVICE bool odd_codes() const { return false; }
     MLA_DEVICE void load(Raw& raw, int n) const {
       rows.load(raw, fragment(n) * W::kScoreCols, step(n, 0));
     }
-    template <bool kExact>
-    MLA_DEVICE void widen(typename W::K& k, const Raw& raw, int, int) const {
-      k = raw;
+    MLA_DEVICE void widen(typename W::K& k, const Raw& raw, int, int) const { k = raw; }
+    MLA_DEVICE static void multiply(typename W::Scores& s, const typename W::Q& q,
+                                    const typename W::K& k, int) {
+      W::scores(s, q, k);
     }
     const typename W::template KeyRows<C::kTileKv> rows;
   };
 
   struct Values {
     using Raw = typename W::V;
-    static constexpr bool kScalesP = false;  // true: scales are multiplied into probabilities, not
-                                             // values
+    struct RowScales {};
+    MLA_DEVICE static void load_scales(RowScales&, lds_t) {}
     static constexpr int kReads = Shape::kPvSteps * Shape::kOutFragments;
     static constexpr int kGroupReads = kReads;  // reads that share scales
-    static constexpr int group(int) { return 0; }
     static constexpr int step(int n) { return n / Shape::kOutFragments; }
     static constexpr int fragments(int) { return 1; }
     static constexpr int fragment(int n, int) { return n % Shape::kOutFragments; }
@@ -87,10 +87,7 @@ struct Bf16Format {
     MLA_DEVICE void load(Raw& raw, int n) const {
       rows.load(raw, step(n), col_wave * Shape::kOutFragments + fragment(n, 0));
     }
-    template <bool kExact>
-    MLA_DEVICE void widen(typename W::V& v, const Raw& raw, int, int) const {
-      v = raw;
-    }
+    MLA_DEVICE void widen(typename W::V& v, const Raw& raw, int, int) const { v = raw; }
     const int col_wave;
     const typename W::template ValueRows<C::kTileKv> rows;
   };

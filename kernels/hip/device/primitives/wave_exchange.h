@@ -1,5 +1,5 @@
 // Exchange through shared memory between waves that share packed rows: probabilities, row maxima
-// and sums, and flags for all waves of a block.
+// and sums, and a flag of each wave for all waves of a block.
 #ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_WAVE_EXCHANGE_H_
 #define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_WAVE_EXCHANGE_H_
 
@@ -46,20 +46,16 @@ class WaveExchange {
     W::template load_p<kRows>(p, p_tile, row_wave * C::kWaveRows, step, tile::lane_again());
   }
 
-  MLA_DEVICE void store_flags(bool moves, bool odd) const {
-    tile::store_float(flags() + wave * 4, (moves ? 1.0f : 0.0f) + (odd ? 2.0f : 0.0f));
+  MLA_DEVICE void store_flag(bool moves) const {
+    tile::store_float(flags() + wave * 4, moves ? 1.0f : 0.0f);
   }
-  // Reads the flags: each is true if any wave of the block has stored it.
-  MLA_DEVICE void load_flags(bool& moves, bool& odd) const { take_flags(read_flags(), moves, odd); }
-  // The same in two steps, for callers that have other reads to start in between.
+  // Reads the flags in two steps, for callers that have other reads to start in between. some() is
+  // true if any wave of the block has stored true.
   MLA_DEVICE float read_flags() const {
     static_assert((kWaves & (kWaves - 1)) == 0);
     return tile::load_float(flags() + (tile::lane_again() & (kWaves - 1)) * 4);
   }
-  MLA_DEVICE static void take_flags(float found, bool& moves, bool& odd) {
-    moves = tile::any(found == 1.0f || found == 3.0f);
-    odd = tile::any(found >= 2.0f);
-  }
+  MLA_DEVICE static bool some(float found) { return tile::any(found != 0.0f); }
 
   // Row maxima over all waves of the row group.
   MLA_DEVICE void maximum(float (&top)[W::kSlots]) const {

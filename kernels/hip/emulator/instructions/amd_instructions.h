@@ -60,6 +60,7 @@ inline int opaque(int x) { return x; }
 inline u32x4 in_vector_registers(u32x4 x) { return x; }
 
 inline float round_up(float x) { return std::ceil(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 
 // --- 8-bit floats.
 template <bool kHigh>

@@ -15,9 +15,9 @@ struct CodeQueries {
   // most the largest code and to more than half of it. A query that is not finite makes all of its
   // row NaN. `load(values, step)` loads the lane's bf16 values of a step, in the order of the
   // operand; it is called twice for each step. Returns the remaining factor of the logits: the
-  // power, or 1 if products apply it.
+  // power, or 1 if products apply it. Steps from kSteps on are left alone.
   template <int kSteps, class Load>
-  MLA_DEVICE static float round(typename W::Q (&codes)[kSteps], const Load& load) {
+  MLA_DEVICE static float round(typename W::Q* codes, const Load& load) {
     uint32_t largest = 0;  // the bits of a magnitude
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {

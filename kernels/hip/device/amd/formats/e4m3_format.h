@@ -22,26 +22,29 @@ struct E4m3Format {
   using Rows = Fp8Rows<Layout>;
   using Copies = tile::Copies;
   using lds_t = tile::lds_t;
-  using Widening = Fp8Format<C::kFormat, C, tile::Wave<C::kWaveRows>>;
+  using RowOrder = CodeOrder<C, tile::Wave<C::kWaveRows>>;
   using Queries = CodeQueries<W>;
   using Rounded = CodeSums<W>;
-  static constexpr bool kCodes = true;
+  static constexpr bool kCodes = true, kRoundsQueries = true;
+  static constexpr int kScoreSteps = Shape::kScoreSteps;
+  static constexpr int kKeptBytes = 0;
   static_assert(Layout::kLayerScale && C::kColWaves == 1);
 
-  MLA_DEVICE static int score_col(int lane, int i) { return Widening::score_col(lane, i); }
+  MLA_DEVICE static int score_col(int lane, int i) { return RowOrder::score_col(lane, i); }
 
   // As CodeQueries::round.
   template <int kSteps>
   MLA_DEVICE static float load_queries(const QueryLoader& loader, int first_row, int lane,
                                        typename W::Q (&queries)[kSteps]) {
     const uint16_t* const from = loader.row(first_row + W::row(lane, 0));
-    return Queries::round(queries, [&](Chunk(&values)[Queries::kChunks], int step) {
-      const int first = step * W::kDepth + W::group(lane) * W::kLaneCodes;
+    return Queries::template round<kSteps>(
+        queries, [&](Chunk(&values)[Queries::kChunks], int step) {
+          const int first = step * W::kDepth + W::group(lane) * W::kLaneCodes;
 #pragma unroll
-      for (int c = 0; c < Queries::kChunks; ++c) {
-        values[c] = load_chunk(from, first + c * 8, false, loader.aligned);
-      }
-    });
+          for (int c = 0; c < Queries::kChunks; ++c) {
+            values[c] = load_chunk(from, first + c * 8, false, loader.aligned);
+          }
+        });
   }
 
   struct Keys {
@@ -50,17 +53,15 @@ struct E4m3Format {
     static constexpr int fragment(int n) { return n % Shape::kScoreFragments; }
     static constexpr int products(int) { return 1; }
     static constexpr int step(int n, int) { return n / Shape::kScoreFragments; }
-    static constexpr bool kLooksAtCodes = false;
 
-    MLA_DEVICE Keys(lds_t tile, int, int lane) : rows(tile, 0, Widening::run_order(lane)) {}
-    MLA_DEVICE bool odd() const { return false; }
-    MLA_DEVICE bool odd_codes() const { return false; }
+    MLA_DEVICE Keys(lds_t tile, int, int lane) : rows(tile, 0, RowOrder::row(lane)) {}
     MLA_DEVICE void load(Raw& raw, int n) const {
       rows.load(raw, fragment(n) * W::kScoreCols, step(n, 0));
     }
-    template <bool kExact>
-    MLA_DEVICE void widen(typename W::K& k, const Raw& raw, int, int) const {
-      k = raw;
+    MLA_DEVICE void widen(typename W::K& k, const Raw& raw, int, int) const { k = raw; }
+    MLA_DEVICE static void multiply(typename W::Scores& s, const typename W::Q& q,
+                                    const typename W::K& k, int) {
+      W::scores(s, q, k);
     }
     const typename W::template CodeKeys<C::kTileKv> rows;
   };
@@ -68,17 +69,16 @@ struct E4m3Format {
   struct Values {
     using Codes = typename W::template CodeValues<C::kTileKv>;
     using Raw = typename Codes::Raw;
-    static constexpr bool kScalesP = false;
+    struct RowScales {};
+    MLA_DEVICE static void load_scales(RowScales&, lds_t) {}
     static constexpr int kReads = Shape::kPvSteps * Shape::kOutFragments;
     static constexpr int kGroupReads = kReads;
-    static constexpr int group(int) { return 0; }
     static constexpr int step(int n) { return n / Shape::kOutFragments; }
     static constexpr int fragments(int) { return 1; }
     static constexpr int fragment(int n, int) { return n % Shape::kOutFragments; }
 
     MLA_DEVICE Values(lds_t tile, int, int lane) : rows(tile, lane) {}
     MLA_DEVICE void load(Raw& raw, int n) const { rows.load(raw, step(n), fragment(n, 0)); }
-    template <bool kExact>
     MLA_DEVICE void widen(typename W::V& v, const Raw& raw, int, int) const {
       Codes::widen(v, raw);
     }

@@ -134,14 +134,15 @@ class ExpandedCodes {
                                typename W::Q (&queries)[kScoreSteps]) const {
     const uint16_t* const from = loader.row(own + W::row(lane, 0));
     const int side = W::group(lane);
-    CodeQueries<W>::round(queries, [&](Chunk(&values)[CodeQueries<W>::kChunks], int step) {
+    CodeQueries<W>::template round<kScoreSteps>(
+        queries, [&](Chunk(&values)[CodeQueries<W>::kChunks], int step) {
 #pragma unroll
-      for (int c = 0; c < 2 * CodeQueries<W>::kChunks; ++c) {
-        const Chunk eight = load_chunk(from, step * W::kDepth + c * 8, false, loader.aligned);
-        values[c / 2].w[c % 2 * 2] = side == 0 ? eight.w[0] : eight.w[2];
-        values[c / 2].w[c % 2 * 2 + 1] = side == 0 ? eight.w[1] : eight.w[3];
-      }
-    });
+          for (int c = 0; c < 2 * CodeQueries<W>::kChunks; ++c) {
+            const Chunk eight = load_chunk(from, step * W::kDepth + c * 8, false, loader.aligned);
+            values[c / 2].w[c % 2 * 2] = side == 0 ? eight.w[0] : eight.w[2];
+            values[c / 2].w[c % 2 * 2 + 1] = side == 0 ? eight.w[1] : eight.w[3];
+          }
+        });
   }
   // Rows that continue from earlier results have one probability of 1 so far.
   MLA_DEVICE void carry_in(State& state) const {
