@@ -112,7 +112,7 @@ NOT_COMPARED = {
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held",
     "merged_tiles", "whole_group_bytes", "groups_apart", "step_us", "one_us", "one_p99_us",
-    "floor_us", "of_one", "peer", "peer_us", "of_peer", "runs", "error",
+    "floor_us", "read_us", "operations_us", "of_one", "peer", "peer_us", "of_peer", "runs", "error",
     "messages"}
 NOT_NAMES = {"bench", "first_failure", "peer"}  # texts that do not name a row
 # These values do not name a row either, because older programs leave them out.

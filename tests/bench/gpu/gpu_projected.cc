@@ -2,14 +2,17 @@
 // GPU time by events, the L2 overwritten before each launch, median.
 //
 //   gpu_projected [--batch 1,32,128] [--context 16384] [--heads 128] [--q-lora-rank 1536]
-//                 [--hidden-size 7168] [--iterations 30] [--image FILE] [--json FILE]
+//                 [--hidden-size 7168] [--iterations 30] [--tflops 0] [--image FILE]
+//                 [--json FILE]
 //
 // Both have the same rows, weights and plan; every launch absorbs queries, attends and projects
 // outputs of `batch` sequences. PROJECTED makes the queries of low-rank ones before, and hidden
 // states after. A line a batch: microseconds of both (median, least), of the two products alone
 // (queries, hiddens: a launch with nothing else), what PROJECTED takes in addition, that as a
-// multiple of the time in which the device copies as many bytes as W_UQ and W_O have, and the bytes
-// of a token's tensors in both profiles, as the launches' inputs and outputs add up to.
+// multiple of the products' floor, and the bytes of a token's tensors in both profiles, as the
+// launches' inputs and outputs add up to. The floor is the longer of the time in which the device
+// copies as many bytes as W_UQ and W_O have, halved, and the time of the products' floating-point
+// operations at --tflops 1e12 a second, as measured in large products; 0: the first alone.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -40,7 +43,8 @@ constexpr int64_t kFlushBytes = int64_t{256} << 20;
 
 struct Flags {
   std::vector<int32_t> batch{1, 32, 128};
-  int32_t context = 16384, heads = 128, q_lora_rank = 1536, hidden_size = 7168, iterations = 30;
+  int32_t context = 16384, heads = 128, q_lora_rank = 1536, hidden_size = 7168, iterations = 30,
+          tflops = 0;
   std::string json, image;
 };
 
@@ -68,6 +72,11 @@ class Bench {
   int64_t projected_bytes() const {
     return int64_t{flags_.heads} *
            (int64_t{kQueryDim} * flags_.q_lora_rank + int64_t{kValue} * flags_.hidden_size) * 2;
+  }
+  // Microseconds of the products' operations.
+  double OperationMicros(int32_t batch) const {
+    if (flags_.tflops <= 0) return 0.0;
+    return static_cast<double>(projected_bytes()) * batch / (flags_.tflops * 1e6);  // 2 a weight
   }
   int64_t pages() const { return (flags_.context + kPage - 1) / kPage; }  // of a sequence
   absl::Status LoadWeights();
@@ -335,8 +344,9 @@ absl::Status Bench::Time(int32_t batch) {
                                                      {1, flags_.context, flags_.heads, true});
   auto plan = planner_.Build(requests, backend_->Traits(desc), *buffers_);
   if (!plan.ok()) return plan.status();
-  auto floor = CopyMicros(projected_bytes());
-  if (!floor.ok()) return floor.status();
+  auto read = CopyMicros(projected_bytes());
+  if (!read.ok()) return read.status();
+  const double operations = OperationMicros(batch), floor = std::max(*read, operations);
   Times times[4];
   for (const Parts parts :
        {Parts::kExpanded, Parts::kProjected, Parts::kQueries, Parts::kHiddens}) {
@@ -347,18 +357,20 @@ absl::Status Bench::Time(int32_t batch) {
   const double more = times[1].median - times[0].median;
   std::printf(
       "batch=%d context=%d h=%d: expanded %.1f us (least %.1f), projected %.1f us (least %.1f), "
-      "queries %.1f us, hiddens %.1f us; %.1f us more, %.2f x the %.1f us of reading W_UQ and W_O; "
-      "bytes a token %lld and %lld\n",
+      "queries %.1f us, hiddens %.1f us; %.1f us more, %.2f x the floor of %.1f us (reading W_UQ "
+      "and W_O %.1f us, multiplying %.1f us); bytes a token %lld and %lld\n",
       batch, flags_.context, flags_.heads, times[0].median, times[0].least, times[1].median,
-      times[1].least, times[2].median, times[3].median, more, more / *floor, *floor,
-      static_cast<long long>(times[0].token_bytes), static_cast<long long>(times[1].token_bytes));
+      times[1].least, times[2].median, times[3].median, more, more / floor, floor, *read,
+      operations, static_cast<long long>(times[0].token_bytes),
+      static_cast<long long>(times[1].token_bytes));
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
       R"({"bench": "gpu_projected", "batch": %d, "context": %d, "heads": %d, )"
       R"("expanded_us": %.2f, "projected_us": %.2f, "queries_us": %.2f, "hiddens_us": %.2f, )"
-      R"("more_us": %.2f, "floor_us": %.2f, "token_bytes": %d})",
+      R"("more_us": %.2f, "floor_us": %.2f, "read_us": %.2f, "operations_us": %.2f, )"
+      R"("token_bytes": %d})",
       batch, flags_.context, flags_.heads, times[0].median, times[1].median, times[2].median,
-      times[3].median, more, *floor, times[1].token_bytes));
+      times[3].median, more, floor, *read, operations, times[1].token_bytes));
   return absl::OkStatus();
 }
 
@@ -370,6 +382,7 @@ int Main(int argc, char** argv) {
                         {"--q-lora-rank", &flags.q_lora_rank},
                         {"--hidden-size", &flags.hidden_size},
                         {"--iterations", &flags.iterations},
+                        {"--tflops", &flags.tflops},
                         {"--json", &flags.json},
                         {"--image", &flags.image}};
   absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
