@@ -9,7 +9,9 @@ One engine takes passes with attention and passes without it ("zeros") in turn. 
 microseconds a layer in passes of either kind, without the parts in it, and how many more they are
 with attention. The modules of a layer have their own names ("q_b_proj"), "attend" is the adapter's
 call without that of the C library in it, "library" is that one, "rest" is what is outside of the
-model: its figures are of a layer, too, so that the sum of the differences is what a layer adds.
+model: its figures are of a layer, too, so that the sum of the differences is what a layer adds. The
+last line of a batch has the call's share of a watched pass, too, which stays as it is when the
+processor's speed is another one.
 
 --pin: a second round in which the engine's thread has a core to itself, and all other threads of
 the engine and of the server have the others. Cores that share a core's units are left free. If a
@@ -94,12 +96,14 @@ def measure(engine: EngineProcess, flags: argparse.Namespace, batch: int, pinned
                     for mode in MODES}})
     for row in rows:
         print(json.dumps(row), flush=True)
+    call = differences.get("attend", 0.0) + differences.get("library", 0.0)
     plain = [statistics.median(passes[mode]) * 1e3 for mode in MODES]
     print(f"batch {batch}, {flags.memory} memory{', pinned' if pinned else ''}: a layer adds "
           f"{(plain[1] - plain[0]) / flags.layers:.1f} us of a pass of {plain[1] / 1e3:.2f} ms, "
           f"{differences.get('attend', 0.0):.1f} us of them in Python's call and "
           f"{differences.get('library', 0.0):.1f} in the library's; watched "
-          f"{sum(differences.values()):.1f}", flush=True)
+          f"{sum(differences.values()):.1f}, of which the call is "
+          f"{100 * call / sum(middle['server'].values()):.1f} % of a pass", flush=True)
     return rows
 
 
