@@ -99,8 +99,7 @@ typedef struct mla_ring_entry {
   uint64_t in_bytes, out_bytes;
   // 1: all that `in` copies from is memory of the ring's GPU, so the driver is not asked for it.
   uint32_t in_on_gpu;
-  // 1: so is all that `out` copies from and to.
-  uint32_t out_on_gpu;
+  uint32_t reserved;  // 0
 } mla_ring_entry;
 
 // `path`: the server's shm.path. MLA_UNAVAILABLE: no server answered in time, or it has no shared

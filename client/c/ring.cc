@@ -219,7 +219,7 @@ absl::Status CheckRange(std::string_view field, int64_t got, int64_t low, int64_
 namespace {
 
 absl::Status ReadCopies(std::string_view field, const mla_ring_copy* given, uint32_t count,
-                        bool from_here, bool to_here, GivenEntry::Copies* copies) {
+                        bool from_here, GivenEntry::Copies* copies) {
   absl::Status status = CheckRange(field, count, 0, MLA_RING_MOST_COPIES);
   if (status.ok() && count > 0) status = CheckNotNull(given, field);
   for (uint32_t i = 0; status.ok() && i < count; ++i) {
@@ -227,8 +227,7 @@ absl::Status ReadCopies(std::string_view field, const mla_ring_copy* given, uint
     if (one.to_pitch < one.width || one.from_pitch < one.width) {
       return Refuse(field, "rows that do not overlap", std::to_string(one.width));
     }
-    (*copies)[i] = {one.to,       one.from,       one.width, one.rows,
-                    one.to_pitch, one.from_pitch, from_here, to_here};
+    (*copies)[i] = {one.to, one.from, one.width, one.rows, one.to_pitch, one.from_pitch, from_here};
   }
   return status;
 }
@@ -245,14 +244,12 @@ absl::Status ReadEntry(const mla_ring_entry* from, GivenEntry* given) {
     return Refuse("entry.in_count", "0 without MLA_RING_CHAINED", std::to_string(known.in_count));
   }
   if (status.ok()) status = CheckRange("entry.in_on_gpu", known.in_on_gpu, 0, 1);
-  if (status.ok()) status = CheckRange("entry.out_on_gpu", known.out_on_gpu, 0, 1);
+  if (status.ok()) status = CheckRange("entry.reserved", known.reserved, 0, 0);
   if (status.ok()) {
-    status = ReadCopies("entry.in", known.in, known.in_count, known.in_on_gpu != 0, false,
-                        &given->before);
+    status = ReadCopies("entry.in", known.in, known.in_count, known.in_on_gpu != 0, &given->before);
   }
   if (status.ok()) {
-    const bool here = known.out_on_gpu != 0;
-    status = ReadCopies("entry.out", known.out, known.out_count, here, here, &given->after);
+    status = ReadCopies("entry.out", known.out, known.out_count, false, &given->after);
   }
   return status;
 }

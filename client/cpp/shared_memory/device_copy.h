@@ -12,8 +12,7 @@ struct DeviceCopy {
   const void* from = nullptr;
   uint64_t width = 0, rows = 1;  // bytes of a row
   uint64_t to_pitch = 0, from_pitch = 0;
-  // The program knows that they are memory of the stream's device.
-  bool from_here = false, to_here = false;
+  bool from_here = false;  // the program knows that `from` is memory of the stream's device
 };
 
 }  // namespace mla::client

@@ -391,14 +391,6 @@ absl::Status DeviceRegion::Record(uint32_t slot, void* stream) {
   return s;
 }
 
-// Whether a kernel of the stream's device may write the target: it is the server's memory, which is
-// mapped for that device, or memory of the device. Reads of another device's memory are the
-// driver's, whose engines wait for them without a kernel's threads.
-bool DeviceRegion::KernelWrites(const DeviceCopy& copy) const {
-  const uint64_t gaps = copy.rows > 0 ? (copy.rows - 1) * copy.to_pitch : 0;
-  return (copy.to_here && state_->same_device()) || Holds(copy.to, gaps + copy.width);
-}
-
 absl::Status DeviceRegion::Copy(std::span<const DeviceCopy> copies, void* stream) {
   if (copies.empty()) return absl::OkStatus();
   const DeviceRuntime& api = state_->api;
@@ -407,8 +399,11 @@ absl::Status DeviceRegion::Copy(std::span<const DeviceCopy> copies, void* stream
   }
   const State::Current current(*state_, false);
   absl::Status s = current.status();
-  if (s.ok() && state_->copier != nullptr &&
-      std::ranges::all_of(copies, [this](const auto& copy) { return KernelWrites(copy); }) &&
+  const auto stays = [this](const DeviceCopy& copy) {
+    const uint64_t gaps = copy.rows > 0 ? (copy.rows - 1) * copy.to_pitch : 0;
+    return Holds(copy.to, gaps + copy.width);
+  };
+  if (s.ok() && state_->copier != nullptr && std::all_of(copies.begin(), copies.end(), stays) &&
       state_->copier->Takes(copies)) {
     return Check(state_->copier->Copy(copies, stream), "copy of rows");
   }

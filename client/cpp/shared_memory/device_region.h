@@ -115,7 +115,6 @@ class DeviceRegion final {
 
  private:
   struct State;
-  bool KernelWrites(const DeviceCopy& copy) const;
   explicit DeviceRegion(std::unique_ptr<State> state);
   const std::unique_ptr<State> state_;
   BlockList blocks_;

@@ -115,7 +115,7 @@ bool RowCopier::IsHere(const void* memory) const {
 }
 
 bool RowCopier::Takes(std::span<const DeviceCopy> copies) const {
-  if (copies.empty() || copies.size() > kMostCopies) return false;
+  if (copies.size() < 2 || copies.size() > kMostCopies) return false;
   return std::all_of(copies.begin(), copies.end(), [this](const DeviceCopy& copy) {
     const bool pieces = copy.width % kPiece == 0 && copy.from_pitch % kPiece == 0 &&
                         copy.to_pitch % kPiece == 0 && IsAligned(copy.from) && IsAligned(copy.to);

@@ -1,6 +1,4 @@
-// Copies of one call as one kernel. A launch costs the host as much as one of the driver's copies
-// where nothing else is done, and less among the launches of an engine, which leave the driver's
-// instructions for it in the caches, and those for copies not.
+// Copies of one call as one kernel: a launch costs the host as much as one of the driver's copies.
 #ifndef MLA_CLIENT_CPP_SHARED_MEMORY_ROW_COPIER_H_
 #define MLA_CLIENT_CPP_SHARED_MEMORY_ROW_COPIER_H_
 
@@ -21,9 +19,10 @@ class RowCopier final {
   static std::unique_ptr<RowCopier> Create(const DeviceRuntime& api, int device);
   ~RowCopier();
 
-  // Returns true if a kernel on the device can make these copies: they are not too many, they
-  // consist of aligned pieces, and their sources are memory of this device, which the driver is
-  // asked for unless the copy says so. The caller answers for the targets.
+  // Returns true if a kernel on the device can make these copies, and takes fewer launches than
+  // they are: there are several, they consist of aligned pieces, and their sources are memory of
+  // this device, which the driver is asked for unless the copy says so. The caller answers for the
+  // targets.
   bool Takes(std::span<const DeviceCopy> copies) const;
   // Gives `stream` the copies. REQUIRES: Takes. Returns the driver's code; 0 is success.
   int Copy(std::span<const DeviceCopy> copies, void* stream) const;

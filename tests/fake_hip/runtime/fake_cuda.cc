@@ -34,24 +34,6 @@ constexpr int kSharedLimit = 227 * 1024;
 
 struct Context {
 } the_context;
-// The client's kernel for copies comes as text for the driver's compiler, which this runtime does
-// not have: it makes the copies of its jobs.
-struct RowKernel {
-  static constexpr char kEntry[] = ".entry mla_copy_rows(";
-  struct Job {
-    const char* from;
-    char* to;
-    uint64_t from_pitch, to_pitch;
-    uint32_t pieces, rows;
-  };
-  static constexpr size_t kPieceBytes = 16;
-
-  static bool Is(const void* image) {
-    const auto* const text = static_cast<const char*>(image);
-    return text[0] == '\n' && std::strstr(text, kEntry) != nullptr;
-  }
-} the_row_kernel;
-
 // Each is the_context or a context that the program created.
 thread_local const void* current = nullptr;
 thread_local const void* before = nullptr;
@@ -190,19 +172,6 @@ int hipGraphExecDestroy(void*);
 int fake_hip_set_node(void*, void*, const HipKernelNode*);
 int hipGraphLaunch(void*, void*);
 int fake_hip_order_nodes(void*, void*);
-
-int LaunchRowKernel(unsigned jobs, void* stream, void** parameters) {
-  ++fake_hip_control()->launches;
-  const auto* job = static_cast<const RowKernel::Job*>(parameters[0]);
-  for (const auto* const end = job + jobs; job != end; ++job) {
-    const size_t bytes = job->pieces * RowKernel::kPieceBytes;
-    if (bytes * job->rows == 0) continue;
-    const int code = hipMemcpy2DAsync(job->to, job->to_pitch, job->from, job->from_pitch, bytes,
-                                      job->rows, 3, stream);
-    if (code != kSuccess) return code;
-  }
-  return kSuccess;
-}
 
 #define IN_CONTEXT(call) return current == nullptr ? kInvalidContext : call
 
@@ -361,24 +330,11 @@ int cuMemcpy2DAsync_v2(const CopyRows* copy, void* stream) {
 int cuMemsetD8Async(void* at, unsigned char value, size_t bytes, void* stream) {
   IN_CONTEXT(hipMemsetD8Async(at, value, bytes, stream));
 }
-// Whether memory is a device's is not known here.
-int cuPointerGetAttributes(unsigned, int*, void**, const void*) { return kInvalidValue; }
 int cuModuleLoadData(void** module, const void* image) {
-  if (RowKernel::Is(image)) {
-    *module = &the_row_kernel;
-    return current == nullptr ? kInvalidContext : kSuccess;
-  }
   IN_CONTEXT(hipModuleLoadData(module, image));
 }
-int cuModuleUnload(void* module) {
-  if (module == &the_row_kernel) return kSuccess;
-  IN_CONTEXT(hipModuleUnload(module));
-}
+int cuModuleUnload(void* module) { IN_CONTEXT(hipModuleUnload(module)); }
 int cuModuleGetFunction(void** function, void* module, const char* name) {
-  if (module == &the_row_kernel) {
-    *function = module;
-    return kSuccess;
-  }
   IN_CONTEXT(hipModuleGetFunction(function, module, name));
 }
 int cuFuncSetAttribute(void* function, int attribute, int value) {
@@ -392,7 +348,6 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
                    unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                    void* stream, void** parameters, void** extra) {
   if (current == nullptr) return kInvalidContext;
-  if (function == &the_row_kernel) return LaunchRowKernel(grid_y, stream, parameters);
   if (!MayRun(function, grid_x, grid_y, block_x, shared_bytes)) return kInvalidValue;
   return hipModuleLaunchKernel(function, grid_x, grid_y, grid_z, block_x, block_y, block_z,
                                shared_bytes, stream, parameters, extra);

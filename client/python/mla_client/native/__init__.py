@@ -65,7 +65,7 @@ class Entry(ctypes.Structure):
                 ("o_dtype", _U8), ("copies_in", ctypes.POINTER(Copy)),
                 ("copies_out", ctypes.POINTER(Copy)), ("in_count", _U32), ("out_count", _U32),
                 ("in_bytes", _U64), ("out_bytes", _U64), ("in_on_gpu", _U32),
-                ("out_on_gpu", _U32)]
+                ("reserved", _U32)]
 
 
 GiveUp = ctypes.CFUNCTYPE(None, _P)  # of UcxReply

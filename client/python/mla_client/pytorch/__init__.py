@@ -118,7 +118,7 @@ class Sender:
         stream, parts = self._follow(q.get_device()), parts_of(kv)
         own_kv, own_q, own_o = self._tensors
         q_plain, o_plain = _is_plain(q, own_q), _is_plain(output, own_o)
-        copied = self._lay_out(chain, q, q_plain, output if o_plain else None, parts)
+        copied = self._lay_out(chain, q, q_plain, o_plain, parts)
         # The library's copies cost the host a few microseconds, PyTorch's three times as much.
         sources, begin = [q] if q_plain else [], 0
         if not q_plain:
@@ -135,15 +135,13 @@ class Sender:
             output.view(own_o.shape).copy_(own_o, non_blocking=True)
         return q_plain and o_plain and all(copied)
 
-    def _lay_out(self, chain: Any, q: torch.Tensor, q_plain: bool, output: Optional[torch.Tensor],
+    def _lay_out(self, chain: Any, q: torch.Tensor, q_plain: bool, o_plain: bool,
                  parts: Tuple[torch.Tensor, ...]) -> List[bool]:
-        """Tells the chain which copies the library makes; `output`: None if that is another's.
-        Returns which parts of the rows are among them."""
+        """Tells the chain which copies the library makes. Returns which parts of the rows are among
+        them."""
         own_kv, own_q, own_o = self._tensors
-
-        def are_here(*tensors: torch.Tensor) -> bool:
-            return own_q.is_cuda and all(one.get_device() == own_q.get_device() for one in tensors)
-        chain.clear(are_here(q, *parts), output is not None and are_here(output))
+        chain.clear(own_q.is_cuda and all(source.get_device() == own_q.get_device()
+                                          for source in (q, *parts)))
         if q_plain:
             chain.copy_in(own_q.data_ptr(), own_q.nbytes)
         begin, copied = 0, []
@@ -154,7 +152,7 @@ class Sender:
                 chain.copy_in(own_kv.data_ptr() + begin, part.shape[-1] * size, len(part), row,
                               part.stride(0) * size)
             begin += part.shape[-1] * own_kv.element_size()
-        if output is not None:
+        if o_plain:
             chain.copy_out(own_o.data_ptr(), own_o.nbytes)
         return copied
 

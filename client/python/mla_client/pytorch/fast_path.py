@@ -60,14 +60,14 @@ class FastPath:
     """Further calls of a chain whose tensors differ from those of a call before in their addresses
     alone. All of their copies are the library's. Belongs to one thread at a time."""
 
-    __slots__ = ("_chain", "_stream", "_device", "_alike", "_count")
+    __slots__ = ("_attend", "_stream", "_device", "_alike", "_count")
 
     def __init__(self, chain: Any, stream: int, q: torch.Tensor, kv: Rows,
                  output: torch.Tensor) -> None:
         """The tensors of the call before, of which q and output are contiguous; `kv` without parts:
         rows that come are another rank's to send. `chain` has the call's copies: of q, of each part
         of kv, and of the output."""
-        self._chain = chain
+        self._attend = chain.attend
         self._stream, self._device = stream, q.get_device()
         parts = parts_of(kv)
         self._count = len(parts)
@@ -82,12 +82,8 @@ class FastPath:
         if (len(parts) != self._count or not self._alike(q, *parts, output)
                 or raw_stream(self._device) != self._stream):
             return False
-        chain = self._chain
-        addresses = chain.addresses
-        addresses[0], at = q.data_ptr(), 1
+        sources = [q.data_ptr()]
         for part in parts:
-            addresses[at] = part.data_ptr()
-            at += 1
-        addresses[at] = output.data_ptr()
-        chain.attend_alike(layer, self._stream)
+            sources.append(part.data_ptr())
+        self._attend(layer, self._stream, sources, output.data_ptr())
         return True

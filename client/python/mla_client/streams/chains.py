@@ -36,11 +36,10 @@ class _Calls:
         """Begins the next step; False: these calls have no steps of their own."""
         return False
 
-    def clear(self, from_gpu: bool = False, to_gpu: bool = False) -> None:
-        """No copies. `from_gpu`: those to come copy from memory of the ring's GPU; `to_gpu`: the
-        one of the outputs copies from there to there."""
+    def clear(self, from_gpu: bool = False) -> None:
+        """No copies. `from_gpu`: those to come copy from memory of the ring's GPU."""
         self._entry.in_count = self._entry.out_count = 0
-        self._entry.in_on_gpu, self._entry.out_on_gpu = from_gpu, to_gpu
+        self._entry.in_on_gpu = from_gpu
 
     def copy_in(self, to: int, width: int, rows: int = 1, to_pitch: int = 0,
                 from_pitch: int = 0) -> None:
@@ -104,15 +103,14 @@ class Chain(_Calls):
         self._made: List[ctypes.c_void_p] = []
         self._now: Optional[ctypes.c_void_p] = None
         self._begun: Optional[ctypes.c_void_p] = None  # the one that began the last step
-        # Addresses of the next call's copies, in the order of `attend`: an array of the library's.
-        self.addresses: Any = None
+        self._addresses: Any = None  # of the next call's copies
         # Kept for all calls: looking these up for each layer would cost as much as the call.
         self._call, self._step_id = owner.memory.lib.mla_chain_attend, entry.step_id
         self._error = ctypes.c_void_p()
         self._error_at = ctypes.byref(self._error)
 
-    def clear(self, from_gpu: bool = False, to_gpu: bool = False) -> None:
-        super().clear(from_gpu, to_gpu)
+    def clear(self, from_gpu: bool = False) -> None:
+        super().clear(from_gpu)
         self._now = None
 
     def attend(self, layer: int, gpu_stream: int, sources: Sequence[int] = (),
@@ -120,19 +118,13 @@ class Chain(_Calls):
         """The next layer. Waits only for room in the ring. `sources`: addresses that are copied
         from, in the order of copy_in; `to`: where to copy_out copies. The copies of a chain's first
         call are those of all later ones, until `clear`."""
-        if self._now is None:
-            self._new()
-        self.addresses[:] = [*sources, to][:len(self.addresses)]
-        self.attend_alike(layer, gpu_stream)
-
-    def attend_alike(self, layer: int, gpu_stream: int) -> None:
-        """As `attend`, with the copies of the call before and the addresses in `addresses`."""
-        chain = self._now or self._renewed()
+        chain = self._now or self._new()
+        self._addresses[:] = [*sources, to][:len(self._addresses)]
         try:
-            if self._call(chain, self._step_id, layer, gpu_stream, self.addresses, 0,
+            if self._call(chain, self._step_id, layer, gpu_stream, self._addresses, 0,
                           self._error_at):
                 self._once_more(lambda room_ms, _, error: int(self._call(
-                    chain, self._step_id, layer, gpu_stream, self.addresses, room_ms, error)))
+                    chain, self._step_id, layer, gpu_stream, self._addresses, room_ms, error)))
         except errors.MlaError:
             raise
         except BaseException as error:
@@ -175,20 +167,15 @@ class Chain(_Calls):
             self._owner.fail(stream.interrupted(error))
             raise
 
-    def _renewed(self) -> Optional[ctypes.c_void_p]:
-        given = self.addresses[:]
-        self._new()
-        self.addresses[:] = given
-        return self._now
-
-    def _new(self) -> None:
-        """Makes a chain of the library's with the copies that the entry has."""
+    def _new(self) -> ctypes.c_void_p:
+        """A chain of the library's with the copies that the entry has."""
         memory, made = self._owner.memory, ctypes.c_void_p()
         memory.lib.check(memory.lib.mla_chain_new(memory.ring, self._entry_at, ctypes.byref(made),
                                                   self._error_at), self._error)
         self._made.append(made)
         self._now = made
-        self.addresses = (ctypes.c_void_p * (self._entry.in_count + self._entry.out_count))()
+        self._addresses = (ctypes.c_void_p * (self._entry.in_count + self._entry.out_count))()
+        return made
 
     def _once_more(self, call: Callable[[int, Any, Any], int]) -> None:
         """A call has failed: sends it when there is room. `call`: as of NativeStream.send."""

@@ -18,9 +18,8 @@ class Chain:
 
     def __init__(self):
         self.calls, self.layouts, self.error = [], 0, None
-        self.addresses = None
 
-    def clear(self, from_gpu=False, to_gpu=False):
+    def clear(self, from_gpu=False):
         self.layouts += 1
 
     def copy_in(self, *arguments):
@@ -29,13 +28,9 @@ class Chain:
     copy_out = copy_in
 
     def attend(self, layer, stream, sources=(), to=0):
-        self.addresses = [*sources, to]
-        self.attend_alike(layer, stream)
-
-    def attend_alike(self, layer, stream):
         if self.error is not None:
             raise self.error
-        self.calls.append((layer, stream, self.addresses[:-1], self.addresses[-1]))
+        self.calls.append((layer, stream, list(sources), to))
 
 
 class Step:

@@ -242,31 +242,6 @@ class NativeTest(RingCase):
                 chain.collect()  # nothing is left to wait for
                 step.abort()
 
-    def test_a_call_like_the_one_before_keeps_its_copies(self):
-        """Also where the library's chain is gone, as after the error of a call."""
-        client, model = self.pinned()
-        gpu = Gpu()
-        with model.open_sequence() as sequence:
-            buffers = self.filled(client, model)
-            found = np.zeros((LAYERS, *buffers.o.shape), buffers.o.dtype)
-            with client.step([(sequence, 3)]) as step:
-                chain = step.chain(buffers, Profile.ABSORBED)
-                chain.copy_out(buffers.o.ctypes.data, buffers.o.nbytes)
-                chain.attend(0, gpu.stream.value, (), found[0].ctypes.data)
-                for layer in range(1, LAYERS):
-                    if layer == LAYERS - 1:
-                        chain.collect()
-                        chain._free()
-                    chain.addresses[0] = found[layer].ctypes.data
-                    chain.attend_alike(layer, gpu.stream.value)
-                chain.collect()
-                gpu.finish()
-                step.abort()
-            for layer in range(LAYERS):
-                want, _ = self.worker.expected(layer, self.q, self.kv, Profile.ABSORBED)
-                np.testing.assert_allclose(mla_client.from_bf16(found[layer]), want, atol=2e-2,
-                                           rtol=2e-2)
-
     def test_the_stream_copies(self):
         client, model = self.pinned()
         gpu = Gpu()
@@ -299,7 +274,7 @@ class NativeTest(RingCase):
             buffers = self.filled(client, model)
             with client.step([(sequence, 3)]) as step:
                 chain = step.chain(buffers, Profile.ABSORBED)
-                for field in ("in_on_gpu", "out_on_gpu"):
+                for field in ("in_on_gpu", "reserved"):
                     setattr(chain._entry, field, 2)
                     with self.assertRaises(errors.InvalidArgument) as caught:
                         chain.attend(0, gpu.stream.value)
