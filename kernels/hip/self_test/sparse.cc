@@ -23,7 +23,8 @@ constexpr int32_t kRowsSeen[] = {200, 7};  // seen by the two query rows
 constexpr int32_t kWindow = 128, kRatio = 4, kCut = 96;
 constexpr int32_t kRows = kRowsSeen[0], kEntries = kRows / kRatio;
 constexpr int32_t kPage = 64, kEntryPage = 16;
-constexpr int32_t kWindowHeads = 20;
+// Devices may have other kernels for more packed rows than a block of 64 holds.
+constexpr int32_t kWindowHeads[] = {20, 72};
 constexpr int32_t kRowPages = (kRows + kPage - 1) / kPage;
 constexpr int32_t kKeys = 300, kIndexHeads = 8;
 constexpr double kOfLogit = 1e-3;  // relative to the largest
@@ -87,37 +88,38 @@ class Stage {
 };
 
 struct Windows {
-  explicit Windows(KvFormat of_rows) : format(of_rows) {
-    for (int32_t head = 0; head < kWindowHeads; ++head) {
+  Windows(KvFormat of_rows, int32_t num_heads) : format(of_rows), heads(num_heads) {
+    for (int32_t head = 0; head < heads; ++head) {
       sinks.push_back(4.0f + 0.125f * static_cast<float>(head));
     }
   }
   const KvFormat format;
+  const int32_t heads;
   const KvRowLayout row = MakeKvRowLayout(format, kLatent, kDim - kLatent);
   const std::vector<Bf16> rows = Pattern(size_t{kRows} * kDim, 11);
   const std::vector<Bf16> entries = Pattern(size_t{kEntries} * kDim, 12);
-  const std::vector<Bf16> q = Pattern(size_t{2} * kWindowHeads * kDim, 13);
+  const std::vector<Bf16> q = Pattern(size_t{2} * static_cast<size_t>(heads) * kDim, 13);
   const std::vector<float> stored_rows = Stored(row, rows), stored_entries = Stored(row, entries);
   const std::vector<int32_t> list{std::begin(kList), std::end(kList)}, list_begin{0, 2};
   std::vector<float> sinks;
   std::vector<float> o = std::vector<float>(q.size(), 0.5f);
-  std::vector<float> lse = std::vector<float>(size_t{2} * kWindowHeads, 0.5f);
+  std::vector<float> lse = std::vector<float>(size_t{2} * static_cast<size_t>(heads), 0.5f);
 };
 
 // Plans segment 0 in two parts that are merged, and segment 1 whole.
-Work PlanOf(const std::vector<SegmentRecord>& segments) {
+Work PlanOf(const std::vector<SegmentRecord>& segments, int32_t num_heads) {
   Work work;
   work.segments = segments;
-  const uint32_t heads = uint32_t{kWindowHeads} << 16;
+  const uint32_t heads = static_cast<uint32_t>(num_heads) << 16;
   work.Add(0, 0, 0, 1, 0, kCut, heads);
   work.EndUnit();
-  work.Add(0, kWindowHeads, 0, 1, kCut, kWindow + kEntries, heads);
+  work.Add(0, num_heads, 0, 1, kCut, kWindow + kEntries, heads);
   work.Add(1, -1, 0, 1, 0, kRowsSeen[1] + 2, heads);
   work.EndUnit();
   work.reduce_final_map.push_back({0, 0, 1, heads});
-  work.reduce_partial_map = {0, kWindowHeads};
+  work.reduce_partial_map = {0, num_heads};
   work.reduce_indptr.push_back(2);
-  work.partial_rows = 2 * kWindowHeads;
+  work.partial_rows = 2 * num_heads;
   work.generation = NextPlanGeneration();
   return work;
 }
@@ -145,18 +147,18 @@ absl::Status Attend(AttentionBackend& backend, Windows& w) {
   std::vector<SegmentRecord> segments;
   for (int32_t i = 0; i < 2; ++i) {
     SegmentRecord r{};
-    r.q = q + i * kWindowHeads * kDim;
-    r.o = o + i * kWindowHeads * kDim;
-    r.lse = lse + i * kWindowHeads;
-    r.q_row_stride = r.o_row_stride = kWindowHeads * kDim;
+    r.q = q + i * w.heads * kDim;
+    r.o = o + i * w.heads * kDim;
+    r.lse = lse + i * w.heads;
+    r.q_row_stride = r.o_row_stride = w.heads * kDim;
     r.q_head_stride = r.o_head_stride = kDim;
-    r.lse_row_stride = kWindowHeads;
+    r.lse_row_stride = w.heads;
     r.lse_head_stride = 1;
     r.row_stride = w.row.row_bytes;
     r.page_size = kPage;
     r.q_rows = 1;
     r.kv_rows = kRowsSeen[i];
-    r.num_heads = kWindowHeads;
+    r.num_heads = w.heads;
     r.weights_slot = -1;
     r.softmax_scale = kScale;
     r.causal = 1;
@@ -168,13 +170,13 @@ absl::Status Attend(AttentionBackend& backend, Windows& w) {
   }
   const std::vector<WindowRecord> windows(
       2, {kWindow, kRatio, kRowPages, 0, w.row.row_bytes, kEntryPage, sinks});
-  const Work work = PlanOf(segments);
+  const Work work = PlanOf(segments, w.heads);
   const std::vector<uint32_t> table = Table(kRowPages + (kEntries + kEntryPage - 1) / kEntryPage,
                                             KvPageBytes(w.row, w.row.row_bytes, kPage));
   Launch launch;
   launch.page_tables = table;
   launch.appends = appends;
-  launch.absorbed.desc.geometry = {kWindowHeads, kLatent, kDim - kLatent, 0, 0};
+  launch.absorbed.desc.geometry = {w.heads, kLatent, kDim - kLatent, 0, 0};
   launch.absorbed.desc.attention = AttentionKind::kWindow;
   launch.absorbed.desc.kv_format = launch.absorbed.desc.entry_format = w.format;
   launch.absorbed.desc.o_dtype = DType::kF32;
@@ -185,7 +187,7 @@ absl::Status Attend(AttentionBackend& backend, Windows& w) {
 }
 
 absl::Status Compare(const Windows& w, int32_t index, int32_t head) {
-  const size_t packed_row = static_cast<size_t>(index) * kWindowHeads + head;
+  const size_t packed_row = static_cast<size_t>(index * w.heads + head);
   const std::vector<float> query =
       Floats({w.q.begin() + static_cast<int64_t>(packed_row) * kDim,
               w.q.begin() + static_cast<int64_t>(packed_row + 1) * kDim});
@@ -218,21 +220,28 @@ absl::Status Compare(const Windows& w, int32_t index, int32_t head) {
   return absl::OkStatus();
 }
 
+absl::Status Compare(const Windows& w) {
+  for (int32_t head = 0; head < w.heads; ++head) {
+    for (int32_t index = 0; index < 2; ++index) {
+      MLA_RETURN_IF_ERROR(Compare(w, index, head));
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status CheckWindows(AttentionBackend& backend) {
   for (const KvFormat format : kKvFormats) {
-    AttentionDesc desc;
-    desc.geometry = {kWindowHeads, kLatent, kDim - kLatent, 0, 0};
-    desc.attention = AttentionKind::kWindow;
-    desc.kv_format = desc.entry_format = format;
-    if (!backend.Info().windows || !backend.CanRun(desc).ok()) continue;
-    Windows windows(format);
-    MLA_RETURN_IF_ERROR(Attend(backend, windows));
-    for (int32_t head = 0; head < kWindowHeads; ++head) {
-      for (int32_t index = 0; index < 2; ++index) {
-        MLA_RETURN_IF_ERROR(Compare(windows, index, head));
-      }
+    for (const int32_t heads : kWindowHeads) {
+      AttentionDesc desc;
+      desc.geometry = {heads, kLatent, kDim - kLatent, 0, 0};
+      desc.attention = AttentionKind::kWindow;
+      desc.kv_format = desc.entry_format = format;
+      if (!backend.Info().windows || !backend.CanRun(desc).ok()) continue;
+      Windows windows(format, heads);
+      MLA_RETURN_IF_ERROR(Attend(backend, windows));
+      MLA_RETURN_IF_ERROR(Compare(windows));
     }
   }
   return absl::OkStatus();
