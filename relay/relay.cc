@@ -24,9 +24,9 @@ constexpr int kSpinsPerClock = 32;
 // A relay that has handed on a request stays awake for its completion for that long, and lets
 // others have its core: a wake-up of another thread takes some of this.
 constexpr std::chrono::microseconds kAnswerWait{50};
-// A look in vain that takes so long is a sign that other programs compute on this core: each yield
-// costs a time slice of theirs, while the wake-up of a sleeper takes the core from them. So the
-// relay sleeps instead for the second time after that.
+// If a look that finds nothing takes longer than kCrowdedLook, other programs compute on this core:
+// each yield costs a time slice of theirs, while the wake-up of a sleeper takes the core from them.
+// So the relay sleeps in place of yielding, until kCrowdedPause has passed.
 constexpr std::chrono::microseconds kCrowdedLook{500};
 constexpr std::chrono::milliseconds kCrowdedPause{100};
 constexpr std::chrono::milliseconds kReportPause{100};
