@@ -30,6 +30,7 @@ import environments
 
 FOLDERS = ["client/python/tests", "client/demo", "client/demo/sharing", "client/demo/trained",
            "client/demo/v32", "client/demo/v4", "tests"]
+MOST_JOBS = 16  # programs at a time; each may start servers of its own
 
 
 class RecordingResult(unittest.TextTestResult):
@@ -192,8 +193,9 @@ def main():
     parser.add_argument("--xml", type=pathlib.Path)
     parser.add_argument("--filter", default="")
     parser.add_argument("--only", default="", help="only files whose path contains this text")
-    # Test programs wait for servers and deadlines for nearly half of their time.
-    parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1))
+    # docs/internals/tests.md: programs wait for nearly half of their time.
+    parser.add_argument("--jobs", type=int,
+                        default=min(2 * len(os.sched_getaffinity(0)), MOST_JOBS))
     parser.add_argument("--list", type=pathlib.Path, help="only the files that this file names")
     parser.add_argument("--engines", action="store_true",
                         help="only files that run in environments of engines, with all releases")

@@ -111,6 +111,10 @@ def build(output):
         if len(made) != 2:
             raise common.PackageError(f"wheel: got {[path.name for path in made]}")
         with_one_time(made[0])
+        # The pages install build/package/mla_client-*.whl, so one of another release must go.
+        for pattern in ("mla_client-*.whl", "mla_client-*.tar.gz"):
+            for old in pathlib.Path(output).glob(pattern):
+                old.unlink()
         made = [shutil.copy(path, output) for path in made]
     for path in made:
         common.report(pathlib.Path(path))

@@ -4,13 +4,13 @@
         [--cases plain,q_lora,device,projected,projected-device,piecewise,breakable,tp2,
          tp2-device] [--server-gpu 0] [--logs FOLDER]
 
-Each case is an engine in processes of its own, bf16 and eager, with a small model; "tp2" has two
-tensor-parallel ranks on two GPUs, "device" tensors in the server's GPU memory, "projected" queries
-and outputs that the server projects. In "piecewise" and "breakable" the work between two layers'
-attention is a CUDA graph, which vLLM makes by compiling the model, or by interrupting one capture.
-Log-probabilities and tokens must be the library's, up to twice what the dtype alone changes. The
-two ranks' must also be those of one rank. Needs none of vLLM's compiled operations. The last line
-gives the result.
+Each case is an engine in processes of its own with a small model, bf16, and eager unless said;
+"tp2" has two tensor-parallel ranks on two GPUs, "device" tensors in the server's GPU memory,
+"projected" queries and outputs that the server projects. In "piecewise" and "breakable" the work
+between two layers' attention is a CUDA graph, which vLLM makes by compiling the model, or by
+interrupting one capture. Log-probabilities and tokens must be the library's, up to twice what the
+dtype alone changes. The two ranks' must also be those of one rank. Needs none of vLLM's compiled
+operations. The last line gives the result.
 """
 
 import argparse

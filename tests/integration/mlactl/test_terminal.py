@@ -140,6 +140,7 @@ class TerminalTest(unittest.TestCase):
         code, out, err = piped("quotas", self.target, "-o", "wide")
         self.assertEqual(code, 0, err)
         named = {line.split()[0] for line in out.splitlines()[1:]}
+        self.assertLessEqual({"red", "blue"}, named)
         self.assertLessEqual(named, {"(server)", "red", "blue", "default"})
 
 

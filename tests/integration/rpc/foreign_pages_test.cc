@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -172,7 +173,9 @@ TEST_F(ForeignPagesTest, AChangedPageWithItsOldDigestIsRefused) {
     if (parts[i].has_group_end()) parts[i] = parts_[i];
   }
   const auto sequence = Import(parts);
-  EXPECT_EQ(client::DetailOf(sequence.status())->reason(), "digest_mismatch") << sequence.status();
+  const auto detail = client::DetailOf(sequence.status());
+  ASSERT_TRUE(detail.has_value()) << sequence.status();
+  EXPECT_EQ(detail->reason(), "digest_mismatch") << sequence.status();
 }
 
 }  // namespace
