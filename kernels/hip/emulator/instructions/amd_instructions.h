@@ -4,6 +4,7 @@
 #define MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_AMD_INSTRUCTIONS_H_
 
 #include <cstring>
+#include <limits>
 
 #include "kernels/formats/fp8.h"
 #include "kernels/hip/device/target/vendor.h"
@@ -231,13 +232,18 @@ inline f32x16 multiply_codes_32x32x64(const u32x8& a, int a_exponent, const u32x
     u32x8 b;
     int b_exponent;
   };
+  // The low eight bits are a scale of E8M0, whose 255 is NaN.
+  static constexpr auto scaled = [](float code, int exponent) {
+    const int bits = exponent & 255;
+    return bits == 255 ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(code, bits - 127);
+  };
   return multiply_wave<32, 32>(
       Operands{a, a_exponent, b, b_exponent}, c,
       [](const Operands& of, int e) {
-        return std::ldexp(code_of(element<uint8_t>(of.a, e)), of.a_exponent - 127);
+        return scaled(code_of(element<uint8_t>(of.a, e)), of.a_exponent);
       },
       [](const Operands& of, int e) {
-        return std::ldexp(code_of(element<uint8_t>(of.b, e)), of.b_exponent - 127);
+        return scaled(code_of(element<uint8_t>(of.b, e)), of.b_exponent);
       });
 }
 

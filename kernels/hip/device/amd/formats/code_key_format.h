@@ -114,7 +114,8 @@ struct CodeKeyFormat {
             schedule_fence();
             typename W::K k;
             rows.load(k, f * W::kScoreCols, step);
-            k.exponent = static_cast<int>(float_to_bits(scale[group * kFragments + f]) >> 23 & 255);
+            k.exponent = static_cast<int>(
+                float_to_bits(stored_scale(scale[group * kFragments + f])) >> 23 & 255);
             W::code_scores(s[f], queries[step], k);
           }
           multiply_mantissas<group>(s[f], f * W::kScoreCols);
@@ -135,7 +136,7 @@ struct CodeKeyFormat {
     float scale[kGroups * kFragments];
 
    private:
-    // Of a scale that stands for NaN it is NaN.
+    // A scale that stands for NaN has the exponent 255 in the products, which is NaN there.
     MLA_DEVICE static float mantissa(uint32_t scale_bits) {
       return bits_to_float((scale_bits & 0x807fffffu) | 0x3f800000u);
     }
