@@ -1,5 +1,5 @@
-// Holds the requests that wait for a launch, and finds those that may go and those that have waited
-// for too long.
+// Holds the requests that wait for a launch. Finds the requests that may be launched, and the ones
+// that have waited for too long.
 //
 // Ownership: borrows the objects of StepParts; requests stay the transport's until they are
 // answered. Threading: the engine role.

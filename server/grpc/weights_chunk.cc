@@ -24,7 +24,7 @@ kernels::Bf16 WeightAt(const std::string& payload, int64_t index) {
   return value;
 }
 
-// The bits of the bf16 of kWeightBound; those of a weight, without its sign, are below.
+// The upper half of kWeightBound's bits: the bits of a weight, without its sign, are below it.
 constexpr uint32_t kBoundBits = std::bit_cast<uint32_t>(kernels::kWeightBound) >> 16;
 
 bool IsWeight(kernels::Bf16 value) { return (value & 0x7fffu) < kBoundBits; }

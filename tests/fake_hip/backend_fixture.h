@@ -4,7 +4,12 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -118,6 +123,41 @@ class BackendOnFakeTest : public ::testing::Test {
   }
 
   fake_hip::Control* control_ = nullptr;
+};
+
+// A backend with graphs on the architecture that the parameter names, and memory that it has
+// registered.
+class PinnedMemoryTest : public BackendOnFakeTest,
+                         public ::testing::WithParamInterface<const char*> {
+ protected:
+  void SetUp() override {
+    ASSERT_NO_FATAL_FAILURE(BackendOnFakeTest::SetUp());
+    control_->arch = GetParam();
+    ASSERT_NO_FATAL_FAILURE(Make());
+    memory_ = {static_cast<std::byte*>(std::aligned_alloc(4096, kMemoryBytes)), kMemoryBytes};
+    std::memset(memory_.data(), 0, memory_.size());
+    ASSERT_TRUE(backend_->RegisterHost(memory_).ok());
+  }
+  void TearDown() override {
+    if (backend_ != nullptr) backend_->UnregisterHost(memory_);
+    backend_.reset();  // before the test counts its memory
+    std::free(memory_.data());
+    BackendOnFakeTest::TearDown();
+  }
+  void Make() {
+    HipBackendOptions options = Options();
+    options.images.push_back(Image("sm_90", kImage90));
+    if (std::string_view(control_->arch) == "sm_90") options.vendor = Vendor::kNvidia;
+    options.graphs = GraphUse::kOn;
+    auto backend = HipBackend::Create(options);
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    ASSERT_TRUE(backend_->Configure(Limits()).ok());
+  }
+
+  static constexpr size_t kMemoryBytes = 1 << 20;
+  std::unique_ptr<HipBackend> backend_;
+  std::span<std::byte> memory_;
 };
 
 }  // namespace mla::kernels::hip

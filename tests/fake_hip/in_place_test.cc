@@ -2,12 +2,8 @@
 // for and set, metadata that stays on the device, and launches on one stream. The tests run on
 // every architecture, because each has its own kernels for this.
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <span>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -20,42 +16,14 @@
 namespace mla::kernels::hip {
 namespace {
 
-class InPlaceTest : public BackendOnFakeTest, public ::testing::WithParamInterface<const char*> {
+class InPlaceTest : public PinnedMemoryTest {
  protected:
-  void SetUp() override {
-    ASSERT_NO_FATAL_FAILURE(BackendOnFakeTest::SetUp());
-    control_->arch = GetParam();
-    Make();
-    memory_ = {static_cast<std::byte*>(std::aligned_alloc(4096, kMemoryBytes)), kMemoryBytes};
-    std::memset(memory_.data(), 0, memory_.size());
-    ASSERT_TRUE(backend_->RegisterHost(memory_).ok());
-  }
-  void TearDown() override {
-    backend_->UnregisterHost(memory_);
-    backend_.reset();  // before the test counts its memory
-    std::free(memory_.data());
-    BackendOnFakeTest::TearDown();
-  }
-  void Make() {
-    HipBackendOptions options = Options();
-    options.images.push_back(Image("sm_90", kImage90));
-    if (std::string_view(control_->arch) == "sm_90") options.vendor = Vendor::kNvidia;
-    options.graphs = GraphUse::kOn;
-    auto backend = HipBackend::Create(options);
-    ASSERT_TRUE(backend.ok()) << backend.status();
-    backend_ = *std::move(backend);
-    ASSERT_TRUE(backend_->Configure(Limits()).ok());
-  }
   // Returns a row in the pinned memory, filled with `value`.
   Bf16* Row(size_t offset, Bf16 value) const {
     auto* const row = reinterpret_cast<Bf16*>(memory_.data() + offset);
     std::fill_n(row, kRowElements, value);
     return row;
   }
-
-  static constexpr size_t kMemoryBytes = 1 << 20;
-  std::unique_ptr<HipBackend> backend_;
-  std::span<std::byte> memory_;
 };
 
 TEST_P(InPlaceTest, KernelsReadAndWritePinnedMemory) {

@@ -49,7 +49,7 @@ Eight LoadEight(const void* from) {
 }
 void StoreEight(const Eight& eight, void* to) { std::memcpy(to, &eight, sizeof eight); }
 
-// The elements of `a` and `b` in turn: those of their first halves, and of their second ones.
+// Return elements of `a` and `b` in turn: of their first halves, and of their second halves.
 Eight FirstInTurn(const Eight& a, const Eight& b) {
   return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
 }
@@ -57,8 +57,8 @@ Eight SecondInTurn(const Eight& a, const Eight& b) {
   return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
 
-// Transposes 8 x 8 elements. Rows i and i + 4 in turn rotate the bits of an element's place by one;
-// after three times row and column have changed places.
+// Transposes 8 x 8 elements. Interleaving rows i and i + 4 rotates the six bits of an element's
+// place (row, column) by one, so three rounds exchange row and column.
 void Transpose(Eight (&rows)[8]) {
   for (int round = 0; round < 3; ++round) {
     Eight next[8];
@@ -70,8 +70,8 @@ void Transpose(Eight (&rows)[8]) {
   }
 }
 
-// Pack and unpack G rows of a panel's columns, whose elements of one row are `columns` apart from
-// those of the next one. The group of each column begins at `panel` + PanelOffset.
+// Pack and unpack G rows of a panel's columns. In the matrix a row begins `columns` elements after
+// the row before. The group of each column begins at `panel` + PanelOffset.
 template <int G>
 void PackPanel(const Bf16* matrix, int64_t columns, std::byte* panel) {
   for (int32_t n = 0; n < kPanel; n += 8, matrix += 8) {

@@ -1,4 +1,4 @@
-// Places of weights in B panels: those of PanelOffset, whatever way they were moved there.
+// Tests that each weight is moved to the place in its B panel that PanelOffset gives.
 #include "kernels/cpu/items/weights.h"
 
 #include <gtest/gtest.h>

@@ -195,8 +195,8 @@ def stage_faults(arch, kernel, turn):
 
 def m0_faults(arch, assembly):
     """Finds instructions that use m0, except the ones with which copies to LDS set it
-    (device/gfx950/tile.h). Those cannot declare their use, because m0 is reserved, so the compiler
-    must not keep a value there."""
+    (device/amd/instructions.h). Those cannot declare their use, because m0 is reserved, so the
+    compiler must not keep a value there."""
     for line in assembly.splitlines():
         code = line.split(";")[0].strip()
         if re.search(r"\bm0\b", code) and not re.fullmatch(r"s_add_u32 m0, s\d+, \w+", code):

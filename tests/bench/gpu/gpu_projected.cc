@@ -10,9 +10,10 @@
 // states after. A line a batch: microseconds of both (median, least), of the two products alone
 // (queries, hiddens: a launch with nothing else), what PROJECTED takes in addition, that as a
 // multiple of the products' floor, and the bytes of a token's tensors in both profiles, as the
-// launches' inputs and outputs add up to. The floor is the longer of the time in which the device
-// copies as many bytes as W_UQ and W_O have, halved, and the time of the products' floating-point
-// operations at --tflops 1e12 a second, as measured in large products; 0: the first alone.
+// launches' inputs and outputs add up to. The floor is the longer of two times: half the time in
+// which the device copies W_UQ and W_O, because a copy reads and writes; and the time of the
+// products' floating-point operations at --tflops, as measured in large products (0: the first time
+// alone).
 #include <algorithm>
 #include <cstdio>
 #include <memory>

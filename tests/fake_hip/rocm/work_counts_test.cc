@@ -1,10 +1,7 @@
 // Counts the work of a launch by the way that its tensors take, and by who waits for it. The fake
 // runtime takes the same calls as HIP. docs/kernels/rocm.md has the figures.
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <span>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -26,28 +23,8 @@ void PrintTo(const Counts& c, std::ostream* to) {
       << c.bytes_by_kernel << " bytes by kernels";
 }
 
-class WorkCountsTest : public BackendOnFakeTest, public ::testing::WithParamInterface<const char*> {
+class WorkCountsTest : public PinnedMemoryTest {
  protected:
-  void SetUp() override {
-    ASSERT_NO_FATAL_FAILURE(BackendOnFakeTest::SetUp());
-    control_->arch = GetParam();
-    HipBackendOptions options = Options();
-    options.graphs = GraphUse::kOn;
-    auto backend = HipBackend::Create(options);
-    ASSERT_TRUE(backend.ok()) << backend.status();
-    backend_ = *std::move(backend);
-    ASSERT_TRUE(backend_->Configure(Limits()).ok());
-    memory_ = {static_cast<std::byte*>(std::aligned_alloc(4096, kMemoryBytes)), kMemoryBytes};
-    std::memset(memory_.data(), 0, memory_.size());
-    ASSERT_TRUE(backend_->RegisterHost(memory_).ok());
-  }
-  void TearDown() override {
-    backend_->UnregisterHost(memory_);
-    backend_.reset();  // before the test counts its memory
-    std::free(memory_.data());
-    BackendOnFakeTest::TearDown();
-  }
-
   Bf16* PinnedRow() const { return reinterpret_cast<Bf16*>(memory_.data()); }
   int32_t* PinnedResult() const { return reinterpret_cast<int32_t*>(memory_.data() + 4096); }
   uint32_t* Word(size_t index) const {
@@ -84,9 +61,6 @@ class WorkCountsTest : public BackendOnFakeTest, public ::testing::WithParamInte
             control_->graph_launches, control_->bytes_by_kernel};
   }
 
-  static constexpr size_t kMemoryBytes = 1 << 20;
-  std::unique_ptr<HipBackend> backend_;
-  std::span<std::byte> memory_;
   std::vector<Bf16> loose_row_ = std::vector<Bf16>(kRowElements);
   int32_t loose_result_ = 0;
 };

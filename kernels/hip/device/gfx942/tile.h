@@ -16,7 +16,6 @@ struct Copies {
   static constexpr bool kLookUpInLds = false;
   static constexpr int kMost = 12;
   u32x4 held[kMost];
-  uint32_t held_word;
   template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t, int, const void* source) {
     static_assert(kIndex < kMost);
@@ -25,15 +24,6 @@ struct Copies {
   template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t wave_base, int lane) {
     shared_store<u32x4>(wave_base + kOffset + lane * 16, held[kIndex]);
-  }
-  // Copies four bytes a lane; only one such copy may be in flight.
-  template <int kOffset>
-  MLA_DEVICE void issue_word(lds_t, int, const void* source) {
-    static_assert(kOffset == 0);
-    held_word = *as_global<const uint32_t>(source);
-  }
-  MLA_DEVICE void land_word(lds_t wave_base, int lane) {
-    shared_store<uint32_t>(wave_base + lane * 4, held_word);
   }
   // Makes data that the wave's lanes have landed visible to its other lanes.
   MLA_DEVICE void meet() { wave_barrier(); }
@@ -176,21 +166,6 @@ struct Wave : WaveBase<kRows_> {
         for (int u = 0; u < 4; ++u) {
           v.operand[u][half] = u32x2{upper_halves(x[0][u >> 1][u & 1], x[1][u >> 1][u & 1]),
                                      upper_halves(x[2][u >> 1][u & 1], x[3][u >> 1][u & 1])};
-        }
-      }
-    }
-    // `scales` are of the rows, in the order of the operand.
-    MLA_DEVICE static void widen(V& v, const Raw& raw, const float (&scales)[8]) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        f32x2 x[4][2];
-        floats(x, raw.r[half]);
-        const float* by = scales + half * 4;
-#pragma unroll
-        for (int u = 0; u < 4; ++u) {
-          v.operand[u][half] =
-              u32x2{pack_bf16(x[0][u >> 1][u & 1] * by[0], x[1][u >> 1][u & 1] * by[1]),
-                    pack_bf16(x[2][u >> 1][u & 1] * by[2], x[3][u >> 1][u & 1] * by[3])};
         }
       }
     }

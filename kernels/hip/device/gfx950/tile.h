@@ -22,7 +22,6 @@ struct Copies {
   }
   template <int kIndex, int kOffset>
   MLA_DEVICE void land(lds_t, int) {}
-  MLA_DEVICE void land_word(lds_t, int) {}
   MLA_DEVICE void close_stage() {}
   // Waits until at most kYounger stages of kPerStage copies are in flight; all older copies have
   // landed.

@@ -423,7 +423,7 @@ class Attend {
     }
     // Operands of a read are widened before the operands of the previous read are used.
     constexpr int kLag = Layout::kFp8 && kHeldP ? 1 : 0;
-    typename W::V v[kLag + 1][Values::fragments(0)];
+    typename W::V v[kLag + 1];
     const auto multiply = [&](auto n) {
       if constexpr (!kHeldP) {
         static_assert(kSharedP);
@@ -438,17 +438,10 @@ class Attend {
           exclude_from_report_end();
         }
       }
-#pragma unroll
-      for (int j = 0; j < Values::fragments(n); ++j) {
-        W::outputs(state.o[Values::fragment(n, j)], p[kHeldP ? Values::step(n) : 0],
-                   v[n % (kLag + 1)][j]);
-      }
+      W::outputs(state.o[Values::fragment(n)], p[kHeldP ? Values::step(n) : 0], v[n % (kLag + 1)]);
     };
     const auto use = [&](const Raw& raw, auto n) {
-#pragma unroll
-      for (int j = 0; j < Values::fragments(n); ++j) {
-        values.widen(v[n % (kLag + 1)][j], raw, n, j);
-      }
+      values.widen(v[n % (kLag + 1)], raw);
       if constexpr (n >= kLag) multiply(Constant<n - kLag>());
       start_next(Constant<Format::Keys::kReads + n>());
     };

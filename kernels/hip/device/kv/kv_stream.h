@@ -208,7 +208,6 @@ class KvStream {
     lane = tile::lane_again();
     for_constants<kCopies>([&](auto index) { land_copy<index>(n); });
     for_constants<kCopyRows>([&](auto row) { finish_landing<row>(n); });
-    if constexpr (kScales) copies.land_word(scales(n % kStages), lane);
     if constexpr (kLists) land_entry(n + kLookAhead + kFetchAhead);
   }
 

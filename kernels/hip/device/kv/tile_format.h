@@ -4,11 +4,13 @@
 //
 //   Keys     reads [0, kReads) of the wave's columns of scores. A read takes one fragment and makes
 //            the operands of products(n) steps, each of which multiply() multiplies with its query
-//   Values   reads [0, kReads) of the wave's columns of outputs, each of one step and fragments(n)
-//            fragments, ordered by groups of columns that share a scale, then by steps
+//   Values   reads [0, kReads) of the wave's columns of outputs, each of one step and one fragment,
+//            ordered by groups of columns that share a scale, then by steps
 //
-// Scales of rows that lie here with codes (Layout::kRowScales) are powers of two, or Keys::odd() is
-// true, and score_exactly() computes the scores again.
+// A format whose rows lie here as codes with scales (Layout::kRowScales) has more members. If a
+// scale is not a power of two, Keys::odd() is true; then settle_scales() and Keys::score_exactly()
+// compute the scores again. If the groups of a row have different scales, grouped() is true, and
+// keep_p() stores the probabilities, of which make_p_of_group() makes those of one group.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
 
@@ -79,15 +81,14 @@ struct Bf16Format {
     static constexpr int kReads = Shape::kPvSteps * Shape::kOutFragments;
     static constexpr int kGroupReads = kReads;  // reads that share scales
     static constexpr int step(int n) { return n / Shape::kOutFragments; }
-    static constexpr int fragments(int) { return 1; }
-    static constexpr int fragment(int n, int) { return n % Shape::kOutFragments; }
+    static constexpr int fragment(int n) { return n % Shape::kOutFragments; }
 
     MLA_DEVICE Values(lds_t tile, int wave_of_columns, int lane)
         : col_wave(wave_of_columns), rows(tile, lane) {}
     MLA_DEVICE void load(Raw& raw, int n) const {
-      rows.load(raw, step(n), col_wave * Shape::kOutFragments + fragment(n, 0));
+      rows.load(raw, step(n), col_wave * Shape::kOutFragments + fragment(n));
     }
-    MLA_DEVICE void widen(typename W::V& v, const Raw& raw, int, int) const { v = raw; }
+    MLA_DEVICE void widen(typename W::V& v, const Raw& raw) const { v = raw; }
     const int col_wave;
     const typename W::template ValueRows<C::kTileKv> rows;
   };

@@ -167,17 +167,14 @@ struct CodeKeyFormat {
     static constexpr int kGroupFragments = Layout::kGroupValues / W::kOutCols;
     static constexpr int kGroupReads = Shape::kPvSteps * kGroupFragments;
     static constexpr int step(int n) { return n % kGroupReads / kGroupFragments; }
-    static constexpr int fragments(int) { return 1; }
-    static constexpr int fragment(int n, int) {
+    static constexpr int fragment(int n) {
       return n / kGroupReads * kGroupFragments + n % kGroupFragments;
     }
 
     MLA_DEVICE Values(lds_t tile, int, int lane_number)
         : base(tile), lane(lane_number), rows(tile, lane_number) {}
-    MLA_DEVICE void load(Raw& raw, int n) const { rows.load(raw, step(n), fragment(n, 0)); }
-    MLA_DEVICE void widen(typename W::V& v, const Raw& raw, int, int) const {
-      Codes::widen(v, raw);
-    }
+    MLA_DEVICE void load(Raw& raw, int n) const { rows.load(raw, step(n), fragment(n)); }
+    MLA_DEVICE void widen(typename W::V& v, const Raw& raw) const { Codes::widen(v, raw); }
 
     // The scales of the rows of a lane's probabilities.
     struct StepScales {
@@ -213,8 +210,9 @@ struct CodeKeyFormat {
 #pragma unroll
       for (int i = 0; i < Shape::kPvSteps; ++i) make_p(p[i], s, by.of_step[i], i);
     }
-    // For rows whose groups have scales of their own: keeps the probabilities, kKeptBytes of each
-    // lane from `area` on, and makes those of the group of columns that begins with read n.
+    // For rows whose groups have scales of their own. keep_p() stores kKeptBytes of probabilities a
+    // lane, from `area` on; make_p_of_group() makes the operands of the group that begins with
+    // read n from them.
     MLA_DEVICE static void keep_p(lds_t area, const typename W::Scores (&s)[kFragments]) {
       const lds_t own = kept(area);
 #pragma unroll

@@ -95,19 +95,15 @@ struct Fp8Format {
     struct RowScales {};
     MLA_DEVICE static void load_scales(RowScales&, lds_t) {}
     static constexpr int kReads = Shape::kPvSteps * Shape::kOutFragments;
-    static constexpr int kGroupReads = kReads;
     static constexpr int step(int n) { return n / Shape::kOutFragments; }
-    static constexpr int fragments(int) { return 1; }
-    static constexpr int fragment(int n, int) { return n % Shape::kOutFragments; }
+    static constexpr int fragment(int n) { return n % Shape::kOutFragments; }
 
     MLA_DEVICE Values(lds_t tile, int wave_of_columns, int lane)
         : col_wave(wave_of_columns), rows(tile, lane) {}
     MLA_DEVICE void load(Raw& raw, int n) const {
-      rows.load(raw, step(n), col_wave * Shape::kOutFragments + fragment(n, 0));
+      rows.load(raw, step(n), col_wave * Shape::kOutFragments + fragment(n));
     }
-    MLA_DEVICE void widen(typename W::V& v, const Raw& raw, int, int) const {
-      Codes::widen(v, raw);
-    }
+    MLA_DEVICE void widen(typename W::V& v, const Raw& raw) const { Codes::widen(v, raw); }
     const int col_wave;
     const Codes rows;
   };

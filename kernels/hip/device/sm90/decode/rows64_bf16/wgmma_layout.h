@@ -28,7 +28,7 @@ struct WgmmaLayout {
   static_assert(C::kTileKv == kRows && C::kLora == 512 && (C::kRope == 64 || C::kRope == 0));
   // Rows of 8 bits pass through a staging area and are widened when they are written to a slot.
   static constexpr bool kWidens = C::kFormat != KvFormat::kBf16;
-  // Such rows may have a column block of bf16, which is copied to slot s as a piece of this part.
+  // A column block of bf16 in such rows is copied to slot s as a piece of part direct_part(s).
   static constexpr bool kDirect =
       C::kFormat == KvFormat::kFp8Row || C::kFormat == KvFormat::kFp8Page;
   static constexpr int direct_part(int s) {

@@ -29,7 +29,7 @@ class RowRounds {
     find(source);
   }
 
-  // Called before the first step of a round, and before the second one.
+  // Called before the first step of a round.
   MLA_DEVICE void begin(const Source& source) {
     now = next;
     seen_now = seen_next;
@@ -40,6 +40,7 @@ class RowRounds {
     }
     look_up(source);
   }
+  // Called before the second step of a round.
   MLA_DEVICE void find(const Source& source) {
     next = source.address(granule, inside);
     const uint8_t* from = next + kScalesAt;

@@ -13,8 +13,8 @@ namespace mla::kernels::hip {
 // Widens rows of 8 bits to bf16 and writes them to the slots of WgmmaLayout, half a tile at a time,
 // four lanes a row. A lane copies its chunks of 16 codes through a staging area of its own,
 // L::kStages of them at a time, and widens two together, so that one's instructions run in the
-// other's waits. Chunks that are bf16 already are copied straight to their slot. Rows are
-// prefetched to the L2 two halves ahead.
+// other's waits. Chunks that are bf16 already are copied straight to their slot.
+// RowRounds prefetches rows to the L2, three to six halves ahead.
 template <class C>
 class WideningProducer {
  public:
@@ -141,8 +141,8 @@ class WideningProducer {
     }
   }
 
-  // Writes the rows of this step, half `half` of a tile, part by part. After the chunks it takes,
-  // it fetches as many of those that follow.
+  // Writes the rows of this step, half `half` of a tile, part by part. As soon as it has
+  // taken chunks from their stages, it fetches as many later chunks into these.
   template <int kSlot>
   MLA_DEVICE void store_half(int half, Stream& stream) {
     const int tile_row = half * kHalfRows + row();
@@ -189,7 +189,7 @@ class WideningProducer {
       chunks[i] = tile::load_chunk_shared(staged(number(stream, turn + i)));
     }
   }
-  // Fetches chunks into the stages of those that were taken last, from `turn` on.
+  // Fetches chunks into the stages whose chunks, from `turn` on, were taken last.
   template <int kSlot, int kCount>
   MLA_DEVICE void refetch(int turn, int half, const Stream& stream) const {
 #pragma unroll
