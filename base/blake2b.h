@@ -1,7 +1,7 @@
-// BLAKE2b (RFC 7693) with a digest of any length, with a key or without one, as Python's hashlib
-// has it. OpenSSL 3.0 has digests shorter than 64 bytes with a key only, and the clients of a
-// cluster must agree on hashes without one. For names and places, not for secrets: its time depends
-// on lengths alone, its memory is not wiped.
+// Computes BLAKE2b (RFC 7693) digests of any length, with a key or without one, equal to those of
+// Python's hashlib. OpenSSL 3.0 has digests shorter than 64 bytes with a key only, and the clients
+// of a cluster must agree on hashes without one. For names and places, not for secrets: its time
+// depends on lengths alone, its memory is not wiped.
 #ifndef MLA_BASE_BLAKE2B_H_
 #define MLA_BASE_BLAKE2B_H_
 
@@ -15,7 +15,7 @@ namespace mla {
 
 inline constexpr size_t kMostBlake2bBytes = 64;  // of a key, and of a digest
 
-// Threading: one thread.
+// Threading: one thread at a time.
 class Blake2b final {
  public:
   // REQUIRES: 1 to 64 bytes of digest, at most 64 bytes of key.

@@ -1,4 +1,4 @@
-// The clocks of this machine as plain numbers. Threading: any thread.
+// Returns the times of this machine's clocks as plain numbers. Threading: any thread.
 #ifndef MLA_BASE_CLOCK_H_
 #define MLA_BASE_CLOCK_H_
 

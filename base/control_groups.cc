@@ -44,8 +44,9 @@ std::vector<Mount> MountsOf(int version, std::string_view controller, const std:
   return mounts;
 }
 
-// The folders of the group and of those around it, up to the top of the mount. A group outside the
-// mounted ones, as seen inside some kinds of containers, counts as the group at the top.
+// Appends the folders of the group and of the groups around it, up to the top of the mount. A group
+// outside the mounted ones, as seen inside some kinds of containers, counts as the group at the
+// top.
 void AddFolders(const Mount& mount, const std::string& group, int version, const std::string& root,
                 std::vector<ControlGroup>* groups) {
   const std::string top = mount.group == "/" ? "" : mount.group;

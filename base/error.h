@@ -1,4 +1,4 @@
-// One value for an error: an absl::Status that carries an ErrorDetail as its payload.
+// Defines the one value for an error: an absl::Status that carries an ErrorDetail as its payload.
 //
 // Code and message are for any caller. The detail names the field, its value, the accepted values,
 // and the actions that a client may take. It is written and read here alone; the server sends it as
@@ -21,7 +21,7 @@ namespace mla {
 // Says whose bound refused a request.
 enum class BoundOwner : uint8_t { kNone, kTenant, kServer };
 
-// A fault in terms of the contract.
+// Describes a fault in terms of the contract.
 struct ErrorDetail {
   std::string field = {};   // path, e.g. "attend.row_count"
   std::string got = {};     // value of the field
@@ -68,8 +68,9 @@ absl::Status RefuseField(std::string field, std::string got, std::string limit,
 
 absl::Status RefuseRange(absl::string_view field, std::string got, int64_t low, int64_t high);
 
-// INVALID_ARGUMENT naming the field unless low <= got <= high, for any kind of integer. `field` is
-// a text, or a function that makes one: it is called only for a refusal.
+// Returns OK if low <= got <= high, for any kind of integer; otherwise INVALID_ARGUMENT, which
+// names the field. `field` is a text, or a function that makes one: it is called only for a
+// refusal.
 template <typename Field, typename Integer>
 absl::Status CheckRange(const Field& field, Integer got, int64_t low, int64_t high) {
   if (std::cmp_greater_equal(got, low) && std::cmp_less_equal(got, high)) [[likely]] {

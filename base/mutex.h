@@ -53,7 +53,7 @@ class CondVar final {
     condition_.wait(lock.lock_, std::move(holds));
   }
 
-  // Without a predicate: false when the time is up.
+  // Without a predicate these return false when the time is up.
   template <typename Rep, typename Period>
   bool WaitFor(MutexLock& lock, std::chrono::duration<Rep, Period> time) {
     return condition_.wait_for(lock.lock_, time) == std::cv_status::no_timeout;

@@ -31,7 +31,7 @@ bool IsPrintable(uint32_t point) {
   return (point & 0xfffe) != 0xfffe;  // the last two of each plane
 }
 
-// The character at the front of a text, and its bytes; 0 bytes if it is not UTF-8.
+// The first character of a text, with its number of bytes; 0 bytes if it is not UTF-8.
 struct Character {
   uint32_t point = 0;
   size_t bytes = 0;

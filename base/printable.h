@@ -1,4 +1,4 @@
-// Text of other parties, on its way to names, terminals and logs.
+// Makes text from other parties safe for names, terminals and logs.
 //
 // Some characters are invisible, or change the text around them: control characters of ASCII and of
 // ISO 8859 (C1), separators of lines, marks of direction, and all other format characters of

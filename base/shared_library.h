@@ -1,4 +1,4 @@
-// Libraries that a machine may lack, opened by name while the program runs.
+// Opens libraries that a machine may lack, by name, while the program runs.
 //
 // They are never closed: runtimes of GPUs and UCX do not survive being unloaded.
 // Threading: any thread; a SymbolTable belongs to one.
@@ -29,7 +29,7 @@ enum class LoadedCopy : uint8_t { kIgnore, kShare };
 absl::StatusOr<SharedLibrary> OpenSharedLibrary(std::span<const std::string> names,
                                                 LoadedCopy loaded, absl::string_view missing);
 
-// Null if the library lacks the name.
+// Returns null if the library lacks the name.
 void* FindSymbol(void* library, const char* name);
 
 // Fills function pointers from a library, and remembers the first name that it lacks.
@@ -51,7 +51,7 @@ class SymbolTable {
 
   // Returns the first missing name of Need; null if there is none.
   const char* missing() const { return missing_; }
-  // UNAVAILABLE: "OWNER has no entry point NAME".
+  // Returns OK, or UNAVAILABLE: "OWNER has no entry point NAME".
   absl::Status Check(absl::string_view owner) const;
 
  private:

@@ -1,4 +1,4 @@
-// The whole server in one object: engine, services, listeners and operations port.
+// Holds the whole server in one object: engine, services, listeners and operations port.
 //
 // Life: Start builds everything in order (backend, memory check, engine, listeners, warm-up) and
 // returns when the server is Serving. Shutdown drains, stops listening, answers the calls under way
@@ -26,8 +26,8 @@ struct ServerOptions {
   Config config;
   // Called when an operator asks the process to exit after a drain. May be empty.
   std::function<void()> on_exit_request;
-  // A backend to use instead of the configured one, for tests of faults that no machine shows on
-  // demand. Usually null.
+  // If not null, this backend is used instead of the configured one, for tests of faults that no
+  // machine shows on demand. Usually null.
   std::unique_ptr<kernels::AttentionBackend> backend = nullptr;
   // A registry to choose from instead of AllBackends(), also for such tests. Null: AllBackends().
   const kernels::BackendRegistry* registry = nullptr;

@@ -20,8 +20,8 @@ extern const char* const kRevision;  // revision.cc
 // "unknown" in binaries that the build does not stamp, such as tests.
 inline const char* Revision() { return internal::kRevision; }
 
-// "0.2.0+9386d26197e1", or "0.2.0" where the revision is unknown: a version with build metadata, as
-// semantic versioning writes it.
+// Returns a version with build metadata, as semantic versioning writes it: "0.2.0+9386d26197e1", or
+// "0.2.0" where the revision is unknown.
 inline std::string FullVersion() {
   constexpr size_t kShownDigits = 12;
   constexpr size_t kHashDigits = 40;

@@ -83,7 +83,7 @@ absl::Status ConnectCluster(const char* target, const mla_connect_options* optio
   auto client = std::make_unique<mla_client>();
   client->cluster = *std::move(made);
   absl::Status last;
-  // The info that callers ask for is a server's: the home's, or that of one that answers.
+  // Callers ask for the info of one server: the home's, or that of a server that answers.
   const auto home = client->cluster->Home();
   if (!home.ok()) return home.status();
   std::vector<std::string> addresses = {*home};

@@ -18,7 +18,7 @@
 #include "client/cpp/session.h"
 
 struct mla_client {
-  // One of the two.
+  // Exactly one of the two is set.
   std::unique_ptr<mla::client::Client> client;
   std::unique_ptr<mla::client::ClusterClient> cluster;
   // The server whose info was given: its texts must stay.

@@ -1,4 +1,4 @@
-// Conversions between C and C++.
+// Converts between the types of C and of C++.
 #ifndef MLA_CLIENT_C_HANDLES_H_
 #define MLA_CLIENT_C_HANDLES_H_
 
@@ -16,7 +16,7 @@
 
 namespace mla::capi {
 
-// INVALID_ARGUMENT that names `field`.
+// Returns INVALID_ARGUMENT that names `field`.
 absl::Status Refuse(std::string_view field, std::string_view limit, std::string_view got);
 
 // Returns OK if the caller's pointer is not null.

@@ -1,4 +1,4 @@
-// C client of mla-server: attention over a KV cache that a server keeps.
+// The C client of mla-server, which computes attention over a KV cache that it keeps.
 //
 //   mla_client* client;
 //   mla_error* error;
@@ -72,8 +72,8 @@ typedef enum mla_code MLA_INT_ENUM {
 
 // Returns "MAJOR.MINOR.PATCH" of the library. Libraries of one soname are compatible.
 MLA_API const char* mla_version(void);
-// Tunes the process's allocator for messages of megabytes: for programs that send tensors in gRPC
-// messages. Call it once at the start.
+// Tunes the process's allocator for messages of megabytes; programs that send tensors in gRPC
+// messages gain from it. Call it once at the start.
 MLA_API void mla_keep_message_memory(void);
 
 // --- Errors. Texts live as long as the error and are never NULL; missing ones are empty. Every
@@ -143,8 +143,8 @@ typedef struct mla_server_info {
   const char* backend;
 } mla_server_info;
 
-// `target`: "unix:PATH" or "HOST:PORT"; or one of a cluster, as for mla_connect_cluster. `options`
-// NULL: the defaults. MLA_UNAVAILABLE: no server answered in time.
+// `target` is "unix:PATH" or "HOST:PORT", or one of a cluster, as for mla_connect_cluster.
+// `options` NULL: the defaults. MLA_UNAVAILABLE: no server answered in time.
 MLA_API mla_code mla_connect(const char* target, const mla_connect_options* options,
                              mla_client** out, mla_error** error);
 MLA_API void mla_client_free(mla_client* client);
@@ -161,20 +161,20 @@ typedef struct mla_cluster_options {
   int32_t all;        // 1: all servers, whatever `subset` says
   int64_t keep_ms;    // how long members are used while the registry is away; 0: ten minutes
   int32_t no_socket;  // 1: servers of this host are reached as others are
-  // Paths of PEM files, which etcds:// needs. Without etcd_ca the system's authorities are trusted;
-  // without etcd_cert and etcd_key this client shows no certificate.
+  // These are paths of PEM files, which etcds:// needs. Without etcd_ca the system's authorities
+  // are trusted; without etcd_cert and etcd_key this client shows no certificate.
   const char* etcd_ca;
   const char* etcd_cert;
   const char* etcd_key;
-  // Paths of this host's sockets, as of glob(7) ("/run/mla/*.sock"), by which its servers are
-  // reached whatever the registry has, also with TLS: calls there then have the tenant that the
-  // server gives to those who use its socket (server.unix_tenant). NULL: those of the registry,
-  // without TLS.
+  // Paths of this host's sockets, with wildcards as in glob(7) ("/run/mla/*.sock"). Servers of this
+  // host are then reached by these sockets, whatever the registry says, also with TLS. Calls over a
+  // socket have the tenant that the server gives to the socket's users (server.unix_tenant). NULL:
+  // those of the registry, without TLS.
   const char* sockets;
 } mla_cluster_options;
 
-// `target`: "etcd://HOST:2379/PREFIX", "dns:///NAME:50551" or "a:50551,b:50551". `options`: of the
-// connection to each server. Both may be NULL.
+// `target` is "etcd://HOST:2379/PREFIX", "dns:///NAME:50551" or "a:50551,b:50551". `options`: of
+// the connection to each server. Both may be NULL.
 MLA_API mla_code mla_connect_cluster(const char* target, const mla_connect_options* options,
                                      const mla_cluster_options* cluster, mla_client** out,
                                      mla_error** error);
@@ -197,7 +197,7 @@ typedef enum mla_query_precision MLA_INT_ENUM {
   MLA_QUERY_PRECISION_SPLIT = 2
 } mla_query_precision;
 
-// Pairs of the rotated part of a query, for MLA_PROFILE_PROJECTED.
+// Says which elements of the rotated part of a query form a pair, for MLA_PROFILE_PROJECTED.
 typedef enum mla_rope_layout MLA_INT_ENUM {
   MLA_ROPE_LAYOUT_INTERLEAVED = 1,  // elements 2 i and 2 i + 1
   MLA_ROPE_LAYOUT_HALVES = 2        // elements i and i + rope_dim / 2
@@ -206,7 +206,7 @@ typedef enum mla_rope_layout MLA_INT_ENUM {
 typedef struct mla_model {
   size_t struct_size;
   const char* model_id;
-  // DeepSeek-V3: 128, 512, 64, 128, 128. The last two are of the EXPANDED profile; 0: not used.
+  // DeepSeek-V3 has 128, 512, 64, 128, 128. The last two are of the EXPANDED profile; 0: not used.
   uint32_t num_heads, kv_lora_rank, rope_dim, nope_dim, v_dim;
   uint32_t layers;
   double softmax_scale;     // multiplies q·k; required
@@ -233,15 +233,15 @@ typedef struct mla_model_info {
   int32_t scales_complete;
 } mla_model_info;
 
-// Up-projection weights of some heads of a layer: bf16, row-major.
+// The up-projection weights of some heads of a layer: bf16, row-major.
 typedef struct mla_weights {
   uint32_t layer, head_begin, head_count;
   const void* w_uk;  // [head_count, nope_dim, kv_lora_rank]
   const void* w_uv;  // [head_count, kv_lora_rank, v_dim]
 } mla_weights;
 
-// Weights of MLA_PROFILE_PROJECTED of some heads of a layer, row-major: bf16, or codes of e4m3 if
-// there are scales. A scale is for a block of 128 x 128 elements of the matrix of all heads, as
+// The weights of MLA_PROFILE_PROJECTED of some heads of a layer, row-major: bf16, or codes of e4m3
+// if there are scales. A scale is for a block of 128 x 128 elements of the matrix of all heads, as
 // checkpoints have it; both matrices have scales or neither.
 typedef struct mla_projected_weights {
   size_t struct_size;
@@ -263,8 +263,8 @@ MLA_API mla_code mla_register_model(mla_client* client, const mla_model* model,
 MLA_API mla_code mla_upload_weights(mla_client* client, const char* model_id,
                                     const mla_weights* weights, size_t count, int32_t* complete,
                                     mla_error** error);
-// As above, for W_UQ and W_O, which MLA_PROFILE_PROJECTED needs in addition. Of a cluster, the
-// sequences of a step of this profile must be on one server.
+// Uploads W_UQ and W_O like mla_upload_weights; MLA_PROFILE_PROJECTED needs them in addition. Of a
+// cluster, the sequences of a step of this profile must be on one server.
 MLA_API mla_code mla_upload_projected(mla_client* client, const char* model_id,
                                       const mla_projected_weights* weights, int32_t* complete,
                                       mla_error** error);
@@ -274,7 +274,7 @@ MLA_API mla_code mla_unregister_model(mla_client* client, const char* model_id, 
 
 // --- Sequences
 
-// Contents of rows: token ids or page keys, not both.
+// Says what rows stand for: token ids or page keys, not both.
 typedef struct mla_prefix {
   size_t struct_size;
   const uint32_t* token_ids;  // one a row
@@ -282,8 +282,8 @@ typedef struct mla_prefix {
   const void* page_keys;  // page_key_bytes for each whole page
   size_t page_key_count;
   const char* salt;  // rows of other salts are not shared; NULL: ""
-  // The most rows of the sequence after the match; 0: all cached rows. So a prompt of which the
-  // last row is to be computed, and which has no other, is opened without a prefix.
+  // The sequence has at most this number of rows after the match; 0: all cached rows. For a prompt
+  // of one row, which is to be computed, open the sequence without a prefix.
   uint64_t max_rows;
   size_t page_key_bytes;  // 16 for names of mla_page_names; 0: 32
 } mla_prefix;
@@ -329,7 +329,7 @@ typedef struct mla_prefix_match {
   mla_match_end end;
 } mla_prefix_match;
 
-// With `prefix` not NULL the sequence starts with as many of its rows as are cached.
+// If `prefix` is not NULL, the sequence starts with as many of its rows as are cached.
 MLA_API mla_code mla_sequence_open(mla_client* client, const char* model_id,
                                    const mla_prefix* prefix, mla_sequence** out, mla_error** error);
 MLA_API uint64_t mla_sequence_id(const mla_sequence* sequence);
@@ -389,7 +389,7 @@ typedef enum mla_profile MLA_INT_ENUM {
 
 typedef enum mla_dtype MLA_INT_ENUM { MLA_DTYPE_BF16 = 1, MLA_DTYPE_F32 = 2 } mla_dtype;
 
-// Rows that a step adds to a sequence.
+// The rows that a step adds to a sequence.
 typedef struct mla_step_rows {
   mla_sequence* sequence;
   uint32_t rows;
@@ -400,8 +400,8 @@ typedef struct mla_step_options {
   uint64_t step_id;       // 0: chosen by the library; participants agree on one
   uint32_t participants;  // sessions that take part; 0: 1
   uint32_t lease_ms;      // 0: the server's default
-  // Header of W3C Trace Context: the span that the step belongs to. A server that records traces
-  // then records the step as its child. NULL: none.
+  // The header of W3C Trace Context that names the span to which the step belongs. A server that
+  // records traces then records the step as its child. NULL: none.
   const char* traceparent;
   // For MLA_PROFILE_PROJECTED: the rotation of each row, [rows of the step, rope_dim], cosines
   // [rope_dim / 2] and then sines; and how many numbers these are. NULL and 0: none.
@@ -413,8 +413,8 @@ typedef struct mla_step_options {
   int32_t partial;
 } mla_step_options;
 
-// One layer of a step, or some of its rows or heads. Tensors are row-major; kv, q and o begin with
-// row_begin's row.
+// One layer of a step, or a part of its rows or heads. Tensors are row-major; kv, q and o begin
+// with row_begin's row.
 typedef struct mla_attend {
   size_t struct_size;
   uint32_t layer, row_begin, row_count, head_offset, num_heads;
@@ -428,13 +428,13 @@ typedef struct mla_attend {
   const void* q;
   void* o;
   float* lse;  // [rows, num_heads], base e; NULL: not wanted
-  // For sparse models: the positions that a row attends to, padded with -1. NULL: all positions
+  // For sparse models: the positions to which each row attends, padded with -1. NULL: all positions
   // that the row sees.
   const int32_t* list_entries;
   const int32_t* list_begin;  // for ragged lists, [rows + 1]: list i ends at list_begin[i + 1]
 } mla_attend;
 
-// Times of the slowest message of a call.
+// The times of the slowest message of a call.
 typedef struct mla_attend_times {
   size_t struct_size;
   uint32_t queue_us, plan_us, kernel_us, write_us;
@@ -445,7 +445,7 @@ typedef struct mla_attend_times {
 } mla_attend_times;
 
 MLA_API mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** error);
-// "inline", "shm", "ring" or "ucx".
+// Returns "inline", "shm", "ring" or "ucx".
 MLA_API const char* mla_session_transport(const mla_session* session);
 // Returns shared memory in which tensors are used where they lie: put kv and q into one block, and
 // o and lse into another, the second tensor of each at the next multiple of 64 bytes. NULL without
@@ -476,8 +476,8 @@ MLA_API mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times,
 // sequences. It stays to be freed.
 MLA_API mla_code mla_step_end(mla_step* step, const uint32_t* committed, mla_error** error);
 MLA_API mla_code mla_step_abort(mla_step* step, mla_error** error);
-// For steps of a cluster: MLA_OK if the server of the step's sequence at this place has not failed,
-// else its error.
+// For steps of a cluster: returns MLA_OK unless the server of the step's sequence at this place has
+// failed, and otherwise that server's error.
 MLA_API mla_code mla_step_sequence_status(const mla_step* step, size_t place, mla_error** error);
 // Aborts a step that has not ended.
 MLA_API void mla_step_free(mla_step* step);

@@ -1,6 +1,6 @@
-// A command ring of mla-server on this host, without a client: the transport of programs that speak
-// the stepping protocol (mla/v1/attention.proto) themselves, as clients in other languages do. C
-// programs take sessions and steps of mla_client.h.
+// A command ring of mla-server on this host, without the rest of a client. It is the transport of
+// programs that speak the stepping protocol (mla/v1/attention.proto) themselves, as clients in
+// other languages do. C programs take sessions and steps of mla_client.h.
 //
 //   mla_ring_options options = {.struct_size = sizeof options, .bytes = 64 << 20, .gpu = 0};
 //   mla_ring_open("/run/mla/mla.sock.shm", &options, &ring, &error);
@@ -68,9 +68,9 @@ typedef struct mla_ring_info {
 // flight are all chained by one stream, or none is (MLA_FAILED_PRECONDITION).
 #define MLA_RING_CHAINED 128
 
-// Bytes that the stream of a chained request copies: `rows` of `width` bytes, `*_pitch` bytes from
-// one to the next. Addresses of the GPU, or of `memory` of the ring, or of host memory that the
-// GPU's driver knows.
+// One copy that the stream of a chained request makes: `rows` rows of `width` bytes, which begin
+// `*_pitch` bytes apart. Addresses of the GPU, or of `memory` of the ring, or of host memory that
+// the GPU's driver knows.
 typedef struct mla_ring_copy {
   void* to;
   const void* from;
@@ -79,7 +79,7 @@ typedef struct mla_ring_copy {
 
 #define MLA_RING_MOST_COPIES 8
 
-// Fields as in mla.v1.Attend.
+// The fields mean what they mean in mla.v1.Attend.
 typedef struct mla_ring_entry {
   size_t struct_size;
   uint64_t step_id;
@@ -94,15 +94,15 @@ typedef struct mla_ring_entry {
   const mla_ring_copy* in;
   const mla_ring_copy* out;
   uint32_t in_count, out_count;
-  // For rings over UCX: bytes of the inputs from in_offset on, and of the outputs from out_offset
-  // on, gaps included.
+  // For rings over UCX: the bytes of the inputs from in_offset on, and of the outputs from
+  // out_offset on, gaps included.
   uint64_t in_bytes, out_bytes;
   // 1: all that `in` copies from is memory of the ring's GPU, so the driver is not asked for it.
   uint32_t in_on_gpu;
   uint32_t reserved;  // 0
 } mla_ring_entry;
 
-// `path`: the server's shm.path. MLA_UNAVAILABLE: no server answered in time, or it has no shared
+// `path` is the server's shm.path. MLA_UNAVAILABLE: no server answered in time, or it has no shared
 // memory. The call succeeds even if the server does not grant device memory; mla_ring_info says
 // why.
 MLA_API mla_code mla_ring_open(const char* path, const mla_ring_options* options, mla_ring** out,
@@ -145,9 +145,9 @@ MLA_API mla_code mla_chain_end(mla_chain* chain, int64_t room_ms, mla_error** er
 MLA_API mla_code mla_chain_wait(mla_chain* chain, int64_t wait_ms, mla_error** error);
 // May come before the replies, as mla_request_free.
 MLA_API void mla_chain_free(mla_chain* chain);
-// Chained requests in a graph of the GPU's runtime. While `entry->stream` captures a graph (CUDA's
-// or HIP's), mla_graph_capture captures the copies and the words of one attend; nothing is sent,
-// and entry->step_id counts for nothing. For each launch of an instance of the graph,
+// Captures chained requests in a graph of the GPU's runtime. While `entry->stream` captures a graph
+// (CUDA's or HIP's), mla_graph_capture captures the copies and the words of one attend; nothing is
+// sent, and entry->step_id counts for nothing. For each launch of an instance of the graph,
 // mla_graph_send first sends the captured attends as attends of step `step_id`. Then launch `exec`
 // once, on `stream`. Tensors stay at their offsets, and the graph itself stays, as long as
 // instances of it are launched. A graph belongs to one ring; the kernels in it, and what is
@@ -214,7 +214,7 @@ typedef struct mla_ucx_options {
 
 typedef struct mla_ucx_reply {
   size_t struct_size;
-  // Fields of OpenUcxReply.
+  // These are fields of OpenUcxReply.
   uint64_t boot_id;
   const void* worker_address;
   size_t worker_address_bytes;
@@ -225,7 +225,7 @@ typedef struct mla_ucx_reply {
   uint32_t reserved;   // 0
   uint64_t bytes;      // of the request
   int64_t request_ms;  // 0: 60000
-  // Called once, by any thread, when the ring is given up: the caller then ends its call.
+  // Called once, by any thread, when the ring is given up; the caller must then end its call.
   void (*give_up)(void* argument);
   void* argument;
   // Fields of OpenUcxReply, of puts.
@@ -236,7 +236,7 @@ typedef struct mla_ucx_reply {
   const void* secret;
   size_t secret_bytes;
   int32_t batches;  // 1 or 0
-  // Fields of OpenUcxReply, of device_memory.
+  // These are fields of OpenUcxReply.device_memory.
   const void* device_key;
   size_t device_key_bytes;
   uint64_t device_address, device_bytes;

@@ -153,7 +153,7 @@ mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** err
 }
 
 const char* mla_session_transport(const mla_session* session) {
-  // A string literal.
+  // The view is of a string literal, so data() ends with a zero.
   return session->With([](auto* one) { return one->transport().data(); });
 }
 

@@ -1,4 +1,4 @@
-// Rings over UCX whose call the caller makes: mla_ring.h over UcxMemory.
+// Implements rings over UCX for which the caller makes the call: mla_ring.h over UcxMemory.
 #include <chrono>
 #include <cstdint>
 #include <limits>

@@ -27,8 +27,8 @@ constexpr int kMostReplyBytes = 1 << 30;
 // a firewall may have forgotten it. Servers take a probe every 5 s.
 constexpr int kKeepaliveMs = 20000;
 constexpr int kKeepaliveAnswerMs = 10000;
-// The same to another host. gRPC has the kernel give a connection up, too, whose packets are not
-// acknowledged for this time. The kernel sends them again after pauses that double, so a client
+// The same bound for another host. gRPC has the kernel give a connection up, too, whose packets are
+// not acknowledged for this time. The kernel sends them again after pauses that double, so a client
 // would wait for as long as an outage lasted: after 2.5 s a new connection, which the kernel tries
 // every second, is sooner back. Probes only go out during calls: gRPC reads the answer to another
 // one up to 5 s later.

@@ -1,4 +1,4 @@
-// C++ client of mla-server: connections, models, sequences and the leases that keep them.
+// The C++ client of mla-server: connections, models, sequences and the leases that keep them.
 //
 //   auto client = Client::Connect("unix:/run/mla-server/mla.sock", {});
 //   (*client)->RegisterModel(spec);
@@ -42,14 +42,15 @@ inline constexpr size_t kMostDrainPeers = 16;
 struct ClientOptions {
   std::string tenant;     // sent only without TLS; empty: the server's default tenant
   std::string client_id;  // groups this client's sequences; empty: a random name
-  // PEM files; either all three or none. With them the target must match the server's certificate.
-  // They are read again when they change: calls and sessions that begin later have the new ones.
+  // Paths of PEM files; either all three or none are set. With them the target must match the
+  // server's certificate. They are read again when they change: calls and sessions that begin later
+  // have the new ones.
   std::string tls_ca, tls_cert, tls_key;
   // If not empty, the name that the certificate must have instead of the target's host.
   std::string tls_server_name;
   // true: connects through the proxy named in the environment (http_proxy), except to this host
   bool http_proxy = false;
-  // At least 0. More than ten years count as no limit; INT64_MAX waits for ever.
+  // Must be at least 0. More than ten years count as no limit; INT64_MAX waits for ever.
   int64_t call_timeout_ms = 10000;     // of each unary call, and of the request for shared memory
   int64_t request_timeout_ms = 60000;  // for each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default; at most 2^32 - 1
@@ -75,9 +76,9 @@ struct ClientOptions {
   // Size of one session's region, at most the server's limit. 0: 64 MiB, or 32, 16, 8 or 4 if the
   // server has less left. Another size is granted exactly or refused.
   uint64_t shared_bytes = 0;
-  // GPU memory of one session's ring, in which tensors of kernels lie (Session::AllocateOnDevice):
-  // rounded up to MiB, and granted if the server offers it and runs on a GPU of this host; 0: no
-  // device memory.
+  // Bytes of GPU memory for one session's ring, in which tensors of kernels lie
+  // (Session::AllocateOnDevice). Rounded up to MiB, and granted if the server offers it and runs on
+  // a GPU of this host; 0: no device memory.
   uint64_t device_bytes = 0;
   int device = 0;  // the GPU that this process uses, as numbered by the GPU's runtime
   // Library of the GPU's runtime; empty: looked for under its usual names.
@@ -86,26 +87,27 @@ struct ClientOptions {
   // for each unary call and each step, on the caller's thread. Empty: no trace.
   std::function<std::string()> traceparent;
   uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
-  // For kUcx: its library (empty: libucp.so.0 where the loader finds it); transports and network
-  // devices, as of UCX_TLS and UCX_NET_DEVICES (empty: of the environment, or UCX's choice).
+  // For kUcx: the path of its library (empty: libucp.so.0 where the loader finds it), and its
+  // transports and network devices in the form of UCX_TLS and UCX_NET_DEVICES (empty: the
+  // environment's, or UCX's choice).
   std::string ucx_library, ucx_transports, ucx_devices;
-  // For unix targets: the server's user, if that is neither root nor this process's user. In a
-  // folder that every user may write to, sockets of other users are refused with PERMISSION_DENIED.
-  // -1: no other user.
+  // For unix targets: the user id of the server, if that is neither root nor this process's user.
+  // In a folder that every user may write to, sockets of other users are refused with
+  // PERMISSION_DENIED. -1: no other user.
   int64_t server_uid = -1;
   // A thread that waits for a reply over gRPC spins for this time before it sleeps; waking up costs
   // 5 to 50 us. -1: 200 if this process may use at least four CPUs, by its affinity and its
   // container's quota, else 0.
   int32_t stream_spin_us = -1;
-  // Threads of a session that copy large tensors into shared memory and out of it, the caller's
-  // among them: for tensors that were not made in place (Session::Allocate). At least 1, and at
-  // most 64 and the CPUs that this process may use; larger numbers are reduced to that bound. If
-  // the system has no more threads, sessions use fewer. With four CPUs or more, the other threads
-  // spin for a millisecond after each such copy before they sleep.
+  // The number of threads of a session that copy large tensors into shared memory and out of it,
+  // the caller's included. They copy tensors that were not made in place (Session::Allocate). At
+  // least 1, and at most 64 and the CPUs that this process may use; larger numbers are reduced to
+  // that bound. If the system has no more threads, sessions use fewer. With four CPUs or more, the
+  // other threads spin for a millisecond after each such copy before they sleep.
   int32_t copy_threads = 1;
 };
 
-// Weights of a range of heads of one layer, in the layout of UploadWeightsRequest.Chunk.
+// The weights of a range of heads of one layer, in the layout of UploadWeightsRequest.Chunk.
 struct WeightsChunk {
   uint32_t layer = 0;
   uint32_t head_begin = 0;
@@ -139,7 +141,7 @@ class Client final {
   const std::string& client_id() const;
   absl::StatusOr<v1::GetServerInfoReply> GetServerInfo();
   absl::StatusOr<v1::GetStatsReply> GetStats();
-  // grpc.health.v1: returns true if `service` ("" for the whole server) takes new work.
+  // Asks grpc.health.v1: returns true if `service` ("" for the whole server) takes new work.
   absl::StatusOr<bool> IsServing(const std::string& service = "");
   // Calls `update` with the status at once, at every change, and at least every `interval_ms` (0:
   // 1000). Returns OK when `update` returns false, or the server's status when the server ends the
@@ -288,7 +290,7 @@ class Sequence final {
   // committed rows. FAILED_PRECONDITION if it contradicts the declaration of committed rows.
   absl::StatusOr<v1::PrefixMatch> Match(const v1::Prefix& prefix, uint64_t first_row = 0);
   absl::Status Truncate(uint64_t length);
-  // The tail that the last step with a tail left (Step::End), and the length that it belongs to.
+  // The tail that the last step with a tail left (Step::End), and the length to which it belongs.
   // NOT_FOUND without a tail, or if the sequence was truncated below it. ABORTED: it was repeatedly
   // replaced between two of its parts.
   struct Tail {

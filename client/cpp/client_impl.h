@@ -49,7 +49,8 @@ inline constexpr Millis kLeastRenewalPause(20);
 inline constexpr int32_t kCopySpinMicros = 1000;
 inline constexpr int32_t kMostCopyThreads = 64;
 
-// The longest question which server answers. Within it two answers count as one.
+// Bounds the question which server answers. Two start times of a server that differ by no more than
+// this count as equal.
 inline constexpr Millis kAskTime(1000);
 
 // Timeouts are cut to ten years: a clock can still add ten times as much to its own time.

@@ -41,7 +41,7 @@ inline constexpr int kStreamsAConnection = 8;
 // A call or stream waits for this time for a connection that has broken, before it fails.
 inline constexpr std::chrono::milliseconds kReconnectWait(100);
 
-// A connection for unary calls, and the stubs that use it.
+// One connection for unary calls, and the stubs that use it.
 struct CallConnection {
   CallConnection(std::shared_ptr<grpc::ChannelCredentials> with,
                  std::shared_ptr<grpc::Channel> over);
@@ -54,7 +54,7 @@ struct CallConnection {
   const std::unique_ptr<v1::Cache::Stub> cache;
 };
 
-// A connection that carries streams.
+// One connection that carries streams, and their number.
 struct StreamCarrier {
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   std::shared_ptr<grpc::Channel> channel;

@@ -1,4 +1,4 @@
-// Rows of a sequence in a file, which contains the parts of an export as they came
+// Writes and reads a file with the rows of a sequence: the parts of an export as they came
 // (docs/cache/page_groups.md).
 //
 //   "MLAPAGES", version (uint32), then for each part its bytes (uint32), itself, serialized, and

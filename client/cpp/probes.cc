@@ -11,7 +11,7 @@
 namespace mla::client {
 namespace {
 
-// One request that is under way.
+// One probe that is under way.
 struct Request {
   grpc::ClientContext context;
   v1::ProbeReply reply;

@@ -1,4 +1,5 @@
-// Bytes of a row in each tensor of an AttendCall, as it is sent. Threading: any thread.
+// Returns the bytes of a row in each tensor of an AttendCall, as the row is sent. Threading: any
+// thread.
 #ifndef MLA_CLIENT_CPP_ROW_BYTES_H_
 #define MLA_CLIENT_CPP_ROW_BYTES_H_
 

@@ -23,7 +23,7 @@
 
 namespace mla::client {
 
-// Sockets of one host that are looked at.
+// At most this number of sockets of one host is looked at.
 inline constexpr size_t kMostSockets = 64;
 
 // Threading: any thread.
@@ -31,8 +31,8 @@ class SameHost final {
  public:
   using BootIdOf = std::function<absl::StatusOr<uint64_t>(const std::string& path)>;
 
-  // `pattern`: paths of the sockets, as of glob(7); empty: none. `boot_id_of` asks the server at a
-  // path.
+  // `pattern` gives the paths of the sockets, with wildcards as in glob(7); empty: none.
+  // `boot_id_of` asks the server at a path.
   SameHost(std::string pattern, BootIdOf boot_id_of)
       : pattern_(std::move(pattern)), boot_id_of_(std::move(boot_id_of)) {}
   bool looks() const { return !pattern_.empty(); }

@@ -16,7 +16,7 @@ absl::StatusOr<v1::ModelSpec> Session::FindModel(const std::string& id) {
     const MutexLock lock(models_mutex_);
     if (const auto known = models_.find(id); known != models_.end()) return known->second;
   }
-  // Called without the lock, so that steps of known models need not wait for it.
+  // This call runs without the lock, so that steps of known models need not wait for it.
   MLA_ASSIGN_OR_RETURN(const auto list, client_->ListModels());
   const MutexLock lock(models_mutex_);
   for (const v1::ModelInfo& info : list.models()) {

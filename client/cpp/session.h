@@ -43,8 +43,8 @@ struct BeginOptions {
   uint64_t step_id = 0;       // 0: the session chooses one; all participants must use the same
   uint32_t participants = 1;  // streams that take part
   uint32_t lease_ms = 0;      // 0: the server's default
-  // Header of W3C Trace Context: the span that the step belongs to. A server that records traces
-  // then records the step as its child. Empty: ClientOptions::traceparent says it.
+  // The header of W3C Trace Context that names the span to which the step belongs. A server that
+  // records traces then records the step as its child. Empty: ClientOptions::traceparent says it.
   std::string traceparent = {};
   // For models with ROPE_OWNER_SERVER: the rotation of each row of the step, [rows, rope_dim],
   // cosines [rope_dim / 2] and then sines. Copied before Begin returns. Empty: none, as for streams
@@ -61,15 +61,15 @@ struct BeginOptions {
 // repeated position counts once.
 struct IndexLists {
   const int32_t* entries = nullptr;  // null: no lists; each row attends to all rows that it sees
-  // Entries of every row; 0: ragged. Lists of one width may follow q in shared memory, at the next
-  // multiple of 64 bytes, and are then used in place (in a ring, if they have the model's top_k
-  // entries).
+  // The number of entries of every row; 0: rows have lists of different lengths. Lists of one width
+  // may follow q in shared memory, at the next multiple of 64 bytes, and are then used in place (in
+  // a ring, if they have the model's top_k entries).
   uint32_t width = 0;
   // If lists differ in length: [row_count + 1], beginning with 0; list i ends at begin[i + 1].
   const int32_t* begin = nullptr;
 };
 
-// One layer of a step, or a part of it. Shapes are as in attention.proto, row-major.
+// One layer of a step, or a part of its rows or heads. Shapes are as in attention.proto, row-major.
 struct AttendCall {
   uint32_t layer = 0;
   uint32_t row_begin = 0;
@@ -92,7 +92,7 @@ struct AttendCall {
   void* o = nullptr;
   float* lse = nullptr;  // null: not wanted
   // For tensors in device memory (Session::AllocateOnDevice): the CUstream or hipStream_t whose
-  // earlier work the server waits for before it reads them; null: the default stream.
+  // earlier work the server waits for before it reads the tensors; null: the default stream.
   void* stream = nullptr;
   // Work submitted to `stream` after AttendAsync has returned runs once the outputs are complete,
   // or the call has failed: no thread need wait in between, and Wait may come layers later. Wait
@@ -110,8 +110,8 @@ struct AttendCall {
   int32_t* chosen = nullptr;  // set to the chosen lists, [row_count, top_k]; null: not wanted
 };
 
-// Tensors of 8-bit floats (DTYPE_F8_E4M3; capability "fp8_wire"): half the bytes of bf16, and a
-// relative error of at most 2^-4 a value. Scales are powers of two, chosen for each part of a
+// Encode tensors as 8-bit floats (DTYPE_F8_E4M3; capability "fp8_wire"): half the bytes of bf16,
+// and a relative error of at most 2^-4 a value. Scales are powers of two, chosen for each part of a
 // vector (attention.proto), so the server decodes them without rounding again. Infinities saturate.
 // `values` are row-major, as for DTYPE_F32: q [rows, heads, q dim], kv [rows, row dim].
 std::vector<std::byte> EncodeFp8Queries(const v1::ModelSpec& model, v1::Profile profile,
@@ -121,13 +121,13 @@ std::vector<std::byte> EncodeFp8Rows(const v1::ModelSpec& model, std::span<const
 uint64_t Fp8QueryBytes(const v1::ModelSpec& model, v1::Profile profile, uint64_t rows_heads);
 uint64_t Fp8RowBytes(const v1::ModelSpec& model, uint64_t rows);
 
-// The tail of a sequence for the length that the step commits (attention.proto, EndStep.tails).
+// The tail of a sequence, for the length that the step commits (attention.proto, EndStep.tails).
 struct SequenceTail {
   uint32_t sequence = 0;             // its place in the step
   std::span<const std::byte> bytes;  // exactly the model's tail_bytes
 };
 
-// Times of the slowest piece of a call.
+// The times of the slowest piece of a call.
 struct AttendTimes {
   uint32_t queue_us = 0, plan_us = 0, kernel_us = 0, write_us = 0;
   uint32_t launch_requests = 0, launch_layers = 0, launch_clients = 0;
@@ -177,7 +177,7 @@ class Step final {
 
   PendingAttend AttendAsync(const AttendCall& call);
   absl::StatusOr<AttendTimes> Attend(const AttendCall& call) { return AttendAsync(call).Wait(); }
-  // As above, with index lists.
+  // Sends a call with index lists, like AttendAsync.
   PendingAttend AttendSparseAsync(AttendCall call, const IndexLists& lists) {
     call.lists = lists;
     return AttendAsync(call);
@@ -189,8 +189,8 @@ class Step final {
   // of the sequences, are copied. If the server has no room for them, RESOURCE_EXHAUSTED leaves the
   // step open.
   absl::StatusOr<std::vector<uint64_t>> End(std::span<const SequenceTail> tails = {});
-  // As above, for the first committed_rows[i] rows of each sequence. INVALID_ARGUMENT unless there
-  // is a number for each sequence.
+  // Ends the step, with the first committed_rows[i] rows of each sequence. INVALID_ARGUMENT unless
+  // there is a number for each sequence.
   absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows,
                                             std::span<const SequenceTail> tails = {});
   absl::Status Abort();
@@ -229,9 +229,9 @@ class Session final {
   // Empty if the session is inline, or without room. Lives as long as the session.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
-  // As above, in the memory of a GPU (ClientOptions::device_bytes), for tensors that kernels write
-  // and read: no tensor is copied. All tensors of a call lie there or none, and the call has no
-  // index lists. When the call has returned, the outputs are complete. Empty without such memory
+  // Returns memory of a GPU (ClientOptions::device_bytes) for tensors that kernels write and read,
+  // so that no tensor is copied. All tensors of a call lie there or none, and the call has no index
+  // lists. When the call has returned, the outputs are complete. Empty without such memory
   // (DeviceStatus has the reason), or if it is full. DeviceWarning: a reason for slowness here, in
   // words for people, or empty.
   std::span<std::byte> AllocateOnDevice(uint64_t bytes);

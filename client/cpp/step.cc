@@ -213,7 +213,7 @@ absl::StatusOr<AttendTimes> PendingAttend::Wait() {
   }
   pieces_.clear();
   if (!status.ok() && begun_ != nullptr) {
-    // The server answers requests of a step that it has refused, too.
+    // The server also answers requests of a step that it has refused.
     const absl::Status begun = stream_->Wait(begun_.get());
     if (!begun.ok()) return begun;
   }
@@ -241,8 +241,8 @@ uint64_t Step::EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) const {
   return entries;
 }
 
-// KV rows [first, first + count) of a call, followed by the entries that they complete. If these do
-// not lie together, they are copied to `gathered`.
+// Returns KV rows [first, first + count) of a call, followed by the entries that they complete. If
+// these do not lie together, they are copied to `gathered`.
 std::span<const std::byte> Step::KvOf(const AttendCall& call, uint64_t row_bytes, uint32_t first,
                                       uint32_t count, std::vector<std::byte>* gathered) const {
   if (call.kv == nullptr || model_.window() == 0) return Rows(call.kv, row_bytes, first, count);

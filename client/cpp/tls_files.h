@@ -1,4 +1,4 @@
-// The PEM files of TLS connections, read again when they have changed.
+// Keeps the PEM files of TLS connections, and reads them again when they have changed.
 //
 // gRPC reads certificates when a channel is made and never again. So a connection that is made
 // after a change needs a new channel, with the credentials that Current returns then.

@@ -27,7 +27,8 @@ constexpr char kNotes[] =
     "code 5 when the outputs are outside the rule. A first check of a new server; replay is the\n"
     "thorough one.\n";
 
-// Dimensions that every backend supports. Two heads are enough to notice a wrong order of heads.
+// The dimensions are ones that every backend supports. Two heads are enough to notice a wrong order
+// of heads.
 constexpr uint32_t kHeads = 2, kLora = 512, kRope = 64, kNope = 128, kV = 128;
 constexpr uint32_t kRow = kLora + kRope;
 constexpr double kScale = 0.135234;

@@ -1,4 +1,4 @@
-// All commands of mlactl.
+// Adds all commands of mlactl to the program.
 #ifndef MLA_CLIENT_MLACTL_COMMANDS_H_
 #define MLA_CLIENT_MLACTL_COMMANDS_H_
 

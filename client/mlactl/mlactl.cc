@@ -1,4 +1,4 @@
-// mlactl: the command line of a server.
+// The main program of mlactl, the command line of a server.
 #include <span>
 
 #include "client/mlactl/commands.h"

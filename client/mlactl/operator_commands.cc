@@ -57,7 +57,7 @@ struct QuotaColumns {
   bool digits = false;  // else bytes have units
 };
 
-// `name`: of the resource, which says its unit.
+// Writes a number in the unit that the resource's `name` says.
 std::string NumberText(const std::string& name, uint64_t number, bool digits) {
   if (number > uint64_t{INT64_MAX} - 1) return "none";
   return digits ? absl::StrCat(number) : FieldForPeople(name, number);
@@ -92,7 +92,7 @@ std::string QuotaText(const google::protobuf::RepeatedPtrField<v1::TenantQuota>&
   return text;
 }
 
-// "kv_bytes=4GiB" and the like. False: no such resource or no number.
+// Reads text like "kv_bytes=4GiB". False: no such resource or no number.
 bool ReadBound(absl::string_view text, v1::QuotaBound* bound) {
   const std::pair<absl::string_view, absl::string_view> parts =
       absl::StrSplit(text, absl::MaxSplits('=', 1));

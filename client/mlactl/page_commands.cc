@@ -166,7 +166,7 @@ std::string CheckpointsText(
   return text;
 }
 
-// A command about sequences by id.
+// Makes a command that takes the ids of sequences.
 template <typename Call>
 void AddOfIds(Program* program, const CommandText& text, Call call) {
   const auto ids = std::make_shared<std::vector<uint64_t>>();

@@ -73,7 +73,7 @@ std::string DTypeNames(const google::protobuf::RepeatedField<int>& dtypes) {
   return names;
 }
 
-// "fp8_row" of KV_FORMAT_FP8_ROW.
+// Returns "fp8_row" for KV_FORMAT_FP8_ROW.
 std::string KvFormatName(v1::KvFormat format) {
   return absl::AsciiStrToLower(absl::StripPrefix(v1::KvFormat_Name(format), "KV_FORMAT_"));
 }

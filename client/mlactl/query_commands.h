@@ -1,4 +1,5 @@
-// Commands that read the state of a server: info, status, watch, models, sequences, health.
+// Adds the commands that read the state of a server: info, status, watch, models, sequences,
+// health.
 #ifndef MLA_CLIENT_MLACTL_QUERY_COMMANDS_H_
 #define MLA_CLIENT_MLACTL_QUERY_COMMANDS_H_
 

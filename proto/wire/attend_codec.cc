@@ -212,8 +212,8 @@ bool ReadTimings(Reader reader, v1::Timings* timings) {
   });
 }
 
-// Top level of both messages. set(key, reader) takes one field's value; the payload, if there is
-// one, ends the message.
+// Reads the top level of both messages. set(key, reader) takes one field's value; the payload, if
+// there is one, ends the message.
 template <typename Set>
 bool ReadMessage(std::span<const Fragment> fragments, PayloadRange* payload, Set set) {
   *payload = {};

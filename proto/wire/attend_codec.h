@@ -19,7 +19,7 @@
 
 namespace mla::wire {
 
-// Most bytes before the payload.
+// At most this number of bytes comes before the payload.
 inline constexpr size_t kMaxAttendHeaderBytes = 224;
 
 // Replaces the contents of the message by an attend request or reply, as ScanMessage and protobuf

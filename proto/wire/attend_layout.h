@@ -9,8 +9,8 @@
 
 namespace mla::wire {
 
-// Tensors that follow each other. Each begins at the first aligned offset after its predecessor;
-// an empty one takes no bytes.
+// Places tensors one after the other. Each begins at the first aligned offset after its
+// predecessor; an empty one takes no bytes.
 class TensorRow {
  public:
   // Returns the offset of the next tensor.
@@ -26,10 +26,10 @@ class TensorRow {
   uint64_t bytes_ = 0;
 };
 
-// Offsets of the inputs kv, q and lists from the first input, and of the outputs o, lse and
+// The offsets of the inputs kv, q and lists from the first input, and of the outputs o, lse and
 // lists_out from the first output. kv and o begin at 0.
 struct AttendLayout {
-  // Bytes of the tensors.
+  // The bytes of each tensor.
   struct Sizes {
     uint64_t kv = 0, q = 0, lists = 0;
     uint64_t o = 0, lse = 0, lists_out = 0;

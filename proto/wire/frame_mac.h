@@ -1,4 +1,4 @@
-// Keyed MACs of the frames of a file: checkpoints, and files of rows.
+// Computes keyed MACs of the frames of a file, for checkpoints and files of rows.
 //
 // The MAC of a frame is HMAC-SHA-256 over the MAC before it, its size (uint32, little endian) and
 // its bytes, cut to 16 bytes. The first frame has the file's beginning instead of a MAC before it.

@@ -1,4 +1,4 @@
-// Waiting for a word in memory that two processes share: the kernel's futex, not private.
+// Waits for a word in memory that two processes share, by the kernel's futex, not private.
 #ifndef MLA_PROTO_WIRE_FUTEX_H_
 #define MLA_PROTO_WIRE_FUTEX_H_
 

@@ -1,4 +1,4 @@
-// Settings that both ends of a gRPC connection share, chosen by measurement
+// Settings that both ends of a gRPC connection share; measurements chose them
 // (docs/adr/0005-what-a-message-costs.md).
 #ifndef MLA_PROTO_WIRE_GRPC_TUNING_H_
 #define MLA_PROTO_WIRE_GRPC_TUNING_H_
@@ -15,7 +15,7 @@ namespace mla::wire {
 // that more is useful.
 inline constexpr int kStreamWindowBytes = 4 << 20;
 
-// Freed memory that a process keeps at the top of each heap.
+// A process keeps this much freed memory at the top of each heap.
 inline constexpr int kKeptHeapBytes = 256 << 20;
 
 // Blocks up to this size come from a heap, larger ones straight from the kernel.

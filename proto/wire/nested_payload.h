@@ -1,5 +1,5 @@
-// Messages whose bulk bytes are below their top level, such as ImportRequest { part { chunk {
-// payload } } }: read and written without passing the payload through protobuf.
+// Reads and writes messages whose bulk bytes lie below their top level, such as ImportRequest {
+// part { chunk { payload } } }, without passing the payload through protobuf.
 //
 // Such a message has one usual form: each field of `path` inside the one before it and alone there;
 // in the last of them small numbers, and the payload (field 2047) as the end. Writers produce only
@@ -18,7 +18,7 @@
 
 namespace mla::wire {
 
-// The most bytes in front of the payload of a message that is read here.
+// A message that is read here has at most this number of bytes in front of its payload.
 inline constexpr size_t kMostNestedHeader = 96;
 
 // Replaces `out` by all that comes before the payload. `inside`: the message at the end of `path`,

@@ -66,7 +66,7 @@ inline constexpr size_t kHandleBytes = 16;
 inline constexpr size_t kSharedAlignment = 64;
 inline constexpr size_t kHandshakeTextBytes = 128;
 
-// Client to server, the first and only packet.
+// The client sends this to the server as the first and only packet.
 struct ConnectRequest {
   uint32_t magic;       // kHandshakeMagic
   uint16_t version;     // kHandshakeVersion
@@ -77,8 +77,8 @@ struct ConnectRequest {
   char tenant[kHandshakeTextBytes];  // padded with zeros; empty: "default"
 };
 
-// Server to client, the only packet. It carries the region's descriptor if `code` is 0, and after
-// it the descriptor of the device memory, if any (DeviceHeader::kind).
+// The server answers with this, its only packet. It carries the region's descriptor if `code` is 0,
+// and after it the descriptor of the device memory, if any (DeviceHeader::kind).
 struct ConnectReply {
   uint32_t magic;
   uint16_t version;
@@ -132,9 +132,10 @@ enum EntryKind : uint8_t {
 
 inline constexpr uint8_t kEntryHasKv = 1;    // SubmissionEntry::flags
 inline constexpr uint8_t kEntryWantLse = 2;  // SubmissionEntry::flags
-// Index lists, as INDEX_LISTS_FIXED of the model's top_k.
+// The entry has index lists, like INDEX_LISTS_FIXED with the model's top_k.
 inline constexpr uint8_t kEntryHasLists = 4;  // SubmissionEntry::flags
-// Index inputs instead, as with INDEX_LISTS_SERVER; and the lists that follow are wanted.
+// The entry has index inputs instead, like INDEX_LISTS_SERVER, and wants the lists that follow from
+// them.
 inline constexpr uint8_t kEntrySelects = 8;     // SubmissionEntry::flags
 inline constexpr uint8_t kEntryWantLists = 16;  // SubmissionEntry::flags
 // KV rows are DTYPE_F8_E4M3. Otherwise kv_row_dtype is not used.
@@ -181,7 +182,7 @@ struct CompletionEntry {
   uint16_t launch_layers;
   uint64_t tag;
   uint64_t boot_id;
-  // As in mla.v1.Timings; of kEntryAttend.
+  // As in mla.v1.Timings; for kEntryAttend.
   uint32_t queue_us;
   uint32_t plan_us;
   uint32_t kernel_us;
@@ -249,7 +250,8 @@ constexpr uint64_t RingBytes(uint64_t entries) {
   return (RepliesOffset(entries) + entries * kReplySlotBytes + 4095) / 4096 * 4096;
 }
 
-// The words of chains in device memory, from DeviceHeader::words on: `ready`, and `done` by slot.
+// Return the offsets of the words of chains in device memory, from DeviceHeader::words on: `ready`,
+// and `done` for each slot.
 constexpr uint64_t NearbyDoneOffset(uint64_t slot) {
   return kSharedAlignment + slot * sizeof(uint32_t);
 }

@@ -10,8 +10,8 @@
 namespace mla::wire {
 namespace {
 
-// The longest varints that protobuf reads. The payload's tag and length are not in the header that
-// it parses afterwards, so they are bounded here.
+// The longest varint that protobuf reads, in bytes. The payload's tag and length are not in the
+// header that it parses afterwards, so they are bounded here.
 constexpr int kMostVarintBytes = 10;
 constexpr int kMostTagBytes = 5;
 constexpr int kMostLengthBytes = 5;

@@ -45,7 +45,7 @@ absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* heade
 void GatherBytes(std::span<const Fragment> fragments, size_t offset, size_t size,
                  std::byte* target);
 
-// Serializes `header` (which has no payload), and then the frame of a payload of `payload_size`
+// Serializes `header`, which has no payload, and after it the frame of a payload of `payload_size`
 // bytes unless that is 0. Replaces the contents of `out`.
 void EncodeHeader(const google::protobuf::MessageLite& header, size_t payload_size,
                   std::string* out);

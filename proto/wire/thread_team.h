@@ -1,4 +1,4 @@
-// Threads that share the work of one message: copies of large tensors, or checks of index lists.
+// Threads that share the work of one message: they copy large tensors, or check index lists.
 //
 // One core copies data that other cores have written at 6 to 13 GB/s, and four cores at 26 to 38
 // GB/s. Copies into staging memory or a shared-memory region are most of the cost of a request with
@@ -80,7 +80,7 @@ class ThreadTeam final {
   Mutex busy_;  // held by the Run call that uses the helpers
   const Work* work_ ABSL_GUARDED_BY(busy_) = nullptr;
   uint32_t pieces_ ABSL_GUARDED_BY(busy_) = 0;
-  // Pieces that no thread has claimed.
+  // The pieces that no thread has claimed yet.
   alignas(64) std::atomic<uint32_t> unclaimed_{0};
   alignas(64) std::atomic<uint32_t> unfinished_{0};
   std::atomic<uint64_t> helped_{0};

@@ -41,8 +41,8 @@ class AttendMessagePool;
 class AttendMessageOwner {
  public:
   virtual ~AttendMessageOwner() = default;
-  // Called once for each answer, one at a time and in their order (StreamRequest::Done). Must not
-  // block for long and must not call the engine.
+  // Called once for each answer, in the order of the answers and never twice at a time
+  // (StreamRequest::Done). Must not block for long and must not call the engine.
   virtual void OnAnswered(AttendMessage* message) = 0;
 };
 
@@ -94,8 +94,9 @@ class AttendMessage final : public scheduler::StreamRequest {
   // Errors name the field with `prefix` in front.
   absl::Status PointInto(const TensorMemory& memory, const wire::AttendLayout& layout,
                          uint64_t in_offset, uint64_t out_offset, const char* prefix);
-  // As PointInto, for tensors in a region's device memory, which the client has finished writing.
-  // Also INVALID_ARGUMENT for index lists and 8-bit floats, which the server has to read itself.
+  // Does what PointInto does, for tensors in a region's device memory, which the client has
+  // finished writing. Also INVALID_ARGUMENT for index lists and 8-bit floats, which the server has
+  // to read itself.
   absl::Status PointIntoDevice(const kernels::SharedDeviceMemory& memory,
                                const wire::AttendLayout& layout, uint64_t in_offset,
                                uint64_t out_offset);
@@ -116,12 +117,12 @@ class AttendMessage final : public scheduler::StreamRequest {
   const std::byte* sent_lists = nullptr;  // in `region`, where the client may still change them
   absl::Status answer;
   std::shared_ptr<SharedRegion> region;  // if set, holds the tensors instead of input and output
-  // For a ring: room for a reply that is too large for a slot.
+  // For a ring: memory for a reply that is too large for a slot.
   std::span<std::byte> reply_area;
   size_t reserved_bytes = 0;  // bytes counted against the stream
   int64_t staged = 0;         // bytes of input and output, counted against the tenant
   uint64_t ring_index = 0;    // for a ring: number of its submission
-  // For a BeginStep: its number in the stream; 0: not listed there.
+  // For a BeginStep: its number in the stream; 0 if it is not listed there.
   uint64_t begin_order = 0;
   int64_t answered_ns = 0;  // steady clock; of streams alone
   MessageTrace trace;
@@ -137,7 +138,7 @@ class AttendMessage final : public scheduler::StreamRequest {
 
 class AttendMessagePool final : public std::enable_shared_from_this<AttendMessagePool> {
  public:
-  // `tenants`: counts staged bytes.
+  // `tenants` counts staged bytes.
   AttendMessagePool(std::unique_ptr<kernels::HostBuffer> memory,
                     std::shared_ptr<scheduler::TenantTable> tenants)
       : staging_(std::move(memory)), tenants_(std::move(tenants)) {}

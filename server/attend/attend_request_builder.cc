@@ -212,9 +212,8 @@ absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64
   message->step_id = attend.step_id();
   Trace(message);
   scheduler::StepShape shape;
-  // Meant for the case that the step's BeginStep was prepared for a dense model, but another model
-  // of that name replaced it before the engine got the message. Such a step has no positions, so
-  // tensors cannot be sized.
+  // This error is for a step whose BeginStep was prepared for a dense model, before another model
+  // of that name replaced it. Such a step has no positions, so tensors cannot be sized.
   const auto no_positions = [&shape] {
     return shape.model->attention != kernels::AttentionKind::kDense && shape.positions == nullptr;
   };

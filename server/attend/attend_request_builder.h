@@ -66,7 +66,7 @@ class AttendRequestBuilder final {
   using ReadPayload = std::function<void(size_t offset, std::span<std::byte> to)>;
   absl::Status Prepare(const v1::AttendStreamRequest& header, size_t bytes, const ReadPayload& read,
                        AttendMessage* message);
-  // As above, for a payload in `region`, at header.shared's in_offset.
+  // Does what PreparePayload does, for a payload in `region`, at header.shared's in_offset.
   absl::Status PreparePayloadIn(const SharedRegion& region, const v1::AttendStreamRequest& header,
                                 AttendMessage* message);
   // Fills arguments and sizes; the tensors' addresses stay null. Sizes as ParseAttend. For a step
@@ -82,7 +82,7 @@ class AttendRequestBuilder final {
   // Checks the index lists of a prepared attend, which lie in `memory` at the places that SentLists
   // gives, and points the attend at them.
   absl::Status CheckLists(std::byte* memory, AttendMessage* message);
-  // For tensors in a region that the engine cannot use in place: takes staging memory for index
+  // Handles tensors in a region that the engine cannot use in place: takes staging memory for index
   // lists, which it checks, and for 8-bit tensors, which it decodes. `stalled`: see
   // AttendMessagePool::TakeStaging.
   absl::Status StageShared(AttendMessagePool* pool, AttendMessage* message, bool* stalled);

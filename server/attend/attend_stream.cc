@@ -17,14 +17,14 @@
 namespace mla::server {
 namespace {
 
-// Counted in addition to a message's tensors, so that tiny messages are bounded too.
+// This amount is counted in addition to a message's tensors, so that tiny messages are bounded too.
 constexpr size_t kMessageOverhead = 1024;
 
 // Bounds of the slices of messages whose queries are read in place. A slice adds to the cost of a
 // launch, so queries in small pieces are gathered before submission.
 constexpr size_t kSlicesOfAny = 4;
 constexpr size_t kBytesPerSlice = 2048;
-// Slices that a stream's list keeps room for between messages.
+// A stream's list keeps room for this number of slices between messages.
 constexpr size_t kSlicesKept = 1024;
 
 void ReleaseMessage(void* message) { static_cast<AttendMessage*>(message)->Unref(); }

@@ -51,7 +51,7 @@
 
 namespace mla::server {
 
-// Parts shared by all streams. Outlives them.
+// The parts that all streams share. Outlives them.
 struct WireContext {
   scheduler::Engine* engine = nullptr;
   std::shared_ptr<AttendMessagePool> pool;
@@ -129,7 +129,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   TenantCounters* const requests_;
   const bool in_place_;
 
-  // Used only while reading.
+  // Only the reading side uses this.
   grpc::ByteBuffer incoming_;
   std::vector<grpc::Slice> slices_;
   std::vector<wire::Fragment> fragments_;
@@ -137,7 +137,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   v1::AttendStreamRequest header_;
   wire::PayloadRange payload_;
 
-  // Used only by the writing thread, which is the one that set writing_.
+  // Only the writing thread, which has set writing_, uses these.
   v1::AttendStreamReply reply_;
   std::string reply_header_;
   grpc::ByteBuffer outgoing_;

@@ -147,7 +147,7 @@ const ConfigKey* FindFlag(const std::string& name) {
   return nullptr;
 }
 
-// `--no-x` for booleans.
+// Returns the key of `--no-x`, for booleans.
 const ConfigKey* FindNegated(const std::string& name) {
   if (!absl::StartsWith(name, "--no-")) return nullptr;
   const ConfigKey* key = FindFlag("--" + name.substr(5));
@@ -448,7 +448,8 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
           config.wire.inflight_bytes);
   at_most("wire.inflight_bytes", config.wire.inflight_bytes, "wire.staging_bytes",
           config.wire.staging_bytes);
-  // One request and its reply, each rounded up to a power of two, and as much again.
+  // Staging must hold one request and its reply, each rounded up to a power of two, and as much
+  // again.
   at_most("wire.message_bytes x 8", config.wire.message_bytes * 8, "wire.staging_bytes",
           config.wire.staging_bytes);
   at_most("wire.max_watchers", config.wire.max_watchers + 1, "wire.control_threads",

@@ -1,4 +1,4 @@
-// Configuration of the server, derived from one table of keys.
+// The configuration of the server, derived from one table of keys.
 //
 // Each row of the table (ConfigKeys) has a key's name, type, default, unit, range and meaning, and
 // says what goes wrong at its edges. The YAML keys, the environment names, the flags, --help,
@@ -39,7 +39,7 @@ struct Config {
   // limits.weights_bytes: ChooseSizes decides.
   static constexpr int64_t kChooseWeights = -1;
 
-  // kv_cache_bytes 0: as much as the backend has room for, see ChooseSizes
+  // If kv_cache_bytes is 0, the cache gets as much as the backend has room for, see ChooseSizes
   scheduler::Limits limits;
   std::string backend = "auto";  // "auto" or a name from the registry
   kernels::BackendOptions backend_options;
@@ -99,7 +99,7 @@ struct Config {
     int32_t metrics = 32;
   } tenants;
 
-  // The path for clients on the same host: docs/shared_memory.md.
+  // Shared memory with clients on the same host: docs/shared_memory.md.
   struct Shm {
     bool enabled = true;
     std::string path = "auto";                  // of the listener; auto: the unix socket's + ".shm"
@@ -199,7 +199,7 @@ std::string RangeText(const ConfigKey& key);  // "1 .. 64", "true or false", "a,
 // Returns the key's value in `config`, as a file would give it.
 std::string ValueText(const ConfigKey& key, const Config& config);
 
-// Modes of the command line other than running.
+// The modes of the command line other than running.
 struct CommandLine {
   bool check_config = false;
   bool print_config = false;
@@ -214,9 +214,10 @@ struct LoadedConfig {
   CommandLine command;
   std::string file;                           // that was read; empty: none
   std::map<std::string, std::string> origin;  // key -> "default", "file a.yaml:3", "env X", "flag"
-  // Every fault found, each "key: the fault (where)". Empty: the config may be used.
+  // Every fault that was found, each as "key: the fault (where)". Empty: the config may be used.
   std::vector<std::string> faults;
-  // Environment names that are ignored, because Kubernetes chose them as links to services.
+  // Names of environment variables that are ignored, because Kubernetes chose them as links to
+  // services.
   std::vector<std::string> service_links;
 };
 

@@ -1,4 +1,4 @@
-// Keys of storage outside the pool: checkpoints and slower tiers.
+// Declares the keys of storage outside the pool: checkpoints and slower tiers.
 #include "server/config/config_key.h"
 
 namespace mla::server {

@@ -1,4 +1,4 @@
-// Keys of the configuration that a running server can reload.
+// Declares which keys of the configuration a running server can reload.
 #include <algorithm>
 #include <string>
 #include <string_view>
@@ -8,7 +8,8 @@
 namespace mla::server {
 namespace {
 
-// Next to the default bounds of tenants. All others size memory, threads or sockets at the start.
+// These keys can be reloaded in addition to the default bounds of tenants. All others size memory,
+// threads or sockets at the start.
 constexpr std::string_view kLiveKeys[] = {
     "server.operators",          "server.plain_operators",  "server.drain_deadline_ms",
     "server.unhealthy_after_ms", "server.restart_after_ms", "log.level",

@@ -1,4 +1,4 @@
-// Keys of tenants: shares, and quotas of tenants by name.
+// Declares the keys of tenants: shares, and quotas of tenants by name.
 #include <algorithm>
 #include <string>
 

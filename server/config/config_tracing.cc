@@ -1,4 +1,4 @@
-// Keys of the section tracing.
+// Declares the keys of the section tracing.
 #include <string>
 #include <vector>
 

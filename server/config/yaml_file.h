@@ -22,7 +22,7 @@ struct YamlDocument {
   std::vector<std::string> faults;  // "path:line: the fault"
 };
 
-// `name` appears in faults only.
+// `name` appears only in faults.
 YamlDocument ParseYaml(const std::string& text, const std::string& name);
 YamlDocument ReadYamlFile(const std::string& path);
 

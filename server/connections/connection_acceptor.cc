@@ -25,9 +25,9 @@ namespace mla::server {
 namespace {
 
 constexpr int kAcceptedAtOnce = 16;
-// Used if the kernel lacks a descriptor or memory for a connection.
+// The acceptor pauses for this time if the kernel lacks a descriptor or memory for a connection.
 constexpr int kPauseMillis = 100;
-// Least time between two checks of all connections.
+// At least this time passes between two checks of all connections.
 constexpr int64_t kForgetNanos = 20'000'000;
 constexpr int64_t kRefusedLogNanos = 10'000'000'000;  // between two lines about refusals
 // TCP_RTO_MAX_MS of Linux 6.15 and later: the longest pause after which packets that are not

@@ -61,7 +61,7 @@ class ConnectionAcceptor final {
   };
   struct Connection {
     int descriptor = -1;
-    // By which the kernel tells it from a later socket with the same descriptor.
+    // The kernel's number of the socket tells it from a later socket with the same descriptor.
     uint64_t cookie = 0;
     std::string peer;
   };

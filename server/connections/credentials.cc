@@ -19,7 +19,7 @@ struct Shared {
   std::shared_ptr<const TlsMaterial> given ABSL_GUARDED_BY(mutex);  // to gRPC, last
 };
 
-// Called for every new connection.
+// gRPC calls this for every new connection.
 grpc_ssl_certificate_config_reload_status Renew(void* state,
                                                 grpc_ssl_server_certificate_config** config) {
   auto* const shared = static_cast<Shared*>(state);
@@ -40,7 +40,7 @@ bool HasRevoked(const TlsFiles& files, const grpc_auth_context* context, const c
   return false;
 }
 
-// Called for every call.
+// gRPC calls this for every call.
 void CheckPeer(void* state, grpc_auth_context* context, const grpc_metadata*, size_t,
                grpc_process_auth_metadata_done_cb done, void* user_data) {
   const TlsFiles& files = *static_cast<Shared*>(state)->files;

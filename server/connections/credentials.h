@@ -1,4 +1,4 @@
-// Server credentials for listeners that are not on loopback: mutual TLS with PEM files.
+// Makes server credentials for listeners that are not on loopback: mutual TLS with PEM files.
 //
 // A new connection uses the files that TlsFiles has in use at that time. Clients are identified by
 // their certificates (identity.h). A client whose certificate is on a revocation list is refused at

@@ -1,5 +1,4 @@
-// The PEM files of mutual TLS: read, checked as a whole, and checked again for changes while
-// serving.
+// Reads the PEM files of mutual TLS, checks them as a whole, and looks for changes while serving.
 //
 // A set of files is taken into use only if everything in it can be used: the certificate chain is
 // PEM and valid today, and the key belongs to it. The authorities are PEM and one of them is valid
@@ -32,8 +31,9 @@ struct TlsMaterial {
   std::string cert, key, client_ca;  // PEM
   std::string client_crl;            // PEM; empty: none
   std::set<std::string> revoked;     // IssuedBy keys of revoked certificates
-  // Unix seconds. The first expiry in the server's chain, the last expiry of the authorities, and
-  // the first time at which a revocation list should have been replaced (0 without lists).
+  // These are Unix seconds. The first expiry in the server's chain, the last expiry of the
+  // authorities, and the first time at which a revocation list should have been replaced (0 without
+  // lists).
   int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
 };
 
@@ -73,7 +73,7 @@ class TlsFiles final {
   void Watch();
   void Reload();
 
-  // Results of IsRevoked that are kept; when full, they are dropped.
+  // At most this number of results of IsRevoked is kept; when it is reached, all are dropped.
   static constexpr size_t kVerdicts = 1024;
 
   const Config::Tls tls_;

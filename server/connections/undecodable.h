@@ -19,7 +19,8 @@ namespace mla::server {
 // Called once for each such call.
 using UndecodableCounter = std::function<void(const grpc::ServerContextBase& context)>;
 
-// For ServerBuilder::experimental().SetInterceptorCreators. Client streams are not affected.
+// Returns factories for ServerBuilder::experimental().SetInterceptorCreators. Client streams are
+// not affected.
 std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
 InterceptUndecodable(UndecodableCounter counter);
 

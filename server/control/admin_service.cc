@@ -76,7 +76,7 @@ using scheduler::Resource;
 using scheduler::ResourceRow;
 using scheduler::TenantUsage;
 
-// Both enumerations number alike.
+// Both enumerations have the same numbers.
 static_assert(static_cast<int>(Resource::kKvBytes) == v1::QUOTA_RESOURCE_KV_BYTES);
 static_assert(static_cast<int>(Resource::kControlCalls) == v1::QUOTA_RESOURCE_CONTROL_CALLS);
 static_assert(static_cast<int>(Resource::kPrefixTokens) == v1::QUOTA_RESOURCE_PREFIX_TOKENS);
@@ -306,7 +306,7 @@ grpc::Status AdminService::GetStats(grpc::ServerContext* context, const v1::GetS
 void AdminService::FillUpdate(const ServerState::Snapshot& snapshot,
                               v1::StatusUpdate* update) const {
   const scheduler::EngineStats stats = Stats();
-  // Both enumerations number the states alike.
+  // Both enumerations have the same numbers for the states.
   update->set_state(static_cast<v1::ServerState>(snapshot.phase));
   update->set_percent(static_cast<uint32_t>(snapshot.percent));
   update->set_message(snapshot.message);

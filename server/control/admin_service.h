@@ -1,4 +1,5 @@
-// The Admin service: information about the server, its activity, quotas of tenants, and shutdown.
+// Implements the Admin service: information about the server, its activity, quotas of tenants, and
+// shutdown.
 //
 // Every caller may read. Drain is for operators (CheckOperator in identity.h).
 //

@@ -1,4 +1,4 @@
-// The Sequences service. Each RPC is parsed, makes one engine call, and replies.
+// Implements the Sequences service. Each RPC is parsed, makes one engine call, and replies.
 //
 // Threading: any thread. A call waits for the engine's role, at most for a running launch. Open and
 // Match also wait for rows from slower tiers, for at most 90 % of their client's deadline.

@@ -26,7 +26,8 @@
 
 namespace mla::server {
 
-// Parts of a transfer, in its whole life. Each also takes one of its caller's places for uploads.
+// A transfer has at most this number of parts in its whole life. Each also takes one of its
+// caller's places for uploads.
 inline constexpr uint32_t kMostWeightParts = 16;
 
 class WeightsTransfer final {
@@ -53,7 +54,7 @@ class WeightsTransfer final {
   absl::StatusOr<std::vector<int32_t>> Commit(uint32_t parts);
   // Refuses further heads, waits until none is being loaded, and discards all.
   void Close();
-  // The bytes of all payloads that were loaded.
+  // Returns the bytes of all payloads that were loaded.
   uint64_t bytes() const;
 
  private:

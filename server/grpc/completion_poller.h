@@ -1,4 +1,4 @@
-// Threads that poll gRPC for the Attend streams.
+// Runs the threads that poll gRPC for the Attend streams.
 //
 // The form is chosen for latency. gRPC's own callback threads pass the polling on before they run a
 // callback. So every message wakes a second thread, and each of them sleeps again at once. Here one
@@ -41,7 +41,7 @@ class ServerBuilder;
 
 namespace mla::server {
 
-// Tag of a gRPC operation.
+// The tag of a gRPC operation.
 class StreamEvent {
  public:
   virtual void OnEvent(bool ok) = 0;

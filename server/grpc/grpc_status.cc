@@ -40,7 +40,7 @@ grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContextBase* c
     detail.set_trace_id(trace_id);
     context->AddTrailingMetadata(kErrorDetailKey, detail.SerializeAsString());
   }
-  // Both enumerations number the canonical codes alike.
+  // Both enumerations have the same numbers for the canonical codes.
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
 }
 

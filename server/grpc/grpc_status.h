@@ -20,7 +20,7 @@ class ServerContextBase;
 namespace mla::server {
 
 inline constexpr char kErrorDetailKey[] = "mla-error-detail-bin";
-// The key of initial metadata that says that the header of an UploadWeights call is accepted.
+// The key of initial metadata which says that the header of an UploadWeights call is accepted.
 inline constexpr char kAcceptedKey[] = "mla-accepted";
 
 // Returns the detail of `status`, or an empty one.

@@ -1,4 +1,4 @@
-// The part of request_validator.h for models.
+// Implements the part of request_validator.h for models.
 #include <algorithm>
 #include <limits>
 

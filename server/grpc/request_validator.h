@@ -48,7 +48,7 @@ struct AttendSizes {
   int64_t q_sent() const { return q_fp8.vectors > 0 ? q_fp8.bytes() : q_bytes; }
 };
 
-// Header bytes that every reply may need in addition to its payload.
+// A reply may need this number of header bytes in addition to its payload.
 inline constexpr int64_t kReplyHeaderBytes = 512;
 
 // Returns the most bytes of an Attend stream's request without its payload: a BeginStep of as many
@@ -76,7 +76,7 @@ absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& 
 absl::Status ParseEndStep(const v1::EndStep& message, const scheduler::Limits& limits,
                           scheduler::EndStepArgs* args);
 
-// The contract and the kernels number the formats alike.
+// The contract and the kernels have the same numbers for the formats.
 constexpr v1::KvFormat ToProto(kernels::KvFormat format) {
   return static_cast<v1::KvFormat>(format);
 }

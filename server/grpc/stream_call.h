@@ -1,4 +1,4 @@
-// One call of a bidirectional stream of unparsed messages, served by a CompletionPoller.
+// Handles one call of a bidirectional stream of unparsed messages, which a CompletionPoller serves.
 //
 // Its operations report to a StreamHandler as gRPC's reactors do to theirs. At most one read and
 // one write are under way at a time. After Finish come the ends of operations still under way, and
@@ -78,7 +78,7 @@ class StreamCall final {
   grpc::GenericServerContext context_;
   grpc::GenericServerAsyncReaderWriter stream_{&context_};
   std::atomic<StreamHandler*> handler_{nullptr};
-  // One each for Finished, Ended and every operation under way.
+  // Counts one reference each for Finished, Ended and every operation under way.
   std::atomic<int32_t> references_{2};
   Event read_{this, &StreamCall::ReadDone}, written_{this, &StreamCall::WriteDone};
   Event ended_{this, &StreamCall::Ended}, finished_{this, &StreamCall::Finished};

@@ -34,8 +34,8 @@ absl::Status CheckWeights(const v1::UploadWeightsRequest::Chunk& message,
                           const kernels::Geometry& g) {
   const std::string& payload = message.payload();
   const auto count = static_cast<int64_t>(payload.size() / sizeof(kernels::Bf16));
-  // Whole blocks first: compilers use vector instructions for a fixed number of 16-bit elements
-  // without a branch. A sum has its highest bit set if the weight is not below the bound.
+  // Whole blocks come first, because compilers use vector instructions for a fixed number of 16-bit
+  // elements without a branch. A sum has its highest bit set if the weight is not below the bound.
   constexpr int64_t kBlock = 2048;
   int64_t index = 0;
   for (; index + kBlock <= count; index += kBlock) {
@@ -67,7 +67,8 @@ absl::Status CheckWeights(const v1::UploadWeightsRequest::Chunk& message,
 constexpr int64_t kBlock = 128;  // rows and columns of a block with one scale
 constexpr kernels::Fp8Kind kCodes = kernels::Fp8Kind::kE4m3Fn;
 
-// The elements of a chunk in the matrix of all heads: of W_UQ some rows, of W_O some columns.
+// The place of a chunk's elements in the matrix of all heads: some rows of W_UQ, or some columns of
+// W_O.
 struct Window {
   int64_t row = 0, rows = 0, column = 0, columns = 0;
   int64_t elements() const { return rows * columns; }

@@ -52,7 +52,7 @@ class GrpcHandOverPeer final : public HandOverPeer {
   void Cancel() override;
 
  private:
-  // The messages of a call on their way to the peer. CANCELLED once the peer has ended the call.
+  // Sends the messages of a call to the peer. CANCELLED once the peer has ended the call.
   class Outgoing {
    public:
     Outgoing(wire::StreamCall* call, wire::ReusedBytes* buffers) : call_(call), buffers_(buffers) {}
@@ -74,7 +74,7 @@ class GrpcHandOverPeer final : public HandOverPeer {
     std::string header_;
     bool open_ = true;
   };
-  // The end of a call that streams messages to the peer.
+  // The end of a call that streamed messages to the peer.
   struct Sent {
     absl::Status answer;   // the peer's
     bool refused = false;  // the peer has done nothing

@@ -94,15 +94,15 @@ class HandOver final {
   bool done() const { return done_; }
   // Interrupts the running call and returns when the thread has ended. May be called twice.
   void Stop();
-  // Outcome for each sequence, except for sequences that their clients have released. REQUIRES:
-  // stopped.
+  // Returns an outcome for each sequence, except for sequences that their clients have released.
+  // REQUIRES: stopped.
   const std::vector<v1::HandedOver>& outcomes() const { return outcomes_; }
-  // Every target, in the order given, as it was when it was asked.
+  // Returns every target, in the order given, as it was when it was asked.
   const std::vector<v1::DrainPeer>& asked() const { return asked_; }
   // Address of the peer that had the most free bytes.
   const std::string& address() const { return address_; }
 
-  // The work of the thread, for tests without one.
+  // Does the work of the thread, for tests without one.
   void Run();
   // The first part of Stop, before it waits for the thread. From any thread, also from calls of the
   // peer.
@@ -129,7 +129,7 @@ class HandOver final {
   absl::Status SendWeightsTo(PeerServer& peer, const scheduler::HeldWeights& model, bool* refused);
   absl::Status UploadWeights(PeerServer& peer, HandOverPeer& stream,
                              const scheduler::HeldWeights& model, bool* refused);
-  // Results of the parts of a transfer.
+  // The results of the parts of a transfer.
   struct Parts {
     uint32_t ended = 0;   // parts that the peer has answered with OK
     uint64_t bytes = 0;   // that they brought

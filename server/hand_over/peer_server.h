@@ -37,7 +37,7 @@ int64_t PeerChunkBytes(const v1::GetServerInfoReply& info);
 
 class PeerServer final {
  public:
-  // A stream that is in use. It is free again when this object ends.
+  // Keeps a stream in use. It is free again when this object ends.
   class Use final {
    public:
     // `waits`: until a stream is free.
@@ -56,7 +56,7 @@ class PeerServer final {
     HandOverPeer* stream_;
   };
 
-  // `address`: HOST:PORT, as told to clients. `field`: the path of the request's field that names
+  // `address` is HOST:PORT, as told to clients. `field`: the path of the request's field that names
   // it. `streams`: at least one; all lead to the same server.
   PeerServer(std::string address, std::string field,
              std::vector<std::unique_ptr<HandOverPeer>> streams);
@@ -76,7 +76,7 @@ class PeerServer final {
   absl::Status Refuse(absl::StatusCode code, const std::string& why, const std::string& limit,
                       const std::string& reason) const;
 
-  // OK if the server that was checked still answers on this stream.
+  // Returns OK if the server that was checked still answers on this stream.
   absl::Status Ask(HandOverPeer& stream) const;
   absl::Status CheckBootId(uint64_t boot_id) const;
   absl::Status CheckAnswer(const scheduler::TenantSequence& sequence,
@@ -102,7 +102,7 @@ class PeerServer final {
   // Tells the server, if it can be reached, to drop what such imports have left. Returns true if
   // none is left to be told of.
   bool Recall(HandOverPeer& stream, HandOverCounters* counters);
-  // The same, on a stream that is in no use. REQUIRES: no thread uses a stream.
+  // Does the same on a stream that no thread uses. REQUIRES: no thread uses a stream.
   void RecallAtLast(HandOverCounters* counters);
 
  private:

@@ -57,7 +57,7 @@ absl::Status WeightsCall::SendTrailer(uint32_t parts) {
   return sink_(message);
 }
 
-// All weights of one head in one layer.
+// Sends all weights of one head in one layer.
 absl::Status WeightsCall::SendHead(int32_t layer, int32_t head) {
   scheduler::Engine* const engine = weights_->engine;
   const scheduler::HeldWeights& model = *weights_->model;

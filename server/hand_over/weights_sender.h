@@ -19,7 +19,7 @@
 
 namespace mla::server {
 
-// The fields that lead to the bytes of weights in a message of Models.UploadWeights.
+// The field numbers that lead to the bytes of weights in a message of Models.UploadWeights.
 inline constexpr int kWeightsPath[] = {v1::UploadWeightsRequest::kChunkFieldNumber};
 
 // Takes one message, whose contents it may move away. After an error no message follows.
@@ -34,8 +34,9 @@ struct OutgoingWeights {
   std::atomic<bool> failed{false};  // a call has failed, so the others stop
 };
 
-// One call. Not thread-safe; takes the engine's role for each chunk. The methods return the sink's
-// error, or the engine's: NOT_FOUND if the model was unregistered during the call.
+// Sends the weights of one call. Not thread-safe; takes the engine's role for each chunk. The
+// methods return the sink's error, or the engine's: NOT_FOUND if the model was unregistered during
+// the call.
 class WeightsCall final {
  public:
   // Borrows both.
@@ -44,7 +45,7 @@ class WeightsCall final {
   absl::Status SendHeader(bool is_part);
   // Sends heads until none are left. CANCELLED if another call has failed.
   absl::Status SendHeads();
-  // `parts`: the number of parts of the transfer that this call has begun.
+  // `parts` is the number of parts of the transfer that this call has begun.
   absl::Status SendTrailer(uint32_t parts);
   uint64_t bytes() const { return bytes_; }  // of all chunks
 

@@ -67,8 +67,8 @@ class ListChecker final {
   // the first list, and sets their counts. Returns their end, or null if a row has an invalid
   // entry; later rows then have no count.
   int32_t* CheckRows(const Lists& lists, int32_t begin, int32_t end);
-  // As CheckRows, for one of `pieces` pieces. When its turn comes, moves its positions to the end
-  // of the piece before.
+  // Does what CheckRows does, for one of `pieces` pieces. When its turn comes, moves its positions
+  // to the end of the piece before.
   void CheckPiece(const Lists& lists, int32_t piece, int32_t pieces);
   void CheckAllRows(const Lists& lists);
   // Returns the error for a row whose count says that an entry is invalid.
@@ -76,7 +76,7 @@ class ListChecker final {
 
   wire::ThreadTeam* const team_;
   const ListInstructions instructions_;
-  // By row: the number of remaining positions, or -1 - the slot of an invalid entry.
+  // For each row: the number of remaining positions, or -1 - the slot of an invalid entry.
   std::vector<int32_t> counts_;
   std::atomic<int32_t> joined_{0};  // pieces that have been moved to their final place
   int32_t* end_ = nullptr;          // end of the joined pieces; null: a row is refused

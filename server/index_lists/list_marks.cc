@@ -45,7 +45,7 @@ T* LineOf(T* memory) {
   return falls == 0;
 }
 
-// The largest entry as an unsigned number, so that -1 is above every position.
+// Returns the largest entry as an unsigned number, so that -1 is above every position.
 [[gnu::always_inline]] inline uint32_t Highest(const int32_t* list, int32_t count) {
   uint32_t highest = 0;
   for (int32_t i = 0; i < count; ++i) highest = std::max(highest, static_cast<uint32_t>(list[i]));
@@ -66,7 +66,7 @@ T* LineOf(T* memory) {
   return kept;
 }
 
-// As Compact, for the entries after the first `done`, of which `kept` have been moved.
+// Does what Compact does, for the entries after the first `done`, of which `kept` have been moved.
 [[gnu::always_inline]] inline int32_t CompactRest(const int32_t* list, int32_t count,
                                                   uint32_t bound, int32_t* to, int32_t done,
                                                   int32_t kept) {

@@ -33,7 +33,7 @@ class ListMarks final {
  private:
   struct Passes;
   static const Passes& PassesOf(ListInstructions instructions);
-  // For lists that do not ascend.
+  // Handles lists that do not ascend.
   int32_t TakeByBytes(const Passes& passes, const int32_t* list, int32_t count, uint32_t bound,
                       int32_t* to);
   int32_t TakeByBits(const Passes& passes, const int32_t* list, int32_t count, uint32_t bound,

@@ -42,7 +42,7 @@ grpc::ByteBuffer ReplyOf(ServingStatus status) {
 
 }  // namespace
 
-// A Check or a Watch call. Deletes itself when the call is done.
+// Handles a Check or a Watch call. Deletes itself when the call is done.
 class HealthService::Call final : public StreamHandler {
  public:
   Call(HealthService* service, Method method, std::string tenant, std::unique_ptr<StreamCall> call)

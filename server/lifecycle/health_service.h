@@ -1,5 +1,5 @@
-// grpc.health.v1 over ServerState: SERVING only while the server is ready for new work. So a prober
-// sees it neither before warm-up has ended nor after a drain has begun.
+// Implements grpc.health.v1 over ServerState: SERVING only while the server is ready for new work.
+// So a prober sees it neither before warm-up has ended nor after a drain has begun.
 //
 // Check and Watch are served by the stream poller's threads. They hold no thread of their own, and
 // calls that keep the control threads busy do not delay them. One notifier thread writes to all

@@ -35,8 +35,7 @@ inline constexpr int kMostUnknownFields = 1024;
 absl::Status CheckUnknownFields(const grpc::ByteBuffer& bytes,
                                 const google::protobuf::Descriptor& contract);
 
-// A message that consists of a payload for the most part, read without protobuf
-// (proto/wire/nested_payload.h).
+// A message that consists mostly of a payload, read without protobuf (proto/wire/nested_payload.h).
 struct UploadPayload {
   std::span<const int> path;       // the fields that lead to the message with the payload
   std::string* payload = nullptr;  // its bytes; memory is reused from message to message
@@ -54,7 +53,8 @@ class UploadReader final {
   // False: the stream has ended, or the call was cancelled. INVALID_ARGUMENT: the next bytes are
   // not such a message, or CheckUnknownFields refuses them.
   absl::StatusOr<bool> Read(google::protobuf::Message* message);
-  // As Read. If the next message has the form of `bulk`, fills that and leaves `message` as it is.
+  // Does what Read does. If the next message has the form of `bulk`, fills that and leaves
+  // `message` as it is.
   absl::StatusOr<bool> Read(google::protobuf::Message* message, UploadPayload* bulk);
   // Tells the client that its first message is accepted: sends the initial metadata, with `key`. At
   // most once.

@@ -50,7 +50,7 @@ constexpr size_t kMostQueuedLines = 4096;
 // An error line may delay its caller by this time, so that it is written before the process ends.
 constexpr std::chrono::milliseconds kErrorFlush{200};
 
-// Never destroyed, because lines may still be written while the process ends.
+// The object is never destroyed, because lines may still be written while the process ends.
 struct Output {
   // null: each line is written by the thread that logs it
   std::shared_ptr<spdlog::details::thread_pool> pool;

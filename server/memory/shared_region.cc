@@ -56,7 +56,7 @@ struct SharedRegion::Account {
   int64_t device_bytes ABSL_GUARDED_BY(mutex) = 0;
   std::shared_ptr<scheduler::TenantTable> tenants;
   std::deque<Mapping> ended ABSL_GUARDED_BY(mutex);
-  // Mappings in `ended`, and mappings that a closer has taken from it.
+  // Counts the mappings in `ended`, and those that a closer has taken from it.
   int32_t closing ABSL_GUARDED_BY(mutex) = 0;
   bool deferred ABSL_GUARDED_BY(mutex) = false;  // there are closers
 

@@ -1,4 +1,4 @@
-// Memory that the server shares with a client of the same host, and the table of these regions and
+// Keeps the memory that the server shares with clients of the same host, in a table of regions and
 // their owners.
 //
 // A region is a sealed memory object: its size cannot change, so no access faults. Its pages are
@@ -155,7 +155,7 @@ class SharedRegionTable final {
   std::shared_ptr<SharedRegion> Find(const std::string& tenant, std::string_view handle) const;
   void Remove(const SharedRegion& region);
   int32_t count() const;
-  // Regions with a handle, regions that requests still hold, and regions being closed.
+  // Counts regions with a handle, regions that requests still hold, and regions being closed.
   int64_t mapped_bytes() const;
 
   // A useful time to wait for regions that are being closed.

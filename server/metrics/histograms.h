@@ -1,4 +1,4 @@
-// Every histogram of the server.
+// Holds every histogram of the server.
 //
 // All of them share one lock, so that all numbers of a launch are entered under it, each by two
 // additions. A prometheus::Histogram takes a lock and several atomic operations for every number,
@@ -32,14 +32,14 @@ struct Distribution {
   std::vector<uint64_t> counts;
 };
 
-// A request that a trace shows, next to the bucket that counts it.
+// A request that a trace shows, kept with the bucket that counts it.
 struct Exemplar {
   double value = 0;
   std::string trace_id;  // 32 hex digits
   double unix_seconds = 0;
 };
 
-// An exemplar and the histogram and bucket that have it. `label`: the value of the histogram's
+// An exemplar, with the histogram and bucket that have it. `label`: the value of the histogram's
 // label, or empty.
 struct BucketExemplar {
   std::string family, label;

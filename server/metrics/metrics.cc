@@ -188,7 +188,7 @@ struct Metrics::Impl {
   Gauge& build =
       OneGauge("mla_build_info", {{"version", base::kVersion}, {"revision", base::Revision()}});
 
-  // Metrics of stats_table.cc, which each scrape sets.
+  // The metrics of stats_table.cc, which each scrape sets.
   struct Sampled {
     const Stat* stat;
     Counter* counter;  // null: a gauge

@@ -1,4 +1,4 @@
-// Every metric of the server, declared once: metrics that sample a number of the engine or the
+// Declares every metric of the server once: metrics that sample a number of the engine or the
 // transport in stats_table.cc, the others in metrics.cc.
 //
 // Counters and histograms are fed as things happen: launches and requests through EngineObserver
@@ -48,7 +48,7 @@ struct TlsStats {
   int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
 };
 
-// Figures of the configuration from ConfigReloader.
+// Figures about the configuration, from ConfigReloader.
 struct ConfigStats {
   uint64_t reloads = 0, refused = 0;
   bool refused_now = false;  // the configuration on disk is refused

@@ -56,7 +56,7 @@ std::string Labels(const ClientMetric& metric, const std::string& le = "") {
   return text.empty() ? text : absl::StrCat("{", text, "}");
 }
 
-// By family, value of the histogram's label, and bucket.
+// Maps a family, the value of the histogram's label, and a bucket to an exemplar.
 using ExemplarMap = std::map<std::tuple<std::string, std::string, size_t>, const Exemplar*>;
 
 std::string TextOf(const Exemplar& exemplar) {

@@ -1,4 +1,4 @@
-// Metrics in the text format of OpenMetrics 1.0
+// Writes metrics in the text format of OpenMetrics 1.0
 // (https://prometheus.io/docs/specs/om/open_metrics_spec/), which has exemplars: traces of requests
 // next to the buckets that count them. Scrapers that do not ask for it get Prometheus text.
 //

@@ -1,5 +1,5 @@
-// All numbers that the engine and the transport keep, one row for each. The metrics, the reply of
-// Admin.GetStats and the table in docs/metrics.md are made from these rows.
+// Lists all numbers that the engine and the transport keep, one row for each. The metrics, the
+// reply of Admin.GetStats and the table in docs/metrics.md are made from these rows.
 //
 // Plain data; any thread.
 #ifndef MLA_SERVER_METRICS_STATS_TABLE_H_
@@ -13,23 +13,23 @@
 
 namespace mla::server {
 
-// Bytes and streams of the transport; always exact, independent of scrapes.
+// Counts bytes and streams of the transport; the numbers are always exact, independent of scrapes.
 struct WireCounters {
   std::atomic<uint64_t> received_bytes{0};
   std::atomic<uint64_t> sent_bytes{0};
   std::atomic<uint64_t> copied_bytes{0};
   std::atomic<int32_t> streams{0};
   std::atomic<uint64_t> streams_disconnected{0};  // slow readers
-  // Rings disconnected because their client broke a rule.
+  // Rings that were disconnected because their client broke a rule.
   std::atomic<uint64_t> rings_disconnected{0};
-  // Regions disconnected because their client has punched holes into them.
+  // Regions that were disconnected because their client has punched holes into them.
   std::atomic<uint64_t> regions_disconnected{0};
   std::atomic<uint64_t> connections_refused{0};  // gRPC connections beyond a bound
   std::atomic<uint64_t> shm_refusals{0};         // connections for which no descriptor was left
   // Connections without a request that had to make room for others.
   std::atomic<uint64_t> shm_displaced{0};
   std::atomic<uint64_t> write_blocked_ns{0};
-  // Tensors that were used in place, in shared memory.
+  // Bytes of tensors that were used in place, in shared memory.
   std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
   std::atomic<int32_t> shared_regions{0};  // with a handle
   std::atomic<int32_t> rings{0};
@@ -39,21 +39,23 @@ struct WireCounters {
   std::atomic<uint64_t> ucx_ended_by_client{0}, ucx_ended_by_relay{0};
   std::atomic<uint64_t> ucx_received_frames{0}, ucx_sent_frames{0};
   std::atomic<uint64_t> ucx_received_bytes{0}, ucx_sent_bytes{0}, ucx_put_bytes{0};
-  // For rings whose next entry waits for its client's GPU: the time of waiting, and the naps in it.
+  // For rings whose next entry waits for its client's GPU: the time of waiting, and the number of
+  // sleeps in it.
   std::atomic<uint64_t> device_polling_ns{0}, device_sleeps{0};
 };
 
-// Checkpoints on the server's disk. All are zero if no folder for them is configured.
+// Counts checkpoints on the server's disk. All are zero if no folder for them is configured.
 struct CheckpointCounters {
   std::atomic<int64_t> files{0};
   std::atomic<int64_t> bytes{0};
   std::atomic<int64_t> last_unix_ms{0};  // when the latest was written; 0: none yet
   std::atomic<uint64_t> saves{0}, restores{0};
-  // Failures of the disk or damaged files, but not faults of callers.
+  // Failures of the disk and damaged files count here; faults of callers do not.
   std::atomic<uint64_t> save_failures{0}, restore_failures{0};
 };
 
-// Sequences handed over to other servers while this one drained, and taken over from others.
+// Counts sequences that were handed over to other servers while this one drained, and taken over
+// from others.
 struct HandOverCounters {
   std::atomic<uint64_t> moved{0};    // the peer has them
   std::atomic<uint64_t> refused{0};  // by the peer

@@ -1,6 +1,5 @@
-// Metrics of the use by tenants, with a bounded number of time series: tenants that the
-// configuration names, then tenants with the largest share of one of their bounds, and the rest as
-// "other".
+// Shows the use by tenants in a bounded number of time series: tenants that the configuration
+// names, then tenants with the largest share of one of their bounds, and the rest as "other".
 //
 // Threading: none of its own; Metrics calls it with its mutex held.
 #ifndef MLA_SERVER_METRICS_TENANT_METRICS_H_
@@ -31,7 +30,7 @@ class TenantMetrics final {
   };
 
   explicit TenantMetrics(const Families& families) : to_(families) {}
-  // `most`: tenants shown by name.
+  // At most `most` tenants are shown by name.
   void Watch(std::shared_ptr<const scheduler::TenantTable> table, int32_t most);
   // Sets the metrics to the table's present values. Does nothing before Watch.
   void Update();

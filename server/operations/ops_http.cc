@@ -23,7 +23,7 @@ constexpr unsigned kIdleSeconds = 5;  // without a byte
 constexpr unsigned kBacklog = 128;
 constexpr auto kSweep = std::chrono::milliseconds(250);
 
-// Headers that announce a body.
+// The headers that announce a body.
 struct BodyHeaders {
   int lengths = 0;
   bool empty = true;  // true: no length except 0, and no transfer coding

@@ -15,7 +15,7 @@ namespace mla::server {
 // Threading: any thread. All that it reads must outlive it.
 class Probes final {
  public:
-  // `tls` null: no TLS. `notes`: lines that Ready adds to a verbose reply.
+  // `tls` is null without TLS. `notes`: lines that Ready adds to a verbose reply.
   Probes(const ServerState* state, const LiveSettings* live, const TlsFiles* tls, std::string notes)
       : state_(state), live_(live), tls_(tls), notes_(std::move(notes)) {}
 

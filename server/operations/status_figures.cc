@@ -1,4 +1,4 @@
-// Texts and rates of the status page.
+// Computes the texts and rates of the status page.
 #include <algorithm>
 #include <cmath>
 

@@ -1,6 +1,6 @@
-// The status page of the operations port: the first page for an operator, in HTML without scripts
-// that reloads itself, and the same content as JSON. In JSON numbers stay numbers, and names have
-// underscores instead of spaces.
+// Makes the status page of the operations port, the first page for an operator: in HTML without
+// scripts that reloads itself, and with the same content as JSON. In JSON numbers stay numbers, and
+// names have underscores instead of spaces.
 //
 // All texts may come from a client, so they are escaped. Pure functions; RateWindow is not
 // thread-safe.
@@ -71,14 +71,15 @@ inline constexpr int kStatusRefreshSeconds = 5;
 std::string StatusHtml(const StatusPage& page);
 std::string StatusJson(const StatusPage& page);
 
-// Texts for people, e.g. "3 d 4 h" or "12 min 3 s", "1.5 GiB" or "12 KiB", "12,345" or "0.25".
+// Return texts for people, e.g. "3 d 4 h" or "12 min 3 s", "1.5 GiB" or "12 KiB", "12,345" or
+// "0.25".
 std::string DurationText(int64_t seconds);
 std::string BytesText(double bytes);
 std::string NumberText(double number);
 // Returns a time for people, e.g. "180 us", "1.2 ms" or "3.4 s".
 std::string LatencyText(double seconds);
 
-// Totals at one time, and their changes within a window of time.
+// Totals at one time, with their changes within a window of time.
 struct StatusTotals {
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
   uint64_t launches = 0, plan_hits = 0, plan_misses = 0;

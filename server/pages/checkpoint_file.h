@@ -60,7 +60,7 @@ class CheckpointWriter final {
   int64_t bytes_ = 0;
 };
 
-// Bytes of the largest frames that a reader accepts.
+// The bytes of the largest frames that a reader accepts.
 struct FrameBounds {
   int64_t first = 0;
   int64_t others = 0;

@@ -40,7 +40,8 @@ constexpr char kKeyFile[] = "key";
 constexpr char kSuffix[] = ".ckpt";
 constexpr char kAside[] = ".part";
 constexpr size_t kFolderBytes = 16;  // part of the hash of a tenant's name
-// Bytes of a file in addition to its payloads: frames, digests, the header without its tokens.
+// A file has at most this number of bytes in addition to its payloads: frames, digests, the header
+// without its tokens.
 constexpr int64_t kSpareBytes = 64 << 10;
 constexpr int64_t kGroupSpareBytes = 4096;  // the same for each page group
 constexpr int64_t kTokenBytes = 8;          // one token in the header, with its part of a key
@@ -62,7 +63,7 @@ absl::StatusOr<bool> MakeFolder(const std::string& path) {
     if (errno == EEXIST) return false;
     return SystemError(path, "mkdir", errno);
   }
-  // Independent of the umask, which services may set for their sockets only.
+  // The mode must not depend on the umask, which services may set for their sockets only.
   if (chmod(path.c_str(), 0700) != 0) return SystemError(path, "chmod", errno);
   return true;
 }

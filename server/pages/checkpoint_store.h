@@ -1,5 +1,5 @@
-// Checkpoints of sequences in a folder: one file each, named by tenant and sequence. Once Save has
-// answered, the checkpoint is on the disk; an unfinished file has no name.
+// Keeps checkpoints of sequences in a folder: one file each, named by tenant and sequence. Once
+// Save has answered, the checkpoint is on the disk; an unfinished file has no name.
 //
 //   PATH/key                        32 bytes, made at the first start; only its owner may read it
 //   PATH/TENANT/SEQUENCE.ckpt       TENANT: the first 16 bytes of the name's SHA-256; hexadecimal

@@ -1,6 +1,6 @@
-// The digest of a page group, or of all groups of a stream: SHA-256, or XXH3 of 128 bits, which
-// takes a tenth of the processor time. Both find what was damaged on its way. Neither proves who
-// has written the bytes: TLS and keyed MACs do.
+// Computes the digest of a page group, or of all groups of a stream: SHA-256, or XXH3 of 128 bits,
+// which takes a tenth of the processor time. Both find what was damaged on its way. Neither proves
+// who has written the bytes: TLS and keyed MACs do.
 //
 // Not thread-safe.
 #ifndef MLA_SERVER_PAGES_PAGE_DIGEST_H_
@@ -21,7 +21,7 @@ namespace mla::server {
 
 enum class DigestKind : uint8_t { kSha256, kXxh3 };
 
-// Bytes of the longest digest.
+// The longest digest has this number of bytes.
 inline constexpr size_t kMostDigestBytes = 32;
 
 class PageDigest final {

@@ -49,7 +49,7 @@ std::string NameOf(const v1::PagesPart& part) {
   return "nothing";
 }
 
-// As CheckRange, for 64-bit fields.
+// Does what CheckRange does, for 64-bit fields.
 absl::Status TakeNumber(uint64_t value, int64_t low, int64_t high, const char* field, int64_t* to) {
   if (value > static_cast<uint64_t>(high) || static_cast<int64_t>(value) < low) {
     return RefuseField(field, absl::StrCat(value), absl::StrCat(low, "..", high), "out_of_range");

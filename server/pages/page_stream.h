@@ -1,5 +1,5 @@
-// The page-group format (docs/cache/page_groups.md): its digests, and the rules for a stream of its
-// parts.
+// Reads and writes the page-group format (docs/cache/page_groups.md): its digests, and the rules
+// for a stream of its parts.
 //
 // Not thread-safe: one object for each stream.
 #ifndef MLA_SERVER_PAGES_PAGE_STREAM_H_
@@ -90,7 +90,7 @@ struct PagePlace {
 // order, and every digest is compared.
 class PageStreamReader final {
  public:
-  // `chunk_bytes`: the most in one chunk.
+  // A chunk has at most `chunk_bytes`.
   PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes,
                    DigestKind digests = DigestKind::kSha256);
 

@@ -23,7 +23,7 @@ std::span<std::byte> BytesOf(std::string* text) {
   return std::as_writable_bytes(std::span(text->data(), text->size()));
 }
 
-// Rows of one plane of a layer, or all of a page if scales follow its rows.
+// The rows of one plane of a layer, or all of a page if scales follow its rows.
 struct PlaneRows {
   int32_t plane = 0;
   int32_t token_ratio = 1;
@@ -148,7 +148,7 @@ class GroupSender {
   v1::PagesPart chunk_;  // for all chunks, because their memory is worth keeping
 };
 
-// Contents of parts other than rows for the pool.
+// The contents of parts other than rows for the pool.
 struct Brought {
   int64_t not_finite_from = Engine::kAllFinite;
   std::shared_ptr<scheduler::Tail> tail;
@@ -185,7 +185,7 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
       if (!status.ok()) return status;
       continue;
     }
-    // After the digests, which cover the bytes as sent.
+    // Rows are found after the digests were computed, because digests cover the bytes as sent.
     const std::vector<PlaneRows> planes = RowsOf(pages, *place, payload);
     brought->not_finite_from = std::min(brought->not_finite_from, Poison(pages, *place, planes));
     Convert(pages.tags.fp8, engine->backend_info().fp8, planes);

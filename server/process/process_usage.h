@@ -1,4 +1,4 @@
-// Resources that this process uses, as the kernel counts them.
+// Reads the resources that this process uses, as the kernel counts them.
 #ifndef MLA_SERVER_PROCESS_PROCESS_USAGE_H_
 #define MLA_SERVER_PROCESS_PROCESS_USAGE_H_
 

@@ -32,8 +32,8 @@ std::string RuntimeFolder();
 absl::Status CheckSocketPath(const std::string& key, const std::string& path, bool open_folder,
                              uid_t uid);
 
-// As CheckSocketPath, for this process's user, after making RuntimeFolder's folder in /tmp if
-// `path` lies there. Call it before the socket is made.
+// Does what CheckSocketPath does, for this process's user, after making RuntimeFolder's folder in
+// /tmp if `path` lies there. Call it before the socket is made.
 absl::Status PrepareSocketFolder(const std::string& key, const std::string& path, bool open_folder);
 
 // Returns true if a server accepts connections at the socket `path` of type SOCK_STREAM or

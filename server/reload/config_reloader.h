@@ -33,7 +33,8 @@ class ConfigReloader final {
     std::string why;  // what is on disk is not in use because of this; empty: it is
   };
 
-  // `running`: as loaded at the start, before sizes were chosen, of a file with these `contents`.
+  // `running` is the configuration of a file with these `contents`, as it was loaded at the start,
+  // before sizes were chosen.
   ConfigReloader(Config running, std::string contents, ReloadHooks hooks);
 
   // Reads all sources. OK: they are in use, or say nothing new. INVALID_ARGUMENT or

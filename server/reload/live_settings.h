@@ -1,5 +1,5 @@
-// Settings that a reload replaces while services read them. A reader sees all settings of one
-// configuration or all of the next.
+// Keeps the settings that a reload replaces while services read them. A reader sees all settings of
+// one configuration or all of the next.
 //
 // Threading: all methods from any thread.
 #ifndef MLA_SERVER_RELOAD_LIVE_SETTINGS_H_
@@ -20,7 +20,7 @@ namespace mla::server {
 class LiveSettings final {
  public:
   void Set(const Config& config);
-  // As CheckOperator of identity.h, by the policy in force.
+  // Does what CheckOperator of identity.h does, by the policy in force.
   absl::Status CheckOperator(const Identity& who) const;
   scheduler::DefaultLeases leases() const;
   std::chrono::milliseconds restart_after() const;  // server.restart_after_ms; 0: never

@@ -1,5 +1,6 @@
-// The words that announce chained entries of a ring and their answers (proto/wire/ring_layout.h).
-// They lie in the ring and, if the client asks for that, in device memory.
+// Keeps the words that announce chained entries of a ring and their answers
+// (proto/wire/ring_layout.h). They lie in the ring and, if the client asks for that, in device
+// memory.
 //
 // Words in device memory are stored by calls of the driver, which may take a while. So the ring's
 // own thread makes these calls, at most one for each of its entries; other threads leave them to
@@ -83,7 +84,7 @@ class ChainWords {
   uint64_t offset_ = 0;
   Mutex mutex_;
   std::vector<kernels::WordValue> later_ ABSL_GUARDED_BY(mutex_);
-  // Words that StoreLater has taken out of later_; a member so that its memory is used again.
+  // The words that StoreLater has taken out of later_; a member, so that its memory is used again.
   std::vector<kernels::WordValue> taken_;
   std::atomic<bool> any_later_{false};
 };

@@ -132,7 +132,7 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
   AttendRequestBuilder builder_;
   TenantCounters* const requests_;
 
-  // Used by the ring's thread only.
+  // Only the ring's thread uses these.
   uint64_t taken_ = 0;         // submissions
   uint64_t client_taken_ = 0;  // completions, as last read
   // The last submission taken, while it waits for the client's GPU; later submissions wait too.

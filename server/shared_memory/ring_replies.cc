@@ -9,9 +9,10 @@
 namespace mla::server {
 namespace {
 
-// Arena for messages that are parsed or written without using the heap.
+// Messages are parsed and written in an arena of this size, so that they do not use the heap.
 constexpr size_t kArenaBytes = 65536;
-// Bytes of an EndStepReply: everything except the lengths, and one length as a varint.
+// An EndStepReply needs this number of bytes for everything except the lengths, and one length as a
+// varint.
 constexpr size_t kReplyFixedBytes = 64;
 constexpr size_t kLengthBytes = 10;
 // A StepError whose texts have at most this length fits a slot.

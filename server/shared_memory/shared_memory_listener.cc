@@ -32,8 +32,8 @@ constexpr int64_t kNanosPerMilli = 1'000'000;
 constexpr int kPauseMillis = 100;  // pause of the listener if it cannot even refuse
 constexpr int kRoomMillis = 10;    // how often it checks for room that a client waits for
 constexpr int64_t kRoomNanos = std::chrono::nanoseconds(SharedRegionTable::kCloseWait).count();
-// Connections that the kernel keeps until they are accepted. Clients in that queue can send their
-// requests already, so a long queue protects them from displacement.
+// The kernel keeps this number of connections until they are accepted. Clients in that queue can
+// send their requests already, so a long queue protects them from displacement.
 constexpr int kBacklog = 128;
 constexpr int64_t kDisplacedLogNanos = 10'000'000'000;  // between two lines about displacements
 

@@ -1,5 +1,5 @@
-// The shared-memory listener: a unix socket through which clients on the same host, of the same
-// user, get shared memory.
+// Listens on a unix socket through which clients on the same host, of the same user, get shared
+// memory.
 //
 // A client connects, sends one wire::ConnectRequest, and receives one wire::ConnectReply with the
 // descriptor of its region. Afterwards the connection carries nothing; it only shows that the

@@ -1,5 +1,5 @@
-// Connections of the shared-memory listener that have not sent their request yet. Decides how many
-// there may be, and which one a new one displaces.
+// Keeps the connections of the shared-memory listener that have not sent their request yet. Decides
+// how many there may be, and which one a new one displaces.
 //
 // A client sends its request right after it connects, so a full list holds mostly connections that
 // will never send one. The oldest one of the user with the most such connections is displaced: a

@@ -1,4 +1,4 @@
-// The forms in which spans leave the server: OTLP messages and lines of JSON.
+// Writes spans in the forms in which they leave the server: OTLP messages and lines of JSON.
 //
 // Pure functions; any thread.
 #ifndef MLA_SERVER_TRACING_SPAN_TEXT_H_
@@ -12,7 +12,7 @@
 
 namespace mla::server {
 
-// The resource of OTLP: attributes that all spans of this process have.
+// The resource in the sense of OTLP: attributes that all spans of this process have.
 struct TraceResource {
   std::string service;   // service.name
   std::string version;   // service.version

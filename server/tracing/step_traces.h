@@ -30,7 +30,7 @@
 
 namespace mla::server {
 
-// Times of one message of a recorded step, in nanoseconds of the steady clock.
+// The times of one message of a recorded step, in nanoseconds of the steady clock.
 struct MessageTrace {
   TraceContext step;  // invalid: the step is not recorded
   int64_t received_ns = 0, submitted_ns = 0, answered_ns = 0;

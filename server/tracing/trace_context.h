@@ -13,7 +13,7 @@
 namespace mla::server {
 
 inline constexpr char kTraceparentKey[] = "traceparent";  // of gRPC metadata
-// Longest header that is read. Later versions of the header may be longer than version 00.
+// The longest header that is read. Later versions of the header may be longer than version 00.
 inline constexpr size_t kMaxTraceparentBytes = 128;
 
 using SpanId = uint64_t;  // big endian on the wire; 0: none
@@ -37,7 +37,7 @@ struct TraceContext {
 TraceContext ParseTraceparent(std::string_view header);
 // Returns "00-<32 hex digits>-<16 hex digits>-01", with -00 at the end if it is not sampled.
 std::string Traceparent(const TraceContext& context);
-// 32 hex digits.
+// Returns 32 hex digits.
 std::string TraceIdText(const TraceId& id);
 
 // Return the bytes of the ids as OTLP sends them.

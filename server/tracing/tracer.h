@@ -35,8 +35,8 @@
 
 namespace mla::server {
 
-// A stretch of time of one trace. Times are nanoseconds of the steady clock until Record has turned
-// them into Unix time.
+// A part of one trace, from a begin to an end. Times are nanoseconds of the steady clock until
+// Record has turned them into Unix time.
 struct TraceSpan {
   TraceId trace;
   SpanId id = 0;
@@ -76,7 +76,7 @@ struct TracerStats {
   uint64_t refused = 0;   // steps and calls beyond the bounds a second
 };
 
-// A message of a recorded step whose reply has been written, with the engine's times of it.
+// A message of a recorded step whose reply has been written, with the engine's times for it.
 struct TracedMessage {
   TraceId trace;
   scheduler::RequestKind kind = scheduler::RequestKind::kAttend;

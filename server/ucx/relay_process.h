@@ -1,4 +1,4 @@
-// A relay (relay_main.h) as its server sees it: a process that is started, asked and ended.
+// Starts, asks and ends a relay (relay_main.h), which is a process.
 //
 // Threading: one thread at a time for each object; different objects from any threads.
 #ifndef MLA_SERVER_UCX_RELAY_PROCESS_H_

@@ -1,5 +1,5 @@
-// The Transports service: rings that travel over UCX. Starts a relay for each call and ends it with
-// the call.
+// Implements the Transports service: rings that travel over UCX. Starts a relay for each call and
+// ends it with the call.
 //
 // Threading: any thread; a call holds its thread until the ring ends. Offer and Withdraw from the
 // thread that starts and stops the server.

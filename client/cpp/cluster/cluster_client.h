@@ -1,4 +1,4 @@
-// All servers of a cluster, used by one client as if they were one (docs/cluster.md).
+// Uses all servers of a cluster from one client as if they were one server (docs/cluster.md).
 //
 //   auto client = ClusterClient::Connect("etcd://registry:2379/fleet", {});
 //   (*client)->RegisterModel(spec);
@@ -44,7 +44,7 @@ namespace mla::client {
 
 class ClusterSession;
 
-// Servers that are tried for a new sequence, including the probed ones.
+// At most this number of servers is tried for a new sequence, the probed ones included.
 inline constexpr size_t kMostTried = 16;
 // A server that has left the registry, or whose sequence is to be recovered, has so long to answer.
 inline constexpr double kGoneSeconds = 1.0;
@@ -52,17 +52,18 @@ inline constexpr double kGoneSeconds = 1.0;
 struct ClusterOptions {
   // Address of the server for sequences that share nothing; empty: by the client_id.
   std::string home;
-  // Servers that this worker uses while they have room; 0: all. A server has no more connections
-  // than its share of the workers.
+  // The number of servers that this worker uses while they have room; 0: all. A server has no more
+  // connections than its share of the workers.
   size_t subset = 8;
   Costs costs;
   double keep_s = 600;     // how long members are used while the registry does not answer
   double refresh_s = 1.0;  // how often the registry is read
   // Servers of this host are reached by the unix sockets that the registry has; without TLS only.
   bool same_host = true;
-  // Paths of this host's sockets, as of glob(7) ("/run/mla/*.sock"), by which its servers are
-  // reached whatever the registry has, also with TLS: calls there then have the tenant that the
-  // server gives to those who use its socket (server.unix_tenant). Empty: none.
+  // Paths of this host's sockets, with wildcards as in glob(7) ("/run/mla/*.sock"). Servers of this
+  // host are then reached by these sockets, whatever the registry says, also with TLS. Calls over a
+  // socket have the tenant that the server gives to the socket's users (server.unix_tenant). Empty:
+  // none.
   std::string sockets = {};
   EtcdFiles etcd;
   // Called for each server before a model is used there, after what was uploaded so far: for

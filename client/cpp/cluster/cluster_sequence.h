@@ -42,7 +42,8 @@ class ClusterSequence final {
   // Returns true if the server was given up: only Recover helps.
   bool lost() const { return connection_->dropped(); }
 
-  // As Sequence's. They follow moves, for which the ClusterClient must still be there.
+  // These are the calls of Sequence. They follow moves, for which the ClusterClient must still be
+  // there.
   absl::StatusOr<ClusterSequence> Fork(std::optional<uint64_t> length = std::nullopt);
   absl::StatusOr<v1::PrefixMatch> Match(const v1::Prefix& prefix, uint64_t first_row = 0);
   absl::Status Truncate(uint64_t length);

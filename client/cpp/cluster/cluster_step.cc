@@ -165,7 +165,7 @@ uint64_t ClusterStep::EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) co
   return entries;
 }
 
-// The entries that each row of the step completes, numbered over the whole step.
+// Returns the entries that each row of the step completes, numbered over the whole step.
 std::vector<std::vector<uint64_t>> ClusterStep::EntryPlaces(uint32_t layer) const {
   const auto& ratios = model_.ratios();
   const uint64_t ratio =

@@ -42,7 +42,7 @@ struct ClusterRows {
   uint32_t rows = 0;  // rows that the step adds to it
 };
 
-// An owner of some of a step's sequences that has failed.
+// An owner of some of a step's sequences that has failed, with the reason.
 struct FailedOwner {
   std::string address;
   absl::Status status;
@@ -68,7 +68,7 @@ class PendingClusterAttend final {
   ~PendingClusterAttend();
   // With several owners the times are of the slowest message, and `messages` are all of them.
   absl::StatusOr<AttendTimes> Wait();
-  // As PendingAttend's, for all owners.
+  // These are the calls of PendingAttend, for all owners.
   bool Ready();
 
  private:
@@ -89,7 +89,8 @@ class ClusterStep final {
   uint32_t total_rows() const { return total_rows_; }
   uint32_t joined() const { return joined_; }
   size_t owners() const { return parts_.size(); }
-  // Owners that have failed. Empty for a step with one owner, whose errors are its calls' own.
+  // Returns the owners that have failed. Empty for a step with one owner, whose errors are its
+  // calls' own.
   std::vector<FailedOwner> failed() const;
 
   // Returns the number of entries that rows [begin, end) of the step complete at a layer; for
@@ -100,7 +101,7 @@ class ClusterStep final {
   // Commits all rows. Updates the lengths of the sequences and returns them; with `partial`, those
   // of a failed owner's sequences are as before the step.
   absl::StatusOr<std::vector<uint64_t>> End(std::span<const SequenceTail> tails = {});
-  // As above, for the first committed_rows[i] rows of each sequence.
+  // Ends the step, with the first committed_rows[i] rows of each sequence.
   absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows,
                                             std::span<const SequenceTail> tails = {});
   absl::Status Abort();
@@ -109,7 +110,7 @@ class ClusterStep final {
   friend class ClusterSession;
   friend class PendingClusterAttend;
 
-  // The sub-step of one owner.
+  // The part of the step that one owner computes.
   struct Part {
     std::shared_ptr<Connection> connection;
     std::shared_ptr<OwnerSession> session;
@@ -130,9 +131,9 @@ class ClusterStep final {
                                                 std::span<const SequenceTail> tails);
   absl::Status CheckCall(const AttendCall& call) const;
   void Send(const AttendCall& call, size_t part, PendingClusterAttend::Whole* whole);
-  // Its rows count for nothing from now on.
+  // Marks the part as failed: its rows no longer count.
   void Fail(Part* part, const absl::Status& status);
-  // OK, or ABORTED about failures that the caller was not told of.
+  // Returns OK, or ABORTED about failures that the caller was not told of.
   absl::Status Told();
   absl::Status FailedStatus() const;
   std::vector<std::vector<uint64_t>> EntryPlaces(uint32_t layer) const;
@@ -157,8 +158,8 @@ class ClusterSession final {
   absl::StatusOr<std::unique_ptr<ClusterStep>> Begin(const std::string& model_id,
                                                      const std::vector<ClusterRows>& rows,
                                                      const ClusterBeginOptions& options = {});
-  // As Session's, for the session with its home. They open that session if needed, and have no
-  // memory to give where the home does not answer.
+  // These are the calls of Session, for the session with the worker's home. They open that session
+  // if needed, and have no memory to give where the home does not answer.
   std::string_view transport();
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
@@ -177,7 +178,7 @@ class ClusterSession final {
   static absl::Status DivideRotations(const v1::ModelSpec& model, std::span<const float> rotations,
                                       std::vector<ClusterStep::Part>* parts);
   void BeginPart(const std::string& model_id, BeginOptions options, ClusterStep::Part* part);
-  // True if any of the part's sequences is at another server now.
+  // Returns true if any of the part's sequences is at another server now.
   bool FollowMoved(const std::vector<ClusterRows>& rows, const ClusterStep::Part& part);
 
   ClusterClient* const client_;

@@ -1,4 +1,4 @@
-// Errors that the cluster's client itself makes, with their reasons (docs/errors.md).
+// Makes the errors of the cluster's client itself, with their reasons (docs/errors.md).
 #ifndef MLA_CLIENT_CPP_CLUSTER_FAULTS_H_
 #define MLA_CLIENT_CPP_CLUSTER_FAULTS_H_
 
@@ -17,7 +17,7 @@ inline constexpr char kOwnersFailed[] = "owners_failed";
 // A server's: its detail names the server that has the sequence now.
 inline constexpr char kMoved[] = "moved";
 
-// INVALID_ARGUMENT: "FIELD: got GOT, must be LIMIT".
+// Returns INVALID_ARGUMENT: "FIELD: got GOT, must be LIMIT".
 inline absl::Status RefuseValue(const std::string& field, const std::string& got,
                                 const std::string& limit) {
   v1::ErrorDetail detail;

@@ -1,4 +1,4 @@
-// The servers of a cluster, as their registry has them, and a list that outlives the registry.
+// Reads the servers of a cluster from their registry, and keeps a list that outlives the registry.
 //
 // All who may write to the registry decide where clients connect, so the registry belongs to the
 // operators of the servers. Its values are checked nevertheless: a value that does not describe a
@@ -51,7 +51,7 @@ struct MemberListOptions {
   Seconds now = SteadySeconds;
 };
 
-// The members, read again and again. Threading: any thread.
+// Reads the members again and again, and keeps the last list. Threading: any thread.
 class MemberList final {
  public:
   using Read = std::function<absl::StatusOr<std::vector<Member>>()>;

@@ -1,5 +1,5 @@
-// The servers that a cluster's client uses: their connections and models, what they said last, and
-// who had a conversation.
+// Keeps the servers that a cluster's client uses: their connections and models, their last answers,
+// and which server had a conversation.
 //
 // A connection lives as long as anything uses it: sequences, sessions and steps hold it. It is
 // dropped when its server is given up: what waits for the server then ends at once, and a later use
@@ -36,11 +36,12 @@ namespace mla::client {
 inline constexpr double kProbeSeconds = 0.25;
 // The first connection to a server, for a probe.
 inline constexpr double kConnectSeconds = 2.0;
-// A server that has failed is asked again after so long, twice as long each time, at most.
+// Seconds until a server that has failed is asked again: the first pause, and the longest; each
+// pause is twice the one before.
 inline constexpr double kFirstPause = 0.5, kLongestPause = 10.0;
 // Free memory that a probe reported is used for this long.
 inline constexpr double kFreshSeconds = 5.0;
-// Threads that connect at the same time.
+// At most this number of threads connects at the same time.
 inline constexpr int kMostConnecting = 64;
 
 // A model as it was registered with the cluster, and what brings its weights to a server.
@@ -137,7 +138,7 @@ class Connection final : public std::enable_shared_from_this<Connection> {
   std::map<std::string, const ModelRecord*> models_ ABSL_GUARDED_BY(models_mutex_);
 };
 
-// A server, connected or not.
+// One server of the cluster, connected or not.
 class Owner final {
  public:
   using Connect = std::function<absl::StatusOr<std::unique_ptr<Client>>()>;

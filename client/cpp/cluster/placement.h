@@ -33,9 +33,9 @@ inline constexpr size_t kCandidatesByHash = 2;
 // is smaller than kSlack of a whole server: at the beginning all are nearly empty.
 inline constexpr double kBound = 1.25;
 inline constexpr double kSlack = 0.05;
-// Rows that decide which servers a prefix belongs to: its first ones.
+// The number of first rows of a prefix that decide which servers it belongs to.
 inline constexpr int kKeyRows = 256;
-// Bytes of a page's name under a fleet's salt.
+// The bytes of a page's name, which is made with the salt of a fleet.
 inline constexpr size_t kPageNameBytes = 16;
 inline constexpr double kImpossible = std::numeric_limits<double>::infinity();
 

@@ -16,7 +16,7 @@ namespace {
 // Rows of a peer come over the network: seconds for each row, and seconds for each attempt.
 constexpr double kFetchRowSeconds = 30e-6;
 constexpr double kFetchSeconds = 0.05;
-// Servers that are asked for a checkpoint.
+// At most this number of servers is asked for a checkpoint.
 constexpr size_t kMostRestores = 4;
 // Parts of an export that wait for the import.
 constexpr size_t kMostParts = 4;

@@ -27,8 +27,8 @@ class SequenceRecovery final {
   absl::StatusOr<Recovery> Run();
 
  private:
-  // The ways, tried in this order. Each makes the sequence another one and returns true, or leaves
-  // it as it was.
+  // The ways to recover, tried in this order. Each makes the sequence another one and returns true,
+  // or leaves it as it was.
   bool Alive();
   bool Moved();
   bool Checkpoint();
@@ -37,7 +37,8 @@ class SequenceRecovery final {
   bool Fetch(const std::string& holder, const std::string& to);
   // Opens the sequence again, with the rows of a peer or with none.
   absl::Status OpenAgain();
-  // The old server, if it is there after all, need not keep the sequence until the lease ends.
+  // Tells the old server, if it is there after all, that it need not keep the sequence until the
+  // lease ends.
   void Forget();
 
   ClusterClient* const cluster_;

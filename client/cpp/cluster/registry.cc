@@ -41,7 +41,7 @@ absl::Status Away(const std::string& message) {
   return WithReason(absl::StatusCode::kUnavailable, message, kRegistryAway);
 }
 
-// A registry that only its operator can write.
+// A registry whose entries only its operator can write.
 class FixedRegistry : public Registry {
  public:
   absl::StatusOr<std::string> Moved(uint64_t) override { return std::string(); }
@@ -65,8 +65,8 @@ class StaticRegistry final : public FixedRegistry {
   std::vector<Member> members_;
 };
 
-// Every address of a name. In Kubernetes a headless service lists the pods that are ready. A pod
-// that drains is not ready.
+// Lists every address of a name as a member. In Kubernetes a headless service lists the pods that
+// are ready. A pod that drains is not ready.
 class DnsRegistry final : public FixedRegistry {
  public:
   explicit DnsRegistry(Endpoint name) : name_(std::move(name)) {}
@@ -99,7 +99,7 @@ class DnsRegistry final : public FixedRegistry {
 // the server that has a sequence now.
 class EtcdRegistry final : public Registry {
  public:
-  // `files`: null without TLS.
+  // `files` is null without TLS.
   EtcdRegistry(EtcdTarget target, std::unique_ptr<TlsFiles> files)
       : target_(std::move(target)), files_(std::move(files)) {}
 

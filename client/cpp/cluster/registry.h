@@ -16,8 +16,8 @@
 
 namespace mla::client {
 
-// PEM files of the registry: its authorities, and this client's certificate and key. Empty: the
-// system's authorities, and no certificate. Calls after a change of the files use the new ones.
+// Paths of the registry's PEM files: its authorities, and this client's certificate and key. Empty:
+// the system's authorities, and no certificate. Calls after a change of the files use the new ones.
 struct EtcdFiles {
   std::string ca, cert, key;
 };

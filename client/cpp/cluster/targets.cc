@@ -34,7 +34,7 @@ bool IsIpv6Character(char one) {
          one == '%';
 }
 
-// HOST[:PORT] or [IPV6][:PORT].
+// Parses HOST[:PORT] or [IPV6][:PORT].
 absl::StatusOr<Endpoint> ParseEndpoint(absl::string_view text, uint16_t port,
                                        absl::string_view target) {
   absl::string_view host = text, digits;

@@ -1,4 +1,4 @@
-// Targets that name a cluster, and what each means.
+// Parses targets that name a cluster.
 //
 //   etcd://HOST:2379[,HOST:2379...]/PREFIX    leases that `announce` keeps next to each server
 //   etcds://...                               the same over TLS

@@ -1,4 +1,4 @@
-// A copy that a stream of a GPU makes.
+// Makes one copy on a stream of a GPU.
 #ifndef MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_COPY_H_
 #define MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_COPY_H_
 
@@ -6,7 +6,8 @@
 
 namespace mla::client {
 
-// Rows of bytes, between memory of devices and of the host that the GPU's driver knows.
+// Copies rows of bytes between memory of devices and memory of the host that the GPU's driver
+// knows.
 struct DeviceCopy {
   void* to = nullptr;
   const void* from = nullptr;

@@ -58,7 +58,8 @@ struct DeviceRegion::State {
   // If they are recorded on another device: this process's events, and a stream of that device.
   std::vector<void*> local;
   void* relay = nullptr;
-  // Memory whose words streams wait for: here, and as the device has it.
+  // The memory with the words for which streams wait, as this process addresses it and as the
+  // device does.
   std::span<std::byte> words;
   std::byte* words_there = nullptr;
   uint64_t nearby = 0;  // words in device memory, which streams of another device do not use
@@ -507,8 +508,8 @@ absl::Status DeviceRegion::StoreWord(uint32_t* word, uint32_t value, void* strea
 
 absl::Status DeviceRegion::PassTurn(const Turn& turn, void* stream) {
   if (nvidia() && state_->api.batch_words != nullptr) {
-    // One call of the driver for all words. On an H200 it takes half of the GPU's time for three
-    // calls.
+    // One call of the driver stores all words, because on an H200 that takes half of the GPU's time
+    // for three calls. On an H200 it takes half of the GPU's time for three calls.
     auto operations = state_->OperationsOf(turn);
     const State::Current current(*state_, false);
     absl::Status s = current.status();

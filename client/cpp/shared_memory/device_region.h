@@ -1,5 +1,5 @@
-// A ring's device memory as its client maps it: tensors that a worker's kernels write and read
-// where the server's kernels read and write them.
+// Maps a ring's device memory in the client: the worker's kernels write and read tensors where the
+// server's kernels read and write them.
 //
 // The vendor's runtime is opened at run time; nothing is linked. The process's primary context of
 // its device is used, as CUDA's runtime API and PyTorch do. If the server's GPU is another one of
@@ -46,7 +46,7 @@ class DeviceRegion final {
   ~DeviceRegion();
 
   std::span<std::byte> memory() const;  // device addresses; empty: there is none
-  // The part of memory() in front of the words of chains.
+  // Returns the part of memory() in front of the words of chains.
   std::span<std::byte> tensors() const;
   bool nvidia() const;
   bool chains() const;  // wire::DeviceHeader::chains
@@ -84,7 +84,7 @@ class DeviceRegion final {
     uint32_t* word = nullptr;
     uint32_t value = 0;
   };
-  // Words that a stream stores, in this order; then it waits for one.
+  // Words that a stream stores, in this order, and the word for which it then waits.
   struct Turn {
     std::array<Word, 2> stores;  // the last one may have no word
     Word awaited;
@@ -97,9 +97,9 @@ class DeviceRegion final {
   // As StoreWord of each of the turn's words and AwaitWord of the last, in one call if the driver
   // has one.
   absl::Status PassTurn(const Turn& turn, void* stream);
-  // As PassTurn on a stream whose work is captured in a graph. Returns the graph's node. The turn's
-  // values are used by the graph's launches until SetTurn sets others.
-  // FAILED_PRECONDITION: nothing is captured; UNIMPLEMENTED: the runtime lacks a call for it.
+  // Captures a PassTurn in the graph that the stream captures. Returns the graph's node. The turn's
+  // values are used by the graph's launches until SetTurn sets others. FAILED_PRECONDITION: nothing
+  // is captured; UNIMPLEMENTED: the runtime lacks a call for it.
   absl::StatusOr<void*> CaptureTurn(const Turn& turn, void* stream);
   // Sets the turn of such a node in `exec`, an instance of its graph, for launches from now on.
   absl::Status SetTurn(const Turn& turn, void* exec, void* node);

@@ -1,4 +1,5 @@
-// A vendor's GPU runtime as a process that maps a server's device memory calls it, opened by name.
+// Calls a vendor's GPU runtime, which is opened by name, from a process that maps a server's device
+// memory.
 #ifndef MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_RUNTIME_H_
 #define MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_RUNTIME_H_
 
@@ -12,7 +13,8 @@
 
 namespace mla::client {
 
-// Entry points by vendor. Contexts are NVIDIA's; AMD's devices take their place.
+// The entry points of the runtime. A name with a vendor in it is null for the other vendor. Only
+// NVIDIA's runtime has contexts; with AMD's a call selects a device instead.
 struct DeviceRuntime {
   using Handle = std::array<uint8_t, wire::kDeviceHandleBytes>;
   using Uuid = std::array<uint8_t, 16>;
@@ -32,7 +34,7 @@ struct DeviceRuntime {
     } from, to;
     size_t width, rows;
   };
-  // CUstreamBatchMemOpParams and hipStreamBatchMemOpParams.
+  // The layout of CUstreamBatchMemOpParams and hipStreamBatchMemOpParams.
   struct WordOperation {
     static constexpr int kAwait = 1, kStore = 2;
     int operation = 0;
@@ -43,7 +45,7 @@ struct DeviceRuntime {
   };
   static_assert(sizeof(WordOperation) == 48);
   static constexpr unsigned kStreamNonBlocking = 1;
-  // CUDA_BATCH_MEM_OP_NODE_PARAMS and hipBatchMemOpNodeParams.
+  // The layout of CUDA_BATCH_MEM_OP_NODE_PARAMS and hipBatchMemOpNodeParams.
   struct WordNode {
     void* context = nullptr;
     unsigned count = 0;

@@ -16,7 +16,7 @@
 
 namespace mla::client {
 
-// The process that made an object.
+// Remembers which process made an object, so that a fork can be told apart.
 class Home final {
  public:
   Home();

@@ -1,5 +1,6 @@
-// Memory of a command ring as its client has it, and the ring: shared with a server of the same
-// host (shared_memory.h), or a mirror whose contents travel (client/cpp/ucx/ucx_memory.h).
+// The memory of a command ring as its client has it, and the ring. The memory is shared with a
+// server of the same host (shared_memory.h), or is a mirror whose contents travel
+// (client/cpp/ucx/ucx_memory.h).
 //
 // Ownership: spans from Allocate live as long as the object. Threading: Allocate and Free from any
 // thread; Submit from one at a time, Poll and Wait from one at a time.
@@ -20,8 +21,8 @@
 
 namespace mla::client {
 
-// All bytes that an entry uses: its input tensors, or its message with the tails in front; and the
-// outputs of an attend at entry.out_offset.
+// The bytes that an entry uses: its input tensors, or its message with the tails in front of it;
+// and the outputs of an attend at entry.out_offset.
 struct RingPlaces {
   uint64_t in_offset = 0, in_bytes = 0, out_bytes = 0;
 };
@@ -37,7 +38,7 @@ class RingMemory {
   // Returns memory for tensors, aligned to 64 bytes; empty without a contiguous part of that size.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
-  // True if [data, data + bytes) is arena memory.
+  // Returns true if [data, data + bytes) is arena memory.
   bool Holds(const void* data, uint64_t bytes) const;
   uint64_t OffsetOf(const void* data) const {
     return static_cast<uint64_t>(static_cast<const std::byte*>(data) - region_.data());
@@ -65,7 +66,8 @@ class RingMemory {
   // must be called soon; Wait and Poll send them, too. Does nothing where entries do not travel.
   virtual void Hold() {}
   virtual void SendHeld() {}
-  // A chained call in a graph: an entry, and the node in which the graph's stream waits for it.
+  // A chained call in a graph: its entry, and the node in which the graph's stream waits for the
+  // call.
   struct GraphEntry {
     wire::SubmissionEntry entry{};
     void* node = nullptr;

@@ -14,7 +14,7 @@ constexpr size_t kMostCopies = 8;
 constexpr int kMemoryTypeAttribute = 2, kOrdinalAttribute = 9;  // CUpointer_attribute
 constexpr unsigned kDeviceMemory = 2;                           // CUmemorytype
 
-// One copy as the kernel reads it.
+// One copy in the layout in which the kernel reads it.
 struct Job {
   const void* from = nullptr;
   void* to = nullptr;

@@ -10,8 +10,8 @@
 
 namespace mla::client {
 
-// For NVIDIA's devices, whose driver compiles the kernel for whatever device there is. All calls
-// need the device's context to be current. Threading: as DeviceRegion.
+// Copies rows by a kernel of NVIDIA's devices; their driver compiles it for the device that is
+// there. All calls need the device's context to be current. Threading: as DeviceRegion.
 class RowCopier final {
  public:
   // Loads the kernel and launches it once without work, so that no later call loads anything.

@@ -35,7 +35,7 @@ constexpr int kSpinsPerClock = 32;
 constexpr uint32_t kMostRingEntries = 65536;
 // An arena may exceed the requested size by this much: all its pages are mapped at once.
 constexpr uint64_t kMostRounding = 2 << 20;
-// Connections that are tried when the server closes them without a reply.
+// At most this number of connections is tried when the server closes them without a reply.
 constexpr int kAttempts = 5;
 constexpr steady_clock::duration kLeastWait = std::chrono::milliseconds(1);
 

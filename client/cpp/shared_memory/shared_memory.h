@@ -1,4 +1,5 @@
-// Shared memory with a server of the same host: a region, and the command ring at its front.
+// Memory that is shared with a server of the same host: a region, and the command ring at its
+// front.
 //
 //   auto channel = SharedMemory::Connect(shm_path, {.tenant = "", .bytes = 64 << 20});
 //   std::span<std::byte> q = (*channel)->Allocate(q_bytes);     // tensors live here

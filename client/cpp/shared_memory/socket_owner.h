@@ -12,7 +12,8 @@
 
 namespace mla::client {
 
-// Users whose sockets are trusted in any folder: root, `own_uid`, and `server_uid` unless it is -1.
+// The users whose sockets are trusted in any folder: root, `own_uid`, and `server_uid` unless it is
+// -1.
 struct TrustedUsers {
   int64_t own_uid = 0;
   int64_t server_uid = -1;

@@ -1,4 +1,5 @@
-// Statuses of the client library: canonical codes, with the server's ErrorDetail attached.
+// Makes the statuses of the client library: canonical codes, with the server's ErrorDetail
+// attached.
 //
 // Retry only where the detail says so (retry_after_ms > 0). ABORTED with reason "server_restarted"
 // means that the server lost its state: sequences are gone and must be filled again.

@@ -316,7 +316,7 @@ void RingStream::Watch() {
   }
 }
 
-// A thread that waits for a completion notices the end by itself.
+// If a thread waits for a completion, it notices the end by itself.
 void RingStream::LookAround() {
   wire::CompletionEntry entry;
   absl::Status status;

@@ -1,4 +1,4 @@
-// Messages over gRPC, tensors in a shared-memory region. Internal to the library.
+// Sends messages over gRPC and tensors in a shared-memory region. Internal to the library.
 //
 // Ownership: owns the region and the stream. Threading: any thread.
 #ifndef MLA_CLIENT_CPP_STREAMS_SHARED_STREAM_H_

@@ -27,12 +27,13 @@ struct InputTensors {
   size_t size() const { return kv.size() + q.size() + lists.size(); }
 };
 
-// The reply that a request waits for. The caller sets the places of the tensors.
+// The reply for which a request waits. The caller sets the places of the tensors.
 struct PendingReply {
   std::span<std::byte> o, lse, chosen;
   void* stream = nullptr;  // AttendCall::stream
   bool chained = false;    // AttendCall::chained
-  // Tensors of the request in the form in which they are sent, if that is not the caller's form.
+  // The tensors of the request in the form in which they are sent, if that is not the caller's
+  // form.
   std::vector<int32_t> lists;
   std::vector<std::byte> kv, q;
   // Kind of the request, which the reply must match unless it is an error; set by Send.
@@ -57,8 +58,8 @@ class StepStream {
   // Returns true in a process that did not make the object.
   bool left() const { return home_.left(); }
 
-  // "inline": all of it in gRPC messages; "shm": tensors in shared memory; "ring": all of it there;
-  // "ucx": all of it over UCX.
+  // Returns "inline": all of it in gRPC messages; "shm": tensors in shared memory; "ring": all of
+  // it there; "ucx": all of it over UCX.
   virtual std::string_view transport() const = 0;
   // Returns the most tensor bytes of one request or reply.
   virtual uint64_t message_bytes() const = 0;

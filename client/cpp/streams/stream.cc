@@ -144,7 +144,7 @@ bool Stream::PollUntil(MutexLock* lock, Clock::time_point deadline, Done done) {
   return done();
 }
 
-// Handles the events that have come, until `done`, unless another thread does.
+// Handles the events that have come, until `done` returns true, unless another thread handles them.
 template <typename Done>
 void Stream::PollWhatIsThere(MutexLock* lock, Done done) {
   if (polling_ || done()) return;
@@ -228,8 +228,8 @@ void Stream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
   if (!write) unsent_.emplace_back().Swap(&message);
   WakePump(inputs.size());
   lock.Unlock();
-  // Outside the lock, which the thread that polls must not find taken. The write first: the server
-  // waits for it.
+  // These writes start outside the lock, because the polling thread must not find it taken. The
+  // write comes first, because the server waits for it.
   if (write) call_->Write(message, TagOf(kWritten));
   if (read) call_->Read(&incoming_, TagOf(kRead));
 }
@@ -385,7 +385,7 @@ absl::Status Stream::Wait(PendingReply* pending) {
     Break(absl::DeadlineExceededError("no reply in time; the session was disconnected"));
     PollUntil(&lock, Clock::time_point::max(), done);
   }
-  // A request that got its outputs has been read to the end.
+  // A request whose outputs have arrived has been read to the end.
   const auto returned = [&] { return pending->borrowed.load(std::memory_order_acquire) == 0; };
   while (!pending->status.ok() && !PollUntil(&lock, Clock::now() + kBorrowCheck, returned)) {
   }

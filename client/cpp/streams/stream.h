@@ -107,7 +107,7 @@ class Stream final : public StepStream {
   grpc::CompletionQueue queue_;
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
 
-  // Used by the polling thread alone.
+  // Only the polling thread uses these.
   std::vector<grpc::Slice> slices_;
   std::vector<wire::Fragment> fragments_;
   std::string header_bytes_;

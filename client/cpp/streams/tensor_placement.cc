@@ -44,7 +44,7 @@ const std::byte* InputsInPlace(const Memory& memory, const InputTensors& inputs,
   return placed ? InPlace(memory, start, layout.inputs.bytes()) : nullptr;
 }
 
-// As InputsInPlace, for o and lse.
+// Like InputsInPlace, for o and lse.
 template <typename Memory>
 const std::byte* OutputsInPlace(const Memory& memory, const PendingReply& pending,
                                 const AttendLayout& layout) {

@@ -32,8 +32,8 @@ bool PlaceTensors(RingMemory* memory, wire::ThreadTeam* copier, const InputTenso
                   const PendingReply& pending, TensorPlacement* placement);
 // Returns true if a call with these tensors copies nothing, so that it need not be split.
 bool AreInPlace(const RingMemory& memory, const InputTensors& inputs, const PendingReply& pending);
-// INVALID_ARGUMENT if only some of the tensors lie in device memory, or not as the ring requires,
-// because the host cannot copy them.
+// Returns INVALID_ARGUMENT if only some of the tensors lie in device memory, or not as the ring
+// requires, because the host cannot copy them.
 absl::Status CheckDevicePlaces(const RingMemory& memory, const InputTensors& inputs,
                                const PendingReply& pending);
 // Copies the outputs to the places in `pending` unless the server wrote them there.

@@ -1,4 +1,4 @@
-// A mirror of a command ring's region, whose entries and tensors travel over UCX (docs/rdma.md).
+// A mirror of a command ring's region: its entries and tensors travel over UCX (docs/rdma.md).
 //
 //   auto memory = UcxMemory::Open(options);
 //   ... Transports.OpenUcx with (*memory)->address(), over gRPC ...
@@ -50,7 +50,7 @@ struct UcxMemoryOptions {
   DeviceRegionOptions device;
 };
 
-// A ring as the server describes it.
+// A ring in the words of the server's reply.
 struct UcxRing {
   std::string_view worker_address;
   std::string_view token;
@@ -60,7 +60,7 @@ struct UcxRing {
   // Key and address of the arena in the server's memory, for puts. An empty key allows no puts.
   std::string_view arena_key;
   uint64_t arena_address = 0;
-  // Likewise of memory of the server's GPU, of which the arena is the mirror.
+  // The same for memory of the server's GPU, of which the arena is the mirror.
   std::string_view device_key;
   uint64_t device_address = 0, device_bytes = 0;
   std::string_view secret;  // empty: frames travel in clear
@@ -71,7 +71,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
  public:
   // UNAVAILABLE: UCX cannot be opened or started, with its reason.
   static absl::StatusOr<std::unique_ptr<UcxMemory>> Open(const UcxMemoryOptions& options);
-  // As above, with these entry points.
+  // Opens the memory with these entry points of UCX.
   static absl::StatusOr<std::unique_ptr<UcxMemory>> Open(const wire::UcxApi& api,
                                                          const UcxMemoryOptions& options);
   ~UcxMemory() override;
@@ -135,7 +135,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   void OnSent(uint64_t number) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Lets both sides put, if the server does.
   absl::Status ExchangeKeys(const UcxRing& ring) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // True if the tensors of the entry go to memory of the server's GPU.
+  // Returns true if the tensors of the entry go to memory of the server's GPU.
   bool GoesToDevice(const wire::SubmissionEntry& entry, const RingPlaces& places) const;
   absl::Status SendRequest(const wire::UcxRequestFrame& frame, const RingPlaces& places)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

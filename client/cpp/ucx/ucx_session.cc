@@ -13,7 +13,7 @@
 namespace mla::client {
 namespace {
 
-// The call that a ring belongs to. Its thread reads until the call ends.
+// The gRPC call to which a ring belongs. Its thread reads until the call ends.
 class UcxCall final {
  public:
   // `memory` outlives the call.

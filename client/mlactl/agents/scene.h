@@ -29,8 +29,8 @@ struct SceneRun {
   double seconds = 0;
   v1::GetStatsReply before, after;  // of the server, for all its clients
   std::string transport;            // in use
-  // When rows came back to the pool, in Unix milliseconds, and the name of the tier that they came
-  // from (TierEvents::restored).
+  // The times at which rows came back to the pool, in Unix milliseconds, each with the name of the
+  // tier from which they came (TierEvents::restored).
   std::vector<std::pair<int64_t, std::string>> restored;
   TierEvents::Rows tiers;      // rows stored in each tier, and moved from it or back
   bool tiers_complete = true;  // false: some tier events were lost

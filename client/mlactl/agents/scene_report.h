@@ -1,4 +1,5 @@
-// The results of `mlactl bench --scene` as text, JSON and SVG. agents/README.md documents them.
+// Writes the results of `mlactl bench --scene` as text, JSON and SVG. agents/README.md documents
+// them.
 //
 // Times and rows count finished turns only. Threading: any thread.
 #ifndef MLA_CLIENT_MLACTL_AGENTS_SCENE_REPORT_H_

@@ -1,5 +1,5 @@
-// Rows of a model that were stored in each tier, left it or came back, counted from the server's
-// events.
+// Counts, from the server's events, a model's rows that were stored in each tier, left it or came
+// back.
 //
 // Threading: not thread-safe.
 #ifndef MLA_CLIENT_MLACTL_AGENTS_TIER_EVENTS_H_
@@ -19,7 +19,7 @@ namespace mla::mlactl {
 
 class TierEvents final {
  public:
-  // Rows by tier ("pool") and kind ("stored").
+  // Numbers of rows, by tier ("pool") and kind ("stored").
   using Rows = std::map<std::string, std::map<std::string, uint64_t>>;
 
   explicit TierEvents(const std::string& model_id) : model_id_(model_id) {}

@@ -23,7 +23,7 @@ constexpr double kDeviation = 0.1;
 
 uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// Bytes of an attend's tensors, which follow each other at multiples of 64 bytes.
+// The bytes of an attend's tensors, which follow each other at multiples of 64 bytes.
 struct CallBytes {
   uint64_t kv, q, o;
   uint64_t sum() const { return AlignUp(kv) + AlignUp(q) + AlignUp(o); }

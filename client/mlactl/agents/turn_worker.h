@@ -25,10 +25,10 @@
 
 namespace mla::mlactl {
 
-// Result of a turn. Times are in nanoseconds.
+// The result of one turn. Times are in nanoseconds.
 struct TurnResult {
   bool done = false;
-  // Beginning and end of the call that opens its sequence, in Unix time.
+  // The beginning and end of the call that opens its sequence, in Unix time.
   int64_t open_from_ms = 0, open_to_ms = 0;
   double start_s = 0;                            // since the run began
   uint32_t found = 0;                            // rows of the input that did not have to be sent
@@ -47,9 +47,9 @@ class TurnWorker final {
                                                             uint32_t index,
                                                             std::function<bool()> stopping);
 
-  // CANCELLED when stopping. `keep`: the sequence stays for branches until Drop, or the next turn
-  // that is not a branch. A turn that the server refuses for lack of room begins again after the
-  // hinted time.
+  // Runs one turn; CANCELLED when the run stops. `keep`: the sequence stays for branches until
+  // Drop, or the next turn that is not a branch. A turn that the server refuses for lack of room
+  // begins again after the hinted time.
   absl::StatusOr<TurnResult> Run(const Trace& trace, const Turn& turn, bool keep);
   void Drop() { kept_.reset(); }
   std::string_view transport() const { return session_->transport(); }

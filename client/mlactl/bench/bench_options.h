@@ -85,9 +85,10 @@ struct BenchArguments {
 // Defines the options. `arguments` must outlive the program's run.
 void AddBenchOptions(Command* command, BenchArguments* arguments);
 
-// INVALID_ARGUMENT if the lists combine to more than kMaxBenchRuns, or for combinations that do not
-// exist. For v4: the expanded profile, and KV rows of 8 bits. For a scene: more than one run, index
-// lists, rows without outputs, and several workers in agent-turn.
+// Returns the options of the runs; INVALID_ARGUMENT if the lists combine to more than
+// kMaxBenchRuns, or if a combination does not exist. For v4: the expanded profile, and KV rows of 8
+// bits. For a scene: more than one run, index lists, rows without outputs, and several workers in
+// agent-turn.
 absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
                                               const BenchArguments& arguments);
 

@@ -1,4 +1,4 @@
-// The results of `mlactl bench` as text, JSON and SVG. README.md documents the JSON.
+// Writes the results of `mlactl bench` as text, JSON and SVG. README.md documents the JSON.
 #ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_REPORT_H_
 #define MLA_CLIENT_MLACTL_BENCH_BENCH_REPORT_H_
 
@@ -15,8 +15,8 @@ struct BenchRun {
   BenchPoint point;
   std::string transport;  // the transport used: "inline", "shm", "ring" or "ucx"
   LoadResult result;
-  // Payload bytes that the server copied for each attend. Computed from its counters, which include
-  // other clients.
+  // The payload bytes that the server copied for each attend. Computed from its counters, which
+  // include other clients.
   double copied_bytes_per_attend = 0;
 };
 

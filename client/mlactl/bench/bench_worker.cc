@@ -81,8 +81,8 @@ bool NeedsWeights(const BenchOptions& options) {
                      [](const BenchPoint& point) { return point.profile == v1::PROFILE_EXPANDED; });
 }
 
-// For each row of a step: different positions of the context, or entries, in random order, then
-// padding with -1.
+// Fills in, for each row of a step, different positions of the context, or entries, in random
+// order, and then padding with -1.
 void FillLists(const BenchOptions& options, const BenchPoint& point, uint64_t seed, int32_t* to) {
   std::mt19937_64 random(seed);
   const uint32_t top_k = options.model.top_k();
@@ -108,7 +108,7 @@ absl::StatusOr<std::unique_ptr<BenchModel>> BenchModel::Create(
     const std::function<bool(double)>& progress) {
   v1::ModelSpec spec = options.model;
   spec.set_model_id(id);
-  // Chosen so that the range of e4m3 holds five standard deviations.
+  // They are chosen so that the range of e4m3 holds five standard deviations.
   std::vector<float> scales;
   if (spec.kv_format() == v1::KV_FORMAT_FP8_TENSOR) {
     scales.assign(spec.layers(), static_cast<float>(5 * kDeviation / 448));

@@ -12,7 +12,8 @@ namespace mla::mlactl {
 enum class AxisScale {
   kLinear,
   kLog,  // values below the smallest positive one are drawn at its place
-  // A quantile 0..1 by its number of nines, so that 0.9, 0.99 and 0.999 are equally far apart.
+  // A quantile 0..1 is placed by its number of nines, so that 0.9, 0.99 and 0.999 are equally far
+  // apart.
   kPercentile,
 };
 

@@ -19,7 +19,7 @@ enum ExitCode {
   kInterrupted = 130,
 };
 
-// As read from the command line.
+// The options that all commands have, as read from the command line.
 struct CommonOptions {
   std::string target;            // --target, else $MLA_TARGET, else the context's, else the default
   client::ClientOptions client;  // found in the same order as `target`; leases are not renewed

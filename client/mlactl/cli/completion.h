@@ -1,4 +1,4 @@
-// Shell completion of a program's commands, options and choices.
+// Writes scripts that complete a program's commands, options and choices in a shell.
 #ifndef MLA_CLIENT_MLACTL_CLI_COMPLETION_H_
 #define MLA_CLIENT_MLACTL_CLI_COMPLETION_H_
 

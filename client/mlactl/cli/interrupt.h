@@ -1,4 +1,4 @@
-// Handling of Ctrl-C and SIGTERM. They end a command that has created nothing on the server. In a
+// Handles Ctrl-C and SIGTERM. They end a command that has created nothing on the server. In a
 // command that must clean up they set a flag.
 #ifndef MLA_CLIENT_MLACTL_CLI_INTERRUPT_H_
 #define MLA_CLIENT_MLACTL_CLI_INTERRUPT_H_

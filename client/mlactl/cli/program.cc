@@ -26,7 +26,7 @@ namespace {
 
 constexpr char kDefaultTarget[] = "127.0.0.1:50551";
 constexpr char kCommonGroup[] = "Options of all commands";
-// The value of a --json without a file.
+// A --json without a file has this value.
 constexpr char kStandardOutput[] = "-";
 constexpr char kExitCodes[] =
     "Exit codes: 0 success, 1 wrong usage, 2 the server cannot be reached, 3 it answered with an\n"
@@ -49,8 +49,8 @@ absl::Status FillFromContext(const std::string& name, CommonOptions* common) {
   return absl::OkStatus();
 }
 
-// CLI11's layout, with --NAME=VALUE, the words of each command, and the common options under every
-// command.
+// Prints help in CLI11's layout, with --NAME=VALUE, the words of each command, and the common
+// options under every command.
 class HelpFormatter final : public CLI::Formatter {
  public:
   // CLI11 would add the value that a flag stands for.

@@ -1,5 +1,5 @@
-// Progress of a long command on standard error: one line, redrawn, on a terminal; elsewhere plain
-// lines. Threading: any thread.
+// Shows the progress of a long command on standard error: one line, redrawn, on a terminal; plain
+// lines elsewhere. Threading: any thread.
 #ifndef MLA_CLIENT_MLACTL_CLI_PROGRESS_H_
 #define MLA_CLIENT_MLACTL_CLI_PROGRESS_H_
 

@@ -1,4 +1,4 @@
-// The transports of a client session, by the names of --transport.
+// Names the transports of a client session as --transport does.
 #ifndef MLA_CLIENT_MLACTL_CLI_TRANSPORT_H_
 #define MLA_CLIENT_MLACTL_CLI_TRANSPORT_H_
 

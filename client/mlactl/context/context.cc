@@ -136,7 +136,7 @@ absl::StatusOr<Connection> Complete(const Connection& given, const std::string& 
     return absl::NotFoundError(
         absl::StrCat("--server-context: got \"", wanted, "\", not in ", path));
   }
-  // A context that is named outweighs a variable that is always set.
+  // A context that the user names outweighs a variable of the environment, which is always set.
   if (!name.empty()) {
     connection = given;
     Fill(entry->second, &connection);

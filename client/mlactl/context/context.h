@@ -24,7 +24,7 @@ struct Contexts {
   std::map<std::string, Connection> all;
 };
 
-// A variable of the environment; null: not set.
+// Returns the value of a variable of the environment, or null if it is not set.
 using Environment = std::function<const char*(const char* name)>;
 
 // Returns the path of the user's file; empty if the user has no home.

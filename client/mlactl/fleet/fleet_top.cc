@@ -27,7 +27,7 @@ using Clock = std::chrono::steady_clock;
 // A look must not wait long for a server that is away.
 constexpr int64_t kAnswerMs = 2000;
 
-// A server as the last look saw it, and the connection to it.
+// A server as the last look saw it, with the connection to it.
 struct Seen {
   std::unique_ptr<client::Client> client;  // null: not connected
   v1::GetStatsReply stats;

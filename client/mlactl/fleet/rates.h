@@ -15,7 +15,7 @@ class Rates final {
   Rates(const v1::GetStatsReply& before, const v1::GetStatsReply& now, double seconds)
       : before_(before), now_(now), seconds_(seconds) {}
 
-  // A server that has restarted counts from nothing.
+  // After a restart a server's counters begin at 0.
   double operator()(uint64_t (v1::GetStatsReply::*counter)() const) const {
     const uint64_t first = before_.boot_id() == now_.boot_id() ? (before_.*counter)() : 0;
     const uint64_t last = (now_.*counter)();

@@ -9,7 +9,7 @@
 namespace mla::mlactl {
 namespace {
 
-// Servers that are asked at the same time.
+// At most this number of servers is asked at the same time.
 constexpr size_t kMostAtOnce = 16;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The servers of a cluster, for commands that ask all of them.
+// Finds the servers of a cluster, for commands that ask all of them.
 #ifndef MLA_CLIENT_MLACTL_FLEET_SERVERS_H_
 #define MLA_CLIENT_MLACTL_FLEET_SERVERS_H_
 

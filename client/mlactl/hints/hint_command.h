@@ -1,4 +1,4 @@
-// mlactl hint: hints about cached rows.
+// Adds `mlactl hint`, which sends hints about cached rows.
 #ifndef MLA_CLIENT_MLACTL_HINTS_HINT_COMMAND_H_
 #define MLA_CLIENT_MLACTL_HINTS_HINT_COMMAND_H_
 

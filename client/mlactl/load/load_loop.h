@@ -33,7 +33,7 @@ namespace mla::mlactl {
 
 using LoadClock = std::chrono::steady_clock;
 
-// Timed stages. The server's stages come from each Attend's reply.
+// The stages of a request that are timed. The server's stages come from each Attend's reply.
 enum class Stage {
   kStep,        // closed loop: start to end; open loop: intended arrival to end
   kStartDelay,  // open loop: intended arrival to start
@@ -94,13 +94,13 @@ struct LoadOptions {
   double warmup_s = 1, duration_s = 10;
 };
 
-// Measurements of one worker. Written by its thread.
+// Measures one worker. Written by its thread.
 class LoadRecorder final {
  public:
   // True when the run has ended: a step should return early, with any status.
   bool stopping() const;
   void Begin(LoadClock::time_point sent, LoadClock::time_point done);
-  // `bytes`: bytes of the tensors in both directions.
+  // `bytes` counts the tensors in both directions.
   void Attend(LoadClock::time_point sent, LoadClock::time_point done,
               const client::AttendTimes& times, uint64_t bytes);
   void End(LoadClock::time_point sent, LoadClock::time_point done);

@@ -1,5 +1,5 @@
-// Traces of agents' conversations: which turns there were, how long they were, and which rows they
-// share.
+// Describes conversations of agents: which turns there were, how long they were, and which rows
+// they share.
 //
 // A trace is text, a JSON object a line; client/mlactl/agents/README.md has the keys. The first
 // line says how many rows a block has; each other line is a turn. A turn's rows are named by the
@@ -51,7 +51,7 @@ inline constexpr size_t kMaxTraceTurns = 1u << 20;
 absl::StatusOr<Trace> ParseTrace(absl::string_view text);
 std::string TraceText(const Trace& trace);
 
-// Parameters of GenerateAgents. Lengths are in rows.
+// The parameters of GenerateAgents. Lengths are in rows.
 struct AgentsShape {
   uint32_t conversations = 8;
   uint32_t turns = 43;      // per conversation
@@ -63,9 +63,9 @@ struct AgentsShape {
   double pause_ms = 2000;   // between turns, the mean
 };
 
-// Conversations whose inputs grow with each turn, by the output of the turn before and a random
-// number of rows, up to `context`. Some have branches: an agent that starts with a fork of the
-// conversation and its own rows, an eighth of `context`. REQUIRES: context >= system + turns *
+// Generates conversations whose inputs grow with each turn, by the output of the turn before and a
+// random number of rows, up to `context`. Some have branches: an agent that starts with a fork of
+// the conversation and its own rows, an eighth of `context`. REQUIRES: context >= system + turns *
 // (output + 1), and at least one block of rows.
 Trace GenerateAgents(const AgentsShape& shape, uint64_t seed);
 

@@ -1,6 +1,6 @@
-// Keys of one JSON object, read with their bounds. After the first fault every read returns zero,
-// so that a caller can read all its keys and check the status once. Values nested deeper than 8 are
-// refused. Threading: not thread-safe.
+// Reads the keys of one JSON object, within their bounds. After the first fault every read returns
+// zero, so that a caller can read all its keys and check the status once. Values nested deeper than
+// 8 are refused. Threading: not thread-safe.
 #ifndef MLA_CLIENT_MLACTL_REPLAY_RECORD_FIELDS_H_
 #define MLA_CLIENT_MLACTL_REPLAY_RECORD_FIELDS_H_
 

@@ -21,7 +21,7 @@
 namespace mla::mlactl {
 namespace {
 
-// Cosine difference allowed when outputs are rounded to bf16.
+// Outputs that are rounded to bf16 may have this cosine difference.
 constexpr double kBf16Cosine = 3e-5;
 
 constexpr char kNotes[] =

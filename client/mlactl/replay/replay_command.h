@@ -1,4 +1,5 @@
-// `mlactl replay FILE`: a recording sent to a server, its outputs compared with the recorded ones.
+// Adds `mlactl replay FILE`, which sends a recording to a server and compares the outputs with the
+// recorded ones.
 #ifndef MLA_CLIENT_MLACTL_REPLAY_REPLAY_COMMAND_H_
 #define MLA_CLIENT_MLACTL_REPLAY_REPLAY_COMMAND_H_
 

@@ -35,7 +35,8 @@ struct ReplayCounts {
 
 class Replayer final {
  public:
-  // `writer`, if not null, gets the recording with this server's outputs in place of the recorded.
+  // `writer`, if not null, gets the recording with this server's outputs in place of the recorded
+  // ones.
   Replayer(client::Client* client, RecordingReader* reader, RecordingWriter* writer,
            const ReplayOptions& options);
   ~Replayer();

@@ -1,5 +1,5 @@
-// The rule by which a server's attention outputs agree with the expected ones, and the worst errors
-// of all compared outputs.
+// Decides whether a server's attention outputs agree with the expected ones, and keeps the worst
+// errors of all compared outputs.
 //
 // An element of o agrees within `abs_of_v` times the largest |V| among the rows that its row
 // attends to, or within `rel` of the expected element. Each row's head agrees when 1 - 2<g,w> /
@@ -22,7 +22,7 @@ struct OutputRule {
   double lse = 1e-3;
 };
 
-// The largest error of a kind, and its place.
+// The largest error of a kind, with its place.
 struct WorstError {
   double value = 0;
   std::string where;  // empty: nothing was compared
@@ -32,8 +32,8 @@ class OutputComparison final {
  public:
   explicit OutputComparison(const OutputRule& rule) : rule_(rule) {}
 
-  // `got` and `want`: one head of one row. `max_v`: the largest |V| that the row attends to.
-  // `where` names it, e.g. "record 17: row 3, head 0".
+  // Compares one head of one row: `got` with `want`. `max_v`: the largest |V| that the row attends
+  // to. `where` names it, e.g. "record 17: row 3, head 0".
   void AddRow(std::span<const float> got, std::span<const float> want, double max_v,
               const std::string& where);
   void AddLse(float got, float want, const std::string& where);

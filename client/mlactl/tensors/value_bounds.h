@@ -1,6 +1,6 @@
-// The largest |V| that each row of a sequence attends to, the scale of an absolute bound on its
-// outputs. V is the latent part of the KV rows for ABSORBED and that times W_UV for
-// EXPANDED, over all heads of the layer.
+// Computes the largest |V| among the rows to which each row of a sequence attends: the scale of an
+// absolute bound on its outputs. V is the latent part of the KV rows for ABSORBED and that times
+// W_UV for EXPANDED, over all heads of the layer.
 #ifndef MLA_CLIENT_MLACTL_TENSORS_VALUE_BOUNDS_H_
 #define MLA_CLIENT_MLACTL_TENSORS_VALUE_BOUNDS_H_
 
@@ -14,12 +14,12 @@
 
 namespace mla::mlactl {
 
-// W_UV of one model. Threading: not thread-safe.
+// Keeps W_UV of one model. Threading: not thread-safe.
 class ValueProjection final {
  public:
   explicit ValueProjection(const v1::ModelSpec& model);
 
-  // `weights`: the bytes of UploadWeightsRequest.Chunk: bf16 W_UK, then W_UV.
+  // `weights` has the bytes of UploadWeightsRequest.Chunk: bf16 W_UK, then W_UV.
   void Add(uint32_t layer, uint32_t head_begin, uint32_t head_count,
            std::span<const std::byte> weights);
   // Returns the largest |V| that one row of latent values has after the projection; 0 without
@@ -32,7 +32,7 @@ class ValueProjection final {
   std::vector<float> row_;                  // [v]
 };
 
-// Rows of one sequence. Copyable: a fork is a copy.
+// Keeps the bounds of one sequence's rows. Copyable: a fork is a copy.
 class ValueBounds final {
  public:
   explicit ValueBounds(uint32_t layers) : layers_(layers) {}
@@ -55,7 +55,7 @@ class ValueBounds final {
   std::vector<Layer> layers_;
 };
 
-// `count` values of `bytes`, which are bf16 or fp32.
+// Converts `count` values of `bytes`, which are bf16 or fp32.
 std::vector<float> ToFloats(std::span<const std::byte> bytes, v1::DType dtype);
 
 }  // namespace mla::mlactl

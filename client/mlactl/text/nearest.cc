@@ -9,7 +9,7 @@ namespace {
 constexpr size_t kMostLetters = 64;  // of a word that is looked at
 constexpr size_t kLettersPerDifference = 3;
 
-// Edits that make `b` of `a`, where a swap of neighbours counts as one.
+// Returns the number of edits that turn `a` into `b`, where a swap of neighbours counts as one.
 size_t Differences(const std::string& a, const std::string& b) {
   std::vector<std::vector<size_t>> cost(a.size() + 1, std::vector<size_t>(b.size() + 1));
   for (size_t i = 0; i <= a.size(); ++i) cost[i][0] = i;

@@ -1,4 +1,4 @@
-// The word that was most likely meant by one that is not known.
+// Finds the word that was most likely meant by an unknown one.
 #ifndef MLA_CLIENT_MLACTL_TEXT_NEAREST_H_
 #define MLA_CLIENT_MLACTL_TEXT_NEAREST_H_
 

@@ -1,4 +1,4 @@
-// Numbers for people.
+// Writes and reads numbers with units, for people.
 #ifndef MLA_CLIENT_MLACTL_TEXT_UNITS_H_
 #define MLA_CLIENT_MLACTL_TEXT_UNITS_H_
 

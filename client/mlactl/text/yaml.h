@@ -1,4 +1,4 @@
-// The same values as YAML.
+// Writes the values of a JSON document as YAML.
 #ifndef MLA_CLIENT_MLACTL_TEXT_YAML_H_
 #define MLA_CLIENT_MLACTL_TEXT_YAML_H_
 

@@ -52,7 +52,8 @@ Sizing SizeUp(const ModelSize& model, const Load& load) {
   size.server_sessions = load.memory_bytes / session_bytes;
   size.servers_for_memory =
       size.server_sessions == 0 ? 0 : Parts(double(load.sessions), double(size.server_sessions));
-  // EXPANDED: queries of nope and rotated part, one KV row, outputs of v, all bf16.
+  // EXPANDED sends, in bf16, queries of nope and rotated part and one KV row, and gets outputs of
+  // v.
   const auto query = static_cast<uint64_t>(model.nope + model.rope);
   const auto row = static_cast<uint64_t>(model.lora + model.rope);
   size.step_bytes = layers * kBf16Bytes * (heads * (query + static_cast<uint64_t>(model.v)) + row);

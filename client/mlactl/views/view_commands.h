@@ -1,4 +1,4 @@
-// Commands that show more than one reply of a server: version, top, size, contexts.
+// Adds the commands that show more than one reply of a server: version, top, size, contexts.
 #ifndef MLA_CLIENT_MLACTL_VIEWS_VIEW_COMMANDS_H_
 #define MLA_CLIENT_MLACTL_VIEWS_VIEW_COMMANDS_H_
 

@@ -1,6 +1,6 @@
-// Bytes that gRPC reads where they are. It gives them back after they have gone to the connection,
-// from whichever thread writes there, and their memory is used again: a large buffer that comes
-// from the heap each time costs as much as its copy.
+// Buffers that gRPC reads in place. It gives them back after they have gone to the connection, from
+// whichever thread writes there, and their memory is used again: a large buffer that comes from the
+// heap each time costs as much as its copy.
 //
 // Threading: any thread. Slices may outlive the object.
 #ifndef MLA_PROTO_WIRE_CALLS_REUSED_BYTES_H_
@@ -20,7 +20,8 @@ namespace mla::wire {
 
 class ReusedBytes final {
  public:
-  // Returned buffers that are kept. A call has one on its way and one that is being filled.
+  // At most this number of returned buffers is kept. A call has one on its way and one that is
+  // being filled.
   static constexpr size_t kKept = 2;
 
   // Takes `bytes`, and leaves a returned buffer there, with its old size and contents, or an empty

@@ -1,4 +1,4 @@
-// A call that streams messages, whose other end may send anything.
+// Runs a call that streams messages, whose other end may send anything.
 //
 // The generated stubs must not be used for such calls. Their synchronous writer ends the process if
 // a server's reply is not a message of the contract. Their callbacks take such a reply for a good
@@ -56,7 +56,7 @@ class StreamCall final {
   // was too large to be sent. REQUIRES: WritesDone was called, and Read has returned false or the
   // call is cancelled. Once.
   grpc::Status Finish();
-  // For a call whose server answers with one message: ends the requests, reads that message, and
+  // Ends the requests of a call whose server answers with one message, reads that message, and
   // returns the status of the call. INTERNAL if a server that reports OK has sent no message, more
   // than one, or malformed bytes; `reply` is meaningless unless the status is OK.
   grpc::Status FinishWith(google::protobuf::MessageLite* reply);

@@ -1,5 +1,5 @@
-// Eight-bit floats on the wire: OCP e4m3fn codes (exponent bias 7, largest 448, NaN 0x7f and 0xff,
-// no infinity) together with fp32 scales. A value is its code times its scale.
+// Encodes and decodes eight-bit floats on the wire: OCP e4m3fn codes (exponent bias 7, largest 448,
+// NaN 0x7f and 0xff, no infinity) together with fp32 scales. A value is its code times its scale.
 //
 // Scales that EncodeFp8 chooses are powers of two, so its values are decoded to bf16 without
 // another rounding. Let L be the largest value that shares a scale. A value of at least L * 2^-13
@@ -19,7 +19,7 @@ namespace mla::wire {
 inline constexpr float kSmallestFp8Scale = 0x1p-100f;
 inline constexpr float kLargestFp8Scale = 0x1p72f;
 
-// False for NaN, too.
+// Returns false for NaN, too.
 constexpr bool IsFp8Scale(float scale) {
   return scale >= kSmallestFp8Scale && scale <= kLargestFp8Scale;
 }
@@ -51,10 +51,10 @@ float Fp8ScaleOf(const float* values, size_t count);
 // Writes the codes of `count` values and returns their scale, Fp8ScaleOf.
 float EncodeFp8(const float* values, size_t count, uint8_t* codes);
 
-// Codes times scale, rounded to bf16 (nearest, ties to even). A code that is NaN becomes NaN.
-// REQUIRES IsFp8Scale(scale).
+// Decodes codes times scale, rounded to bf16 (nearest, ties to even). A code that is NaN becomes
+// NaN. REQUIRES IsFp8Scale(scale).
 void DecodeFp8(const uint8_t* codes, size_t count, float scale, uint16_t* bf16);
-// As above, to fp32.
+// Decodes codes times scale to fp32.
 void DecodeFp8(const uint8_t* codes, size_t count, float scale, float* values);
 
 }  // namespace mla::wire

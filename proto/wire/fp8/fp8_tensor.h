@@ -1,5 +1,5 @@
-// Layout of a DTYPE_F8_E4M3 tensor on the wire: the codes of all vectors, row-major, then an fp32
-// scale for each part of each vector, without padding between them.
+// The layout of a DTYPE_F8_E4M3 tensor on the wire: the codes of all vectors, row-major, then an
+// fp32 scale for each part of each vector, without padding between them.
 //
 //   EXPANDED query head   1 part:   nope + rotated values
 //   ABSORBED query head   2 parts:  latent values | rotated values
@@ -27,7 +27,7 @@ struct Fp8Tensor {
   }
   constexpr int64_t dim() const { return int64_t{parts[0]} + parts[1] + parts[2]; }
   constexpr int64_t values() const { return vectors * dim(); }
-  // As sent. REQUIRES: no overflow.
+  // Returns the bytes of the tensor as it is sent. REQUIRES: no overflow.
   constexpr int64_t bytes() const { return values() + vectors * scales() * int64_t{sizeof(float)}; }
 };
 

@@ -1,4 +1,4 @@
-// Several frames in one active message of UCX, so that one doorbell rings for all of them
+// Packs several frames into one active message of UCX, so that one doorbell rings for all of them
 // (docs/rdma.md). The message's header is a list: for each frame a BatchedFrame, its header, and
 // its payload. One frame's payload may be the message's own instead, which is not copied.
 //
@@ -16,10 +16,10 @@
 
 namespace mla::wire {
 
-// Number of the active message, in both directions.
+// The id of the active message, in both directions.
 inline constexpr unsigned kUcxBatchId = 2;
-// All bytes of a list. UCX takes headers of that size over its transports; where it does not, no
-// frames are batched.
+// A list has at most this number of bytes. UCX takes headers of that size over its transports;
+// where it does not, no frames are batched.
 inline constexpr size_t kMostBatchBytes = 4096;
 // A payload above this is not copied into the list.
 inline constexpr size_t kMostBatchedPayload = 1024;
@@ -97,7 +97,7 @@ class BatchReader final {
     rest_ = rest.subspan(lengths.header_bytes + payload_bytes);
     return !frame->payload_follows || !std::exchange(carries_, true);
   }
-  // True if one of the frames was that of the message's payload.
+  // Returns true if one of the frames had the message's payload.
   bool carries() const { return carries_; }
 
  private:

@@ -18,7 +18,7 @@ constexpr size_t kMostHeaderBytes = 8192;
 
 using Nonce = std::array<unsigned char, kNonceBytes>;
 
-// Once for each key, because a direction's numbers never repeat.
+// A nonce is used once with each key, because a direction's numbers never repeat.
 Nonce NonceOf(uint64_t number, uint8_t part) {
   Nonce nonce{};
   std::memcpy(nonce.data(), &number, sizeof(number));

@@ -1,7 +1,7 @@
-// Encryption of frames over UCX: AES-256-GCM, with keys that both ends derive from a secret which
-// gRPC has carried. A header travels as its frame's number in this direction (8 bytes, little
-// endian), the ciphertext of the header and of its payload's tag, and a tag. A payload travels as
-// ciphertext of its own size.
+// Encrypts frames over UCX by AES-256-GCM, with keys that both ends derive from a secret which gRPC
+// has carried. A header travels as its frame's number in this direction (8 bytes, little endian),
+// the ciphertext of the header and of its payload's tag, and a tag. A payload travels as ciphertext
+// of its own size.
 //
 // A process that lacks the secret can neither read nor make nor change a frame. One that is sent
 // again has a number that the receiver of the ring has seen. Threading: none.
@@ -24,11 +24,11 @@ using UcxSecret = std::array<uint8_t, kUcxSecretBytes>;
 class FrameSeal final {
  public:
   static constexpr size_t kTagBytes = 16;
-  // Bytes that a sealed header is longer.
+  // A sealed header is longer by this number of bytes.
   static constexpr size_t kOverhead = sizeof(uint64_t) + 2 * kTagBytes;
 
   enum class Sender : uint8_t { kClient, kServer };
-  // For the frames that `sender` sends.
+  // Makes the seal for the frames that `sender` sends.
   FrameSeal(const UcxSecret& secret, Sender sender);
 
   // A frame is opened in two parts, since its header says where the payload goes.

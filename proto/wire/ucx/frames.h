@@ -1,4 +1,4 @@
-// Frames of a command ring that is carried over UCX, byte by byte (docs/rdma.md).
+// The frames of a command ring that is carried over UCX, byte by byte (docs/rdma.md).
 //
 // Frames are active messages of UCX between the workers of a client and of the server's side. Each
 // has one of the headers below and a payload. The client has a mirror of the server's region
@@ -38,7 +38,7 @@
 namespace mla::wire {
 
 inline constexpr uint32_t kUcxVersion = 1;
-// Number of the active message, in both directions.
+// The id of the active message, in both directions.
 inline constexpr unsigned kUcxFrameId = 1;
 inline constexpr size_t kUcxTokenBytes = 16;
 inline constexpr size_t kUcxMostAddressBytes = 16384;
@@ -46,7 +46,8 @@ inline constexpr size_t kUcxMostKeyBytes = 4096;
 
 using UcxToken = std::array<uint8_t, kUcxTokenBytes>;
 
-// Client to server: an entry. Payload: its input tensors, or its message with the tails in front.
+// The client sends this to the server for an entry. Payload: its input tensors, or its message with
+// the tails in front.
 struct UcxRequestFrame {
   UcxToken token;
   uint64_t number;
@@ -55,8 +56,8 @@ struct UcxRequestFrame {
   SubmissionEntry entry;
 };
 
-// Server to client. Payload: the outputs of an attend, at the place that the request named; or a
-// message, at entry.message_offset.
+// The server sends this to the client. Payload: the outputs of an attend, at the place that the
+// request named; or a message, at entry.message_offset.
 struct UcxCompletionFrame {
   UcxToken token;
   uint64_t number;
@@ -64,7 +65,8 @@ struct UcxCompletionFrame {
   CompletionEntry entry;
 };
 
-// Client to server, once: memory for outputs. Payload: its key, as UCX packs it.
+// The client sends this to the server, once: its memory for outputs. Payload: its key, as UCX packs
+// it.
 struct UcxKeyFrame {
   UcxToken token;
   uint64_t address;  // of the arena of the client's mirror, in the client's process

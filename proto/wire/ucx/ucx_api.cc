@@ -8,7 +8,7 @@ namespace mla::wire {
 namespace {
 
 constexpr char kLibrary[] = "libucp.so.0";
-// The first version with the active messages of today (ucp_worker_set_am_recv_handler, 1.10) and
+// The first version with today's active messages (ucp_worker_set_am_recv_handler, 1.10) and
 // ucp_mem_map's present rules.
 constexpr unsigned kLeastMajor = 1, kLeastMinor = 12;
 

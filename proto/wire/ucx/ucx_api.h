@@ -52,7 +52,7 @@ struct UcxApi {
 // library is never closed. Any thread.
 absl::StatusOr<UcxApi> OpenUcxApi(const std::string& library);
 
-// "1.13.1", of the library.
+// Returns the version of the library, such as "1.13.1".
 std::string UcxVersionText(const UcxApi& api);
 
 }  // namespace mla::wire

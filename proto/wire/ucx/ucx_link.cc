@@ -20,7 +20,7 @@
 namespace mla::wire {
 namespace {
 
-// The interface that this code uses; newer libraries keep it.
+// The version of the interface that this code uses; newer libraries keep it.
 constexpr unsigned kApiMajor = 1, kApiMinor = 12;
 // Closing an endpoint by force waits for no peer; UCX may still need some rounds.
 constexpr std::chrono::milliseconds kCloseWait{500};
@@ -98,7 +98,7 @@ ucp_request_param_t ParamOf(ucp_send_nbx_callback_t done, void* user_data,
 
 }  // namespace
 
-// A message under way. UCX reads the header of one that is sent until that is complete.
+// A message that is under way. UCX reads the header of one that is sent until that is complete.
 struct UcxLink::Message {
   UcxLink* link = nullptr;
   unsigned id = kUcxFrameId;
@@ -215,7 +215,7 @@ UcxLink::~UcxLink() {
   if (context_ != nullptr) api_.cleanup(context_);
 }
 
-// `access` 0: all that UCX gives by itself.
+// With `access` 0 the memory gets all rights that UCX gives by default.
 absl::Status UcxLink::Map(std::span<std::byte> memory, unsigned access, UcxMemoryKind kind,
                           ucp_mem_h* handle) {
   ucp_mem_map_params_t params{};

@@ -1,4 +1,4 @@
-// One connection over UCX: a context, a worker and an endpoint, which carry frames.
+// One connection over UCX, which carries frames: a context, a worker and an endpoint.
 //
 //   auto link = UcxLink::Open(api, options, &receiver);
 //   (*link)->Connect(address of the peer);  // who has got (*link)->address()
@@ -52,7 +52,7 @@ struct UcxLinkOptions {
   bool puts = false;
 };
 
-// Kinds of memory that UCX tells apart.
+// The kinds of memory that UCX tells apart.
 enum class UcxMemoryKind : uint8_t { kHost, kCuda, kRocm };
 
 // Memory of one side that the other may put payloads into.
@@ -90,7 +90,7 @@ class UcxLink final {
   // The peer takes frames that travel together (frame_batch.h). Does nothing if UCX takes no
   // headers of that size. Links receive such frames in any case.
   void BatchFrames();
-  // Once. The connection is made by the first frame.
+  // Call it once. The connection is made by the first frame.
   absl::Status Connect(std::string_view address);
 
   // `payload` must stay unchanged until OnSent(tag), which Send may call itself. REQUIRES: the
@@ -108,7 +108,8 @@ class UcxLink final {
   // FAILED_PRECONDITION: this UCX does not know that kind. REQUIRES: options.puts.
   absl::StatusOr<UcxTarget> Offer(std::span<std::byte> memory,
                                   UcxMemoryKind kind = UcxMemoryKind::kHost);
-  // OK if UCX registers memory of this kind; FAILED_PRECONDITION names the kinds that it knows.
+  // Returns OK if UCX registers memory of this kind; FAILED_PRECONDITION names the kinds that it
+  // knows.
   absl::Status Knows(UcxMemoryKind kind) const;
   // Payloads may be put into this memory of the peer from now on. INVALID_ARGUMENT: its key is too
   // long, or it has no addresses. REQUIRES: options.puts, no Encrypt, after Connect, once for each
@@ -157,7 +158,7 @@ class UcxLink final {
   Message* TakeMessage(std::span<const std::byte> header);
   void Arrived(Message* message);
   void ReturnMessage(Message* message);
-  // The arguments that UCX has given to a handler.
+  // The arguments with which UCX has called a handler.
   struct Arrival {
     std::span<const std::byte> header;
     void* data;
@@ -193,12 +194,13 @@ class UcxLink final {
   uint64_t messages_sent_ = 0;
   bool batches_ = false;
   int holds_ = 0;
-  // Frames that are held back: their list, their tags, the payload of the first, and the message's.
+  // The frames that are held back: their list, their tags, the payload of the first one, and the
+  // payload of the message.
   FrameBatch batch_;
   std::vector<uint64_t> batch_tags_;
   std::span<const std::byte> first_payload_, carried_;
   std::optional<FrameSeal> seals_, opens_;  // of Encrypt
-  // The peer's memory.
+  // The memory of the peer, with its key.
   struct Remote {
     ucp_rkey_h key = nullptr;
     uint64_t address = 0, bytes = 0;
