@@ -1,6 +1,6 @@
-// Time as the scheduler sees it: a monotonic count of nanoseconds that tests replace, so that a
-// test decides when leases and deadlines pass. The zero point is arbitrary; only differences mean
-// anything. Changes of the wall clock have no effect on it.
+// Gives the time as the scheduler sees it: a monotonic count of nanoseconds that tests replace, so
+// that a test decides when leases and deadlines pass. The zero point is arbitrary; only differences
+// mean anything. Changes of the wall clock have no effect on it.
 //
 // Threading: Now may be called from any thread, on every implementation.
 #ifndef MLA_SCHEDULER_CLOCK_H_

@@ -1,4 +1,4 @@
-// The engine: one role that owns scheduler and cache state and drives the backend.
+// The engine owns all state of scheduler and cache and drives the backend, under one role.
 //
 // The holder of the role (one mutex) runs the engine. Under load a dedicated thread keeps it: while
 // a launch runs, arrivals collect in the bounded inbox, and when it ends everything ready goes
@@ -51,9 +51,9 @@ struct EngineOptions {
   // most this work run on the submitting thread when the engine is idle; the engine's thread runs
   // larger ones. 0: never on the submitting thread.
   int64_t inline_work = int64_t{1} << 22;
-  // At least inline_work. A device launch of at most this work is awaited by the submitting thread
-  // too, as long as that thread is idle (Submitter) and no other thread wants the engine. After
-  // that the engine's thread awaits it.
+  // Must be at least inline_work. A device launch of at most this work is awaited by the submitting
+  // thread too, as long as that thread is idle (Submitter) and no other thread wants the engine.
+  // After that the engine's thread awaits it.
   int64_t awaited_work = int64_t{1} << 24;
   bool dedicated_thread = true;  // false: tests step the engine by hand through Poll
   // Leases do not count time in which the process did not run; this needs the thread. Set it to
@@ -63,12 +63,13 @@ struct EngineOptions {
   // Yields sequence ids. Null, as production needs: unpredictable ids. Set it for runs that must
   // repeat exactly.
   std::function<uint64_t()> ids;
-  // Secret of the prefix keys. None, as production needs: an unpredictable one.
+  // The secret of the prefix keys. None, as production needs: an unpredictable one.
   std::optional<kvcache::PrefixSecret> prefix_secret;
   // File of the slowest tier (Limits::file_tier_bytes), in an existing folder; empty: no file tier.
   std::string tier_path;
-  // Threads that seal and check page groups entering or leaving the slower tiers, and that read and
-  // write the file. 0: the engine's thread does this, so that runs can be repeated exactly.
+  // The number of threads that seal and check page groups which enter or leave the slower tiers,
+  // and that read and write the file. 0: the engine's thread does this, so that runs can be
+  // repeated exactly.
   int32_t tier_threads = 2;
 };
 
@@ -76,8 +77,8 @@ class Clock;  // scheduler/clock.h
 
 class Engine {
  public:
-  // Configures the backend from the limits. INVALID_ARGUMENT names a bad limit; RESOURCE_EXHAUSTED
-  // when the backend cannot provide the memory. `clock` outlives the engine.
+  // Makes an engine and configures the backend from the limits. INVALID_ARGUMENT names a bad limit;
+  // RESOURCE_EXHAUSTED when the backend cannot provide the memory. `clock` outlives the engine.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
       Clock* clock);
@@ -111,7 +112,8 @@ class Engine {
                                           std::span<const float> sinks = {});
   absl::Status UnregisterModel(const std::string& tenant, const std::string& id);
   std::vector<ModelInfo> ListModels(const std::string& tenant);
-  // For operators: models of all tenants, sorted by tenant and id. Takes FindModel's lock.
+  // For operators: returns the models of all tenants, sorted by tenant and id. Takes FindModel's
+  // lock.
   std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> AllModels();
   // For transports that need sizes before the engine sees a request; holds a lock only briefly.
   std::shared_ptr<const ModelSpec> FindModel(const std::string& tenant, const std::string& id);
@@ -131,7 +133,7 @@ class Engine {
   absl::Status LoadWeights(const std::string& tenant, const std::string& id, UploadId upload,
                            int32_t layer, int32_t head_begin, int32_t head_count,
                            std::span<const std::byte> w_uk_w_uv);
-  // As above, for one head of W_UQ or W_O (AttentionBackend::LoadProjected).
+  // Loads one head of W_UQ or W_O (AttentionBackend::LoadProjected), like LoadWeights.
   absl::Status LoadProjected(const std::string& tenant, const std::string& id, UploadId upload,
                              kernels::ProjectedPart part, int32_t layer, int32_t head,
                              std::span<const kernels::Bf16> weights);
@@ -144,8 +146,8 @@ class Engine {
   // Undoes a RegisterModel of the caller that has made the model, unless another call has
   // registered it since or a sequence of it is open.
   void WithdrawModel(const std::string& tenant, const std::string& id);
-  // For operators: the models of all tenants that have all their weights, or all their sinks. Of
-  // models that share their weights, one.
+  // For operators: returns the models of all tenants that have all their weights, or all their
+  // sinks. Of models that share their weights, one.
   std::vector<HeldWeights> AllWeights();
   // Copy weights of one head out, bit for bit as LoadWeights (W_UK, then W_UV) and LoadProjected
   // got them; `weights` has exactly ModelSpec::head_elements. NOT_FOUND if `model` is not
@@ -187,8 +189,9 @@ class Engine {
   // The rows have arrived: the sequence has them from now on. Rows from `not_finite_from` on may
   // hold NaN or infinity; kAllFinite says that none do.
   static constexpr int64_t kAllFinite = SequenceState::kAllFinite;
-  // `state`, if not null: the declared contents of the rows, as before a restart; contents beyond
-  // the bounds of declared rows are left out. `tail`: the tail that came with the rows, if any.
+  // `state`, if not null, has the declared contents of the rows, as before a restart; contents
+  // beyond the bounds of declared rows are left out. `tail`: the tail that came with the rows, if
+  // any.
   absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
                                          int64_t not_finite_from,
                                          const SequenceState* state = nullptr,
@@ -227,7 +230,7 @@ class Engine {
   // than Limits::max_lease_ms, and sequence_ms and step_ms are above 0.
   void SetDefaultLeases(const DefaultLeases& leases);
   absl::Status Healthy();  // AttentionBackend::Healthy
-  // AttentionBackend::StuckCall. Does not take the role, because a stuck call may hold it.
+  // Returns AttentionBackend::StuckCall. Does not take the role, because a stuck call may hold it.
   std::string StuckCall() const;
   // Returns memory that the backend's copies can reach directly, for staging requests and replies.
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes);

@@ -1,4 +1,4 @@
-// The values that cross the engine's interface: arguments, answers, figures and reports.
+// Declares the values that cross the engine's interface: arguments, answers, figures and reports.
 #ifndef MLA_SCHEDULER_ENGINE_TYPES_H_
 #define MLA_SCHEDULER_ENGINE_TYPES_H_
 
@@ -31,7 +31,7 @@ using kvcache::PageMove;
 using kvcache::PageTags;
 using kvcache::SequenceState;
 
-// Bytes that a worker stores with a sequence in addition to its rows and entries
+// Bytes that a worker stores with a sequence in addition to the rows and entries
 // (mla.v1.EndStep.tails). The engine never reads them. Sequences, forks and exports share a tail;
 // it counts against the tenant until the last of them is gone. The creator of a tail writes it
 // before the engine gets it.
@@ -45,14 +45,14 @@ struct Tail {
   const TenantUse use;
 };
 
-// The tail of a sequence, and the length of the sequence for which it was stored.
+// The tail of a sequence, with the length of the sequence for which it was stored.
 struct SequenceTail {
   int64_t position = 0;
   std::shared_ptr<const Tail> tail;
   uint64_t serial = 0;  // a new tail of the sequence has a higher serial than the old one
 };
 
-// Lease lengths for clients that ask for none. A running engine takes other ones over.
+// The lease lengths for clients that ask for none. A running engine takes other ones over.
 struct DefaultLeases {
   int64_t sequence_ms = 0, model_ms = 0, step_ms = 0;  // as in Limits
 };
@@ -76,14 +76,14 @@ struct SequenceInfo {
   std::optional<int64_t> tail_position;  // absent: no tail
 };
 
-// Memory that an engine takes.
+// The memory that an engine takes.
 struct EngineBytes {
   int64_t host = 0;
   int64_t device = 0;  // 0 if the backend computes in host memory
   int64_t sum() const { return host + device; }
 };
 
-// The contents that rows stand for: token ids, or keys of 32 bytes for whole pages.
+// Says what rows stand for: token ids, or keys of 32 bytes for whole pages.
 struct PrefixArgs {
   std::vector<uint32_t> token_ids = {};
   std::vector<std::string> page_keys = {};
@@ -116,7 +116,7 @@ struct MatchArgs {
   int64_t most_wait_ms = std::numeric_limits<int64_t>::max();  // see OpenArgs
 };
 
-// Wishes that a client has for cached rows. Numbered as mla.v1.HintKind.
+// The wishes that a client may have for cached rows. Numbered as mla.v1.HintKind.
 enum class HintKind : uint8_t {
   kPin = 1,   // they stay in the pool for ttl_ms; 0 ends the pin
   kRetain,    // they go later than others
@@ -135,7 +135,7 @@ struct HintArgs {
   int32_t priority = 0;  // 0 .. PrefixCache::kMostPriority
 };
 
-// Result of a hint. Numbered as mla.v1.HintOutcome.
+// The result of a hint. Numbered as mla.v1.HintOutcome.
 enum class HintOutcome : uint8_t { kAccepted = 1, kClipped, kDeferred, kRefused };
 
 struct HintAnswer {
@@ -178,18 +178,18 @@ struct SequenceList {
   std::vector<std::pair<SequenceId, std::string>> moved;
 };
 
-// A sequence and the tenant that owns it.
+// A sequence, with the tenant that owns it.
 struct TenantSequence {
   std::string tenant;
   SequenceInfo info;
 };
 
-// Contents and traffic of a slower tier.
+// The contents and the traffic of one slower tier.
 struct TierFigures {
   int64_t bytes_total = 0, bytes_used = 0, groups = 0;
   uint64_t groups_in = 0, bytes_in = 0;    // copies that were put there
   uint64_t groups_out = 0, bytes_out = 0;  // page groups that came back from there to the pool
-  // Total time of these moves, each from its beginning to its end.
+  // The total time of these moves, each from its beginning to its end.
   int64_t ns_in = 0, ns_out = 0;
   uint64_t dropped = 0;  // copies whose room was needed
   // Copies that failed their check when they were read back.
@@ -215,14 +215,15 @@ struct EngineStats {
   int64_t kv_bytes_total = 0, kv_bytes_used = 0, page_groups_used = 0, page_groups_shared = 0;
   int64_t page_groups_free = 0;
   uint64_t copies_on_write = 0, kv_bytes_copied = 0, page_groups_scrubbed = 0;
-  // Given back, but kept until the page work on them is done; counted neither as used nor as free.
+  // These groups were given back, but are kept until the page work on them is done; they count
+  // neither as used nor as free.
   int64_t page_groups_pinned = 0, kv_bytes_pinned = 0;
   // Page groups handed out, and given back by reason; the two differ by page_groups_used +
   // page_groups_cached.
   uint64_t page_groups_taken = 0;
   uint64_t page_groups_released = 0, page_groups_expired = 0, page_groups_truncated = 0;
   uint64_t page_groups_uncommitted = 0, page_groups_evicted = 0;
-  // Held by the prefix cache alone; counted neither as used nor as free.
+  // Only the prefix cache holds these groups; they count neither as used nor as free.
   int64_t page_groups_cached = 0, kv_bytes_cached = 0;
   int64_t page_groups_kept = 0, kv_bytes_kept = 0;  // by pins of hints
   kvcache::PrefixStats prefix;
@@ -241,14 +242,15 @@ struct EngineStats {
   kernels::HostWork host_work;
 };
 
-// One launch, as reported to the observer after it completed. Durations in nanoseconds.
+// Reports one launch to the observer after it has completed. Durations in nanoseconds.
 struct LaunchReport {
   int32_t requests = 0, records = 0, layers = 0, clients = 0;
   int32_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
   int32_t slices_fused = 0;         // requests that were computed as one with their siblings
   int32_t slice_waits_expired = 0;  // times that a sibling slice did not come in time
   int32_t slice_waits_skipped = 0;  // times that such a sibling was not waited for again
-  // 1: computed in the absorbed form, because the expanded one needs too many rounds
+  // 1 if the launch was computed in the absorbed form because the expanded one needs too many
+  // rounds
   int32_t rounds_refused = 0;
   int64_t kv_bytes_read = 0;  // KV rows that the records cover, each record once
   int64_t schedule_ns = 0;    // time for choosing the batch, recording it and finding its plan
@@ -262,7 +264,7 @@ struct LaunchReport {
   bool ok = true;
 };
 
-// One request, as reported to the observer once its answer is delivered. Durations in nanoseconds.
+// Reports one request to the observer once its answer is delivered. Durations in nanoseconds.
 struct RequestReport {
   RequestKind kind;
   bool ok;

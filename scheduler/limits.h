@@ -1,6 +1,6 @@
-// Every bound of the scheduler in one place, with its reason and default. Nothing in the server
-// grows past these bounds. All buffers are sized from them at start, and the server refuses to
-// start when their sum exceeds memory.
+// Holds every bound of the scheduler in one place, with its reason and default. Nothing in the
+// server grows past these bounds. All buffers are sized from them at start, and the server refuses
+// to start when their sum exceeds memory.
 #ifndef MLA_SCHEDULER_LIMITS_H_
 #define MLA_SCHEDULER_LIMITS_H_
 
@@ -12,11 +12,11 @@
 
 namespace mla::scheduler {
 
-// An entry of a page table counts 256-byte granules of the pool in 32 bits.
+// The bound follows from page tables, whose entries count 256-byte granules of the pool in 32 bits.
 inline constexpr int64_t kMostKvCacheBytes = int64_t{1} << 40;
 
-// Length of another server's address: bounded so that an answer which names it fits a reply slot of
-// a ring.
+// Bounds the length of another server's address, so that an answer which names it fits a reply slot
+// of a ring.
 inline constexpr size_t kMostPeerBytes = 128;
 // When to repeat a call whose sequence may be on its way to another server.
 inline constexpr int64_t kMovingRetryMs = 100;

@@ -1,4 +1,4 @@
-// A registered model as the scheduler and the transports see it; immutable.
+// Describes a registered model as the scheduler and the transports see it; immutable.
 #ifndef MLA_SCHEDULER_MODEL_H_
 #define MLA_SCHEDULER_MODEL_H_
 
@@ -107,7 +107,7 @@ struct ModelSpec {
   static constexpr int32_t kWindowPageRows = 64;
 };
 
-// The sink of a head without one.
+// The sink of a head that has no sink.
 inline constexpr float kNoSink = -std::numeric_limits<float>::infinity();
 
 // The layers and heads of an upload of sinks. A count of 0 means all from the first one on.
@@ -121,8 +121,8 @@ struct SinkSlice {
 // Identifies one upload of weights; never 0, and not reused while the model lives.
 using UploadId = uint64_t;
 
-// A model whose weights are all there, or all its sinks if it has a window. Weights stay the same
-// as long as the model is registered.
+// A model that has all its weights, or all its sinks if it has a window. Weights stay the same as
+// long as the model is registered.
 struct HeldWeights {
   std::string tenant;
   std::shared_ptr<const ModelSpec> spec;  // identifies the registration, too

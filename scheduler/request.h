@@ -33,7 +33,8 @@ using SequenceId = uint64_t;  // random, never 0
 
 enum class Profile : uint8_t { kAbsorbed, kExpanded, kAppendOnly, kProjected };
 
-// True for profiles whose queries are in the expanded form, as sent or as projected by the server.
+// Returns true for profiles whose queries are in the expanded form, as sent or as projected by the
+// server.
 constexpr bool IsExpanded(Profile profile) {
   return profile == Profile::kExpanded || profile == Profile::kProjected;
 }
@@ -49,8 +50,8 @@ struct StepSequenceArgs {
 
 inline int64_t StartOf(const StepSequenceArgs& sequence) { return sequence.start_position; }
 
-// Positions of a step's rows in their sequences, as in its BeginStep. Shared, so that a request can
-// refer to the positions for which its index lists were checked.
+// The positions of a step's rows in their sequences, as in its BeginStep. Shared, so that a request
+// can refer to the positions for which its index lists were checked.
 using StepPositions = std::shared_ptr<const std::vector<StepSequenceArgs>>;
 
 struct Tail;  // scheduler/engine_types.h
@@ -136,13 +137,13 @@ struct AttendArgs {
   int32_t* lists_out = nullptr;
 };
 
-// True if the launch writes log-sum-exps to the client's host memory.
+// Returns true if the launch writes log-sum-exps to the client's host memory.
 inline bool WantsLseOnHost(const AttendArgs& args) { return args.want_lse && !args.on_device; }
 
-// True if the rows attend to the positions of index lists only.
+// Returns true if the rows attend only to the positions of index lists.
 inline bool IsSparse(const AttendArgs& args) { return args.list_begin != nullptr; }
 
-// True if the server's indexer makes the index lists.
+// Returns true if the server's indexer makes the index lists.
 inline bool Selects(const AttendArgs& args) { return args.index_inputs != nullptr; }
 
 // Returns the number of compressed entries, of `ratio` positions each, that rows [begin, end) of a
@@ -207,9 +208,9 @@ enum class HandedBack : uint8_t {
   kLate,  // its launch waited on the device for Limits::ahead_us, and the word did not come
 };
 
-// The place of a request on its way through the engine. A step that no request takes ends the
-// process: the request would be in two lists, or answered twice, and so write into the memory of
-// another request.
+// Tracks the place of a request on its way through the engine. A step that no request takes ends
+// the process: the request would be in two lists, or answered twice, and so write into the memory
+// of another request.
 class RequestState {
  public:
   enum Value : uint8_t {
@@ -255,7 +256,7 @@ class Submitter {
   virtual bool IsIdle() const = 0;
 };
 
-// Fields that the transport fills for every kind of request.
+// The fields that the transport fills for every kind of request.
 struct RequestHeader {
   RequestKind kind = RequestKind::kAttend;
   StreamId stream = 0;
@@ -268,7 +269,7 @@ struct RequestHeader {
   const Submitter* submitter = nullptr;  // null: never idle
 };
 
-// Valid in Done when the status is OK.
+// The results that are valid in Done when the status is OK.
 struct RequestResults {
   int32_t total_rows = 0;  // BeginStep
   int64_t lease_ms = 0;    // BeginStep
@@ -370,7 +371,7 @@ class StreamRequest : public RequestHeader, public RequestResults {
 // Checks how much a step may hold. `participants`: after its default of 1 was applied.
 absl::Status CheckStepBounds(int64_t sequences, int64_t participants, int64_t lease_ms,
                              const Limits& limits);
-// `rows`: all rows of a step together.
+// `rows` counts all rows of a step together.
 absl::Status CheckStepRows(int64_t rows, const Limits& limits);
 
 // The range that an Attend asks for, before its numbers are narrowed.

@@ -49,7 +49,7 @@ namespace mla::scheduler {
 using kvcache::TenantKey;
 inline constexpr TenantKey kNoTenant = 0;
 
-// Resources that are counted for each tenant. Numbered as mla.v1.QuotaResource.
+// The resources that are counted for each tenant. Numbered as mla.v1.QuotaResource.
 enum class Resource : uint8_t {
   kKvBytes = 1,
   kKvSlabBytes,
@@ -90,7 +90,7 @@ const ResourceRow* FindResource(absl::string_view name);
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
-// Indexed by resource.
+// An array that is indexed by resource.
 template <typename T>
 class PerResource {
  public:
@@ -107,7 +107,7 @@ class PerResource {
   std::array<T, kResourceCount> values_{};
 };
 
-// Origin of a bound.
+// Says where a bound comes from.
 enum class BoundSource : uint8_t { kDefault = 1, kConfigured, kRuntime };
 
 // The bounds of one tenant that differ from the defaults.

@@ -1,4 +1,4 @@
-// The contents of one launch: requests, their rows as segments, page work and moves.
+// Holds the contents of one launch: requests, their rows as segments, page work and moves.
 #ifndef MLA_SCHEDULER_BATCHING_BATCH_H_
 #define MLA_SCHEDULER_BATCHING_BATCH_H_
 
@@ -24,7 +24,7 @@ enum class Stage : uint8_t {
   kPrefill,  // no cache
 };
 
-// Consecutive new rows of one sequence at one layer: one record of the launch.
+// Consecutive new rows of one sequence at one layer, which become one record of the launch.
 struct Segment {
   StreamRequest* request = nullptr;  // the first one of fused slices
   const StepEntry* entry = nullptr;
@@ -46,9 +46,9 @@ struct FusedSlices {
   int32_t heads = 0;
 };
 
-// Consecutive rows of one sequence and layer that came in several requests, because a message holds
-// fewer rows than the expanded form starts at. They are computed as one record in that form. A run
-// contains all the rows that its requests launch.
+// Consecutive rows of one sequence and layer that came in several requests, because a message has
+// room for fewer rows than the expanded form starts at. They are computed as one record in that
+// form. A run contains all the rows that its requests launch.
 struct RowRun {
   // In Batch::run_segments, which has a run's segments in the order of their rows.
   int32_t first = 0;
@@ -117,7 +117,8 @@ class RequestCost {
 // (row_runs.cc).
 void FindRowRuns(Batch* batch);
 
-// The most ranges of page work in one launch, because its metadata has room for this many.
+// A launch has at most this number of ranges of page work, because its metadata has room for so
+// many.
 inline constexpr int32_t kPageRanges = 4096;
 
 }  // namespace mla::scheduler

@@ -100,7 +100,8 @@ void BatchPolicy::AddSegments(StreamRequest* request, int32_t rows, int32_t slic
   }
 }
 
-// Pieces of one row and head, at the longest context of the rows that are left.
+// Returns the number of pieces of one row and head, at the longest context of the rows that are
+// left.
 int64_t BatchPolicy::PiecesOf(const StreamRequest& request) const {
   int64_t kv_rows = 0;
   const std::vector<StepEntry>& entries = request.engine.step->entries;
@@ -192,7 +193,7 @@ BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t limi
   for (const StepEntry* entry = EntryOf(*request.engine.step, first); fit.rows < limit; ++entry) {
     const int32_t row = first + fit.rows;
     const int32_t rows = std::min(first + limit, entry->offset + entry->rows) - row;
-    // The largest part of [low, high] rows that fits, or 0.
+    // Returns the largest part of [low, high] rows that fits, or 0.
     const auto largest = [&](int32_t low, int32_t high, bool expands, LaunchUnits* units) {
       int32_t best = 0;
       for (int32_t tried = high; low <= high; tried = low + (high - low) / 2) {
@@ -225,8 +226,8 @@ BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t limi
   return fit;
 }
 
-// All of the first `rows` rows or none. A launch that has nothing else to do takes them even if
-// they exceed its time.
+// Fits all of the first `rows` rows or none. A launch that has nothing else to do takes them even
+// if they exceed its time.
 BatchPolicy::Fit BatchPolicy::FitWhole(const StreamRequest& request, int32_t rows, int32_t heads,
                                        const Round& round) const {
   const Fit fit =
@@ -470,7 +471,7 @@ void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work,
     round.nanos = decodes ? part : nanos;
     if (bulk != nullptr) TakeKind(Kind::kBulk, round);
   }
-  // Slices that came before the one with the KV rows have been passed over.
+  // Passes over the slices that came before the one with the KV rows.
   if (batch.gated && batch.requests.front()->engine.step->participants > 1) {
     TakeKind(Kind::kDecode, round);
     TakeKind(Kind::kBulk, round);

@@ -49,11 +49,11 @@ struct PieceBudget {
 // Chooses batches. Owned by the engine role; allocates nothing once its vectors have grown.
 class BatchPolicy {
  public:
-  // `gather_bytes`: bytes of a launch for the queries and outputs of fused slices, if the backend
-  // needs them next to each other; enough for one row of all heads. `pieces` holds one row of all
-  // heads and the longest context, too. With fixed cuts a request is also cut the same way whatever
-  // else is in its batch: it waits for a launch that takes as many of its rows as it would get
-  // alone.
+  // `gather_bytes` is the memory of a launch for the queries and outputs of fused slices, if the
+  // backend needs them next to each other; it is enough for one row of all heads. `pieces` holds
+  // one row of all heads and the longest context, too. With fixed cuts a request is also cut the
+  // same way whatever else is in its batch: it waits for a launch that takes as many of its rows as
+  // it would get alone.
   BatchPolicy(const Limits& limits, int64_t gather_bytes, const PieceBudget& pieces = {});
   // Lets the policy form runs, because staging brings the rows of several requests together at no
   // cost.
@@ -99,12 +99,12 @@ class BatchPolicy {
     int64_t gather_row_bytes = 0;
     int64_t row_pieces = 0;  // one row, all heads
   };
-  // Rows of a request that fit, and their cost.
+  // The number of a request's rows that fit, and their cost.
   struct Fit {
     int32_t rows = 0;
     LaunchUnits units;
   };
-  // One choice of a batch.
+  // The state of one choice of a batch.
   struct Round {
     WaitingRequests& waiting;
     kvcache::PageWorkQueue& work;

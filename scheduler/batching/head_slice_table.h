@@ -52,7 +52,7 @@ struct SliceGroup {
   bool awaits = false;   // a participant that may come in time is missing
   // When the group could first have gone; 0: its KV rows have not come yet.
   MonotonicNanos since = 0;
-  // The time by which a member has used half of its time before its deadline.
+  // The first time at which a member has used half of its time before its deadline.
   MonotonicNanos latest = 0;
   SliceGroup* next = nullptr;  // next group of the same step and layer
 };

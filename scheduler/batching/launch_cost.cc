@@ -9,8 +9,8 @@ namespace {
 
 // Fixed cost of any launch: submission, wake-ups of workers, small tensors.
 constexpr double kLaunchNanos = 20'000;
-// A rate moves by these shares of the error: kUp after a launch that took longer than predicted,
-// kDown after a shorter one. The header says why they differ.
+// A rate moves by one of these shares of the error: by kUp after a launch that took longer than
+// predicted, by kDown after a shorter one. The header says why they differ.
 constexpr double kUp = 0.7;
 constexpr double kDown = 0.2;
 // One measurement moves a rate by at most this factor: a thread that lost its core does not show

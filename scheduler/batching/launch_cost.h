@@ -98,7 +98,7 @@ class LaunchCost {
   };
   // Returns the rates of the key; valid until the next Observe.
   const Rates& Of(const BatchKey& key) const;
-  // Predicted nanoseconds on the device. A launch without work takes kLaunchNanos.
+  // Returns the predicted nanoseconds on the device. A launch without work takes kLaunchNanos.
   int64_t Nanos(const Rates& rates, const LaunchUnits& units) const;
   int64_t Nanos(const BatchKey& key, const LaunchUnits& units) const {
     return Nanos(Of(key), units);

@@ -1,5 +1,5 @@
-// The weights by which a launch multiplies whole rows of PROJECTED. A GPU has several kernels for
-// each model and layer, and predictions of a launch's time do not have them.
+// Counts the weights by which a launch multiplies whole rows of PROJECTED. A GPU has several
+// kernels for each model and layer, and predictions of a launch's time do not have them.
 #ifndef MLA_SCHEDULER_BATCHING_ROW_PRODUCTS_H_
 #define MLA_SCHEDULER_BATCHING_ROW_PRODUCTS_H_
 
@@ -15,7 +15,7 @@ namespace mla::scheduler {
 
 class RowProducts {
  public:
-  // Models and layers of a launch, at most.
+  // A launch has at most this number of pairs of model and layer.
   static constexpr size_t kMost = 32;
 
   // Returns false if a launch that takes the request would have too many.

@@ -43,7 +43,8 @@ class MoveAnswer {
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-// The model if it is still registered. Being read counts as use, so that its lease does not end.
+// Returns the model if it is still registered. Being read counts as use, so that its lease does not
+// end.
 absl::StatusOr<Model*> FindHeld(EngineCore& core, const HeldWeights& held) {
   MLA_ASSIGN_OR_RETURN(Model* const model,
                        core.models().Use(core.FindTenant(held.tenant), held.spec->id, "model_id"));
@@ -209,7 +210,8 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
     g = model.spec->geometry;
     return models.weights().CheckChunk(model, layer, head_begin, head_count, w_uk_w_uv);
   });
-  // One head at a time, because repacking a chunk of all heads takes as long as many launches.
+  // The loop handles one head at a time, because repacking a chunk of all heads takes as long as
+  // many launches.
   const size_t uk = size_t(g.nope_dim) * g.kv_lora_rank * sizeof(kernels::Bf16);
   const size_t uv = size_t(g.kv_lora_rank) * g.v_dim * sizeof(kernels::Bf16);
   std::vector<std::byte> head(uk + uv);
@@ -462,7 +464,7 @@ absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> Engine::AllocateHost(size_t
 }
 
 absl::Status Engine::RegisterHost(std::span<std::byte> memory) {
-  // Without the role, because it takes a while.
+  // This call does not take the role, because it takes a while.
   return impl_->AnyThread().backend().RegisterHost(memory);
 }
 

@@ -1,5 +1,5 @@
-// The engine without threads: all scheduler and cache state, and the parts that change it, in a
-// form that one thread can step by hand. Engine (engine.h) adds the inbox, the role and the
+// The engine without threads: it holds all scheduler and cache state, and the parts that change it,
+// in a form that one thread can step by hand. Engine (engine.h) adds the inbox, the role and the
 // dedicated thread.
 //
 // EngineCore makes the parts and connects them. StepMachine has streams, steps and launches

@@ -1,5 +1,5 @@
-// The engine's threads: which thread holds the role, and which event wakes which thread. The
-// methods of Engine are written in terms of it (engine.cc); nothing else includes this header.
+// Decides which thread holds the engine's role, and which event wakes which thread. The methods of
+// Engine are written in terms of it (engine.cc); nothing else includes this header.
 #ifndef MLA_SCHEDULER_ENGINE_ENGINE_IMPL_H_
 #define MLA_SCHEDULER_ENGINE_ENGINE_IMPL_H_
 
@@ -29,8 +29,8 @@ namespace mla::scheduler {
 inline constexpr int64_t kLongestSleepNanos = 200'000'000;
 // Launches that a submitting thread runs before it leaves the rest to the engine's thread.
 inline constexpr int kInlineLaunches = 2;
-// A call that takes the role many times yields at most this often in between to threads that wait
-// for it.
+// A call that takes the role many times lets waiting threads in between two of its turns: it yields
+// up to this many times while any thread waits for the role.
 inline constexpr int kYields = 1000;
 
 class Engine::Impl {

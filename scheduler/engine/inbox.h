@@ -14,7 +14,8 @@
 
 namespace mla::scheduler {
 
-// Thread-safe. Push and TakeAll are one atomic operation each; only sleeping takes a lock.
+// Hands requests over between threads. Push and TakeAll are one atomic operation each; only
+// sleeping takes a lock.
 class Inbox {
  public:
   void Push(StreamRequest* request) {

@@ -68,7 +68,7 @@ class SequenceControl final {
                                         uint64_t expected_epoch);
   int32_t Release(const std::string& tenant, std::span<const SequenceId> ids,
                   std::vector<SequenceId>* not_found);
-  // `prefix`: the plan for args.prefix, if args.prefix names the rows.
+  // `prefix` is the plan for args.prefix, if args.prefix names the rows.
   absl::StatusOr<HintAnswer> Hint(const HintArgs& args, const PrefixPlan& prefix);
   int32_t Renew(const SequenceSelection& selection, int64_t lease_ms,
                 std::vector<SequenceId>* not_found);
@@ -83,7 +83,7 @@ class SequenceControl final {
                                                            const PrefixPlan& prefix);
   absl::StatusOr<std::shared_ptr<TierWait>> RestoreForMatch(const MatchArgs& args,
                                                             const PrefixPlan& prefix);
-  // As RestoreForMatch, for the plan's rows from `first_row` on.
+  // Does what RestoreForMatch does, for the plan's rows from `first_row` on.
   std::shared_ptr<TierWait> RestorePrefix(const std::string& tenant, const PrefixPlan& prefix,
                                           int64_t first_row);
 

@@ -212,8 +212,8 @@ absl::Status KvCache::Reserve(std::span<const StepRows> rows) {
   return status;
 }
 
-// The rows that each list of the step's sequences gets. The list of a window gets fewer than its
-// sequence if pages of it were skipped.
+// Returns the rows that each list of the step's sequences gets. The list of a window gets fewer
+// than its sequence if pages of it were skipped.
 std::span<const StepRows> KvCache::ByList(std::span<const StepRows> rows) {
   list_rows_.clear();
   for (const StepRows& row : rows) {
@@ -229,7 +229,7 @@ std::span<const StepRows> KvCache::ByList(std::span<const StepRows> rows) {
 absl::Status KvCache::TryReserve(std::span<const StepRows> rows) {
   for (size_t i = 0; i < rows.size(); ++i) {
     if (ReserveOne(rows[i].sequence, rows[i].rows)) continue;
-    // Newest first, so that every mark and reference returns to its former value.
+    // The newest is undone first, so that every mark and reference returns to its former value.
     for (size_t done = i + 1; done-- > 0;) UndoReserve(rows[done].sequence);
     CheckAfterMutation();
     return Exhausted(rows, rows[i]);
@@ -300,8 +300,8 @@ bool KvCache::CopySharedPage(SeqSlot slot) {
   return true;
 }
 
-// A copy on write ends with its reservation. If no row is kept, the shared page returns, as if
-// there had been no step: layers of the copy may not have been made.
+// Ends the copy on write together with its reservation. If no row is kept, the shared page returns,
+// as if there had been no step: layers of the copy may not have been made.
 void KvCache::EndCopy(SeqSlot slot, bool keep) {
   Sequence& sequence = Mutable(slot);
   const uint32_t source = std::exchange(sequence.entry_before_copy, SlabPool::kNoEntry);
@@ -386,7 +386,7 @@ PageNeed KvCache::NeedOf(SeqSlot slot, int32_t rows) const {
 
 void KvCache::Commit(SeqSlot slot, int32_t rows) {
   CommitList(slot, rows);
-  // Pages that were skipped count as rows of the window's list already.
+  // Pages that were skipped already count as rows of the window's list.
   const SeqSlot window = Get(slot).window;
   if (window != kNone) CommitList(window, std::max(0, length(slot) - length(window)));
   CheckAfterMutation();
@@ -717,8 +717,8 @@ bool KvCache::MakeRoom(std::span<const StepRows> rows) {
     const int32_t inside = sequence.length % pool_.layout(layout).page_size;
     if (row.rows == 0 || inside == 0) continue;
     const uint32_t last = TableOf(row.sequence)[static_cast<size_t>(sequence.pages) - 1];
-    // All but one of the sequences that share a page need a copy; counting all of them is on the
-    // safe side.
+    // All but one of the sequences that share a page need a copy; the count includes that one, to
+    // be on the safe side.
     wanted += pool_.references(last) > 1 || inside < pool_.pinned_rows(last);
   }
   return prefixes_.MakeRoom(layout, wanted, pool_.refusal());

@@ -56,7 +56,7 @@ namespace mla::kvcache {
 
 using SeqSlot = int32_t;  // handle of an open sequence, reused after Release
 
-// The lists of page groups of a sequence.
+// The lists of page groups that a sequence may have.
 enum class PageList : uint8_t {
   kMain,    // of its rows; of its compressed entries if it has a window
   kWindow,  // of the window's rows
@@ -90,7 +90,7 @@ struct CopiedGroups {
   friend bool operator==(const CopiedGroups&, const CopiedGroups&) = default;
 };
 
-// Page groups that a sequence needs for more rows.
+// The page groups that a sequence needs for more rows.
 struct PageNeed {
   int64_t groups = 0;
   int64_t bytes = 0;
@@ -113,7 +113,7 @@ struct KvCacheStats {
   int64_t groups_pinned = 0;
   int64_t bytes_pinned = 0;
   int64_t sequences = 0;
-  // Held by the prefix cache alone; counted neither as used nor as free.
+  // Only the prefix cache holds these groups; they count neither as used nor as free.
   int64_t groups_cached = 0;
   int64_t bytes_cached = 0;
   uint64_t allocations = 0;  // since start; allocations - all freed = groups_used + groups_cached
@@ -138,7 +138,7 @@ class KvCache final {
   // Forgets the layout. FAILED_PRECONDITION while sequences use it.
   absl::Status RemoveLayout(LayoutId layout);
 
-  // Layout of a sequence without a window.
+  // Stands for the layout of a sequence without a window.
   static constexpr LayoutId kNoWindow = -1;
   // Opens a sequence without rows; takes no pages. With a window, `window` is the layout of its
   // rows and `layout` that of the compressed entries. RESOURCE_EXHAUSTED when max_sequences are
@@ -272,7 +272,7 @@ class KvCache final {
   // Returns the index in the page tables of the entry of its first row. With a window, entries of
   // kept rows are found relative to it too.
   int64_t page_table(SeqSlot sequence) const { return TableOrigin(WithWindow(sequence)); }
-  // For a sequence with a window: the same for the page of its first compressed entry.
+  // For a sequence with a window: returns the same for the page of its first compressed entry.
   int64_t compressed_table(SeqSlot sequence) const { return TableOrigin(sequence); }
   // Returns the least length that Fork and Truncate accept; above 0 once rows have left the window.
   int32_t least_length(SeqSlot sequence) const;
@@ -310,10 +310,11 @@ class KvCache final {
     bool copy_took_last = false;                      // reference to that page
     uint64_t name = 0;                                // in events
     std::shared_ptr<const std::string> model;         // in events
-    // The latest Reserve that named it; tells if one call names a sequence twice.
+    // The number of the latest Reserve that named it, which tells whether one call names a sequence
+    // twice.
     uint64_t reserve_call = 0;
     std::shared_ptr<const PrefixChain> chain;  // declared contents of its rows; null: not known
-    // Leading rows of the sequence whose contents the chain gives.
+    // The number of leading rows whose contents the chain gives.
     int32_t declared = 0;
     int32_t pages_cached = 0;  // leading whole pages that were offered to the cache
     int32_t next_free = kNone;
@@ -330,12 +331,12 @@ class KvCache final {
     Require(IsOpen(slot), "sequence slot is not open");
     return sequences_[static_cast<size_t>(slot)];
   }
-  // For calls that may change the sequence: counts as a new version.
+  // Returns the sequence for a change that launches may see, and counts a new version.
   Sequence& Mutable(SeqSlot slot) {
     ++version_;
     return MutableSameVersion(slot);
   }
-  // For changes that no launch sees.
+  // Returns the sequence for a change that no launch sees.
   Sequence& MutableSameVersion(SeqSlot slot) {
     Require(IsOpen(slot), "sequence slot is not open");
     return sequences_[static_cast<size_t>(slot)];

@@ -13,7 +13,7 @@
 
 namespace mla::kvcache {
 
-// Four rows a page, one granule a group.
+// Its pages have four rows, and its groups one granule.
 inline const GroupLayout kSmall = MakeLayout({.row_bytes = 32, .page_size = 4, .layers = 2});
 
 class KvCacheTest : public ::testing::Test {

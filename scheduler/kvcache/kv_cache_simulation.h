@@ -32,7 +32,7 @@ struct ModelSequence {
   TenantKey tenant = 0;
   std::vector<uint64_t> rows = {};     // committed
   std::vector<uint64_t> written = {};  // words written under the open reservation so far
-  // Tokens of its committed rows and of some future ones.
+  // The tokens of its committed rows and of some future ones.
   std::vector<uint32_t> tokens = {};
   int32_t reserved = -1;  // rows of it, or -1
   WorkTicket ticket = 0;  // of its page work
@@ -52,8 +52,8 @@ inline uint64_t WordFor(TenantKey tenant, uint64_t row, size_t layer) {
   return (uint64_t{tenant} + 1) << 56 | row << 8 | static_cast<uint64_t>(layer);
 }
 
-// The pool's bytes, the page tables as published, and launches that carry page work. At most two
-// launches run at a time, and any may fail.
+// Simulates the pool's bytes, the page tables as published, and launches that carry page work. At
+// most two launches run at a time, and any may fail.
 class SimulatedDevice {
  public:
   struct Row {
@@ -143,8 +143,8 @@ class SimulatedDevice {
     }
   }
 
-  // As DoQueued, for the layer's copy into the group. Returns false if even a launch with no other
-  // work lacks room.
+  // Does what DoQueued does, for the layer's copy into the group. Returns false if even a launch
+  // with no other work lacks room.
   bool CopyLayer(std::mt19937& random, KvCache& cache, uint32_t group, int32_t layer) {
     while (true) {
       FinishAll(random, cache);

@@ -1,5 +1,5 @@
-// The deadlines of leases. The engine grants a lease to each sequence and open step, and renews it
-// at every use or renewal by the client. It takes back the objects whose leases ran out.
+// Keeps the deadlines of leases. The engine grants a lease to each sequence and open step, and
+// renews it at every use or renewal by the client. It takes back the objects whose leases ran out.
 //
 // A lease is named by a small integer of the caller's choice (a sequence slot, a step index). Times
 // are nanoseconds of the scheduler's monotonic clock and are passed in by the caller; nothing here

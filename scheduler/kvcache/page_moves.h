@@ -53,7 +53,7 @@ struct PageTags {
   int64_t group_bytes = 0;       // payload bytes of a whole group
   int64_t first_row = 0;         // 0 with a window
   int64_t rows = 0;
-  // For models with a window, as in ModelSpec; 0: no window.
+  // For models with a window: its rows, as in ModelSpec; 0: no window.
   int32_t window = 0;
   std::vector<int32_t> ratios = {};
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
@@ -72,7 +72,7 @@ struct SequenceState {
   std::string client_id;
   int64_t not_finite_from = kAllFinite;      // rows from here on may hold NaN or infinity
   std::shared_ptr<const PrefixChain> chain;  // declared contents of its rows; null: not known
-  // Leading rows of the sequence whose contents the chain gives.
+  // The number of leading rows whose contents the chain gives.
   int32_t declared = 0;
   std::string contents;                         // ModelSpec::ContentsText of the chain's model
   std::shared_ptr<const scheduler::Tail> tail;  // null: no tail
@@ -111,8 +111,8 @@ inline int64_t FirstWindowRow(const MovingPages& pages) {
   return std::max<int64_t>(0, pages.tags.rows - pages.tags.window) / page_size * page_size;
 }
 
-// Part of a page group's payload that is moving. The caller owns the memory and must not change or
-// free it between the hand-over and `done`.
+// Moves a part of a page group's payload. The caller owns the memory and must not change or free it
+// between the hand-over and `done`.
 struct PageMove {
   std::string tenant;
   uint64_t id = 0;

@@ -42,10 +42,9 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   batch.runs.reserve(count);
   batch.run_segments.reserve(count);
   layout = kernels::LaunchLayout(backend, index);
-  // Inputs of each request: KV rows, entries, queries, rotations or sinks, and both parts of the
-  // index lists.
-  // Outputs of each request: the output, log-sum-exps, and lists or a device copy of the
-  // log-sum-exps. In addition to these, unwanted log-sum-exps and comparisons.
+  // Each request has up to six inputs: KV rows, entries, queries, rotations or sinks, and both
+  // parts of the index lists. Outputs of each request: the output, log-sum-exps, and lists or a
+  // device copy of the log-sum-exps. In addition to these, unwanted log-sum-exps and comparisons.
   layout.Reserve(6 * count, 3 * count + 2);
   tables.reserve(2 * count);   // tables of rows and of entries
   appends.reserve(2 * count);  // one for the KV rows, and one for index keys or entries

@@ -1,5 +1,5 @@
-// A batch and the launch that it becomes, in one slot of the backend. Holds the records that the
-// launch refers to and the memory that its requests share. All memory is taken at the start.
+// Holds a batch and the launch that it becomes, in one slot of the backend. Holds the records that
+// the launch refers to and the memory that its requests share. All memory is taken at the start.
 #ifndef MLA_SCHEDULER_LAUNCHING_BATCH_LAUNCH_H_
 #define MLA_SCHEDULER_LAUNCHING_BATCH_LAUNCH_H_
 
@@ -21,7 +21,7 @@
 
 namespace mla::scheduler {
 
-// Fragmented inputs, by the index of their record. Launches have few, and most none.
+// Finds fragmented inputs by the index of their record. Launches have few, and most none.
 class FragmentsByRecord {
  public:
   void Reserve(int32_t most) { all_.reserve(static_cast<size_t>(most)); }
@@ -73,7 +73,7 @@ struct BatchLaunch {
   LaunchReport report;
   kernels::Launch launch;  // refers to the members below; valid until the slot has been waited for
   kernels::LaunchLayout layout;
-  // Changed entries of page tables, which the launch publishes.
+  // The changed entries of page tables, which the launch publishes.
   std::vector<kernels::TableRange> tables;
   std::vector<kernels::AppendRecord> appends;
   std::vector<kernels::SelectRecord> selects;
@@ -97,7 +97,7 @@ struct BatchLaunch {
   // entries follow the KV rows. Empty without repeats.
   std::vector<const int32_t*> differs;
   std::unique_ptr<kernels::HostBuffer> compared;  // [2, launch_rows]
-  // Words to set for the requests that end with this launch.
+  // The words to set for the requests that end with this launch.
   std::vector<kernels::WordValue> signals;
   // Words for which the launch waits, one for each request whose tensors have not come.
   std::vector<kernels::WordValue> gates;

@@ -13,7 +13,7 @@ using kernels::AttentionForm;
 using kernels::DType;
 using kernels::ElementSize;
 
-// Bytes that the alignment of one request's tensors in a region may waste.
+// The alignment of one request's tensors in a region may waste this number of bytes.
 constexpr int64_t kAlignmentBytes = 8 * kernels::kLaunchAlignment;
 
 kernels::Geometry MaxGeometry(const Limits& limits) {
@@ -43,8 +43,8 @@ int64_t WidestProjectedRow(const Limits& limits) {
   return (int64_t{limits.max_hidden_size} + limits.max_row_dim) * int64_t(ElementSize(DType::kF32));
 }
 
-// Workspace of a launch for tensors that belong neither to requests nor to the cache. One row of
-// all heads always fits, whatever its dtypes.
+// Returns the workspace of a launch for tensors that belong neither to requests nor to the cache.
+// One row of all heads always fits, whatever its dtypes.
 int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
   const kernels::BackendInfo& info = backend.Info();
   const auto between = static_cast<int64_t>(ElementSize(info.widest_absorbed_q()) +
@@ -53,7 +53,7 @@ int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& ba
   const int64_t latents =
       limits.max_row_dim * std::max(limits.launch_packed_rows * between, limits.max_heads * widest);
   if (!info.projects) return latents;
-  // Queries and outputs of one row of PROJECTED, in addition to its latent ones.
+  // A row of PROJECTED needs its queries and outputs in addition to the latent ones.
   const int64_t sent = limits.max_v_dim + limits.max_row_dim + limits.max_v_dim;
   const auto wide = int64_t(ElementSize(DType::kF32));
   return std::max({latents, limits.max_heads * (limits.max_row_dim * widest + sent * wide),
@@ -212,7 +212,7 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
   out.launch_packed_rows = packed;
   out.partial_rows = plan.partial_rows;
   out.max_o_dim = std::max(limits.max_row_dim, limits.max_v_dim);
-  // Alignment for each request, and one more for the tensors that all share.
+  // Each request may need alignment, and so may the tensors that all share.
   const int64_t alignment = (int64_t{limits.launch_requests} + 1) * kAlignmentBytes;
   out.staging_in_bytes = (packed + limits.launch_rows) * limits.max_row_dim * wide + alignment;
   if (backend.Info().sparse) {
@@ -221,7 +221,7 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
         (int64_t{limits.launch_rows} * (limits.max_top_k + int64_t{1}) + limits.launch_requests);
   }
   if (backend.Info().windows) {
-    // At most one entry for each row, and the sinks of each request.
+    // A row has at most one entry, and each request its sinks.
     out.staging_in_bytes += int64_t{limits.launch_rows} * limits.max_row_dim * wide +
                             int64_t{limits.launch_requests} * limits.max_heads * wide;
   }
@@ -231,8 +231,8 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
     out.staging_in_bytes += WidestProjectedRow(limits);
     out.staging_out_bytes += WidestProjectedRow(limits);
   }
-  // Absorbed queries and latent outputs, or queries and outputs of fused slices with their
-  // log-sum-exps, plus the alignment of each record.
+  // The workspace holds absorbed queries and latent outputs, or queries and outputs of fused slices
+  // with their log-sum-exps, plus the alignment of each record.
   out.slot_workspace_bytes =
       WorkspaceBytes(limits, backend) + packed * int64_t{sizeof(float)} + alignment;
   if (backend.Info().selects) {

@@ -100,7 +100,7 @@ BatchLaunch* Launcher::FreeSlot() {
 absl::Status Launcher::Submit(BatchLaunch* launch, MonotonicNanos chosen_from) {
   const bool updates = records_.MayUpdate(*launch);
   launch->Clear();
-  // Before Stage, because Stage adds projection records of slices.
+  // This comes before Stage, because Stage adds projection records of slices.
   if (!updates) launch->ClearRecords();
   launch->report = LaunchReport();
   absl::Status status = stager_.Stage(launch);

@@ -54,11 +54,11 @@ class RecordBuilder final {
     bool appends_more = false;      // entries of windows or index keys are appended, too
     int64_t kv_row_bytes = 0, q_row_bytes = 0, o_row_bytes = 0;  // as sent
     kernels::AppendRecord append{};
-    // Attention over the tensors as sent; attention between the projections.
+    // Attention over the tensors as sent, and attention between the projections.
     kernels::SegmentRecord sent{}, latent{};
     kernels::ProjectionRecord absorb{}, project{};
     int64_t latent_q_row_bytes = 0, latent_o_row_bytes = 0;
-    // Workspace that was taken but not yet given to a segment.
+    // The workspace that was taken but not yet given to a segment.
     std::byte *latent_q = nullptr, *latent_o = nullptr;
     int64_t latent_rows = 0;
   };
@@ -71,7 +71,7 @@ class RecordBuilder final {
   static void SetTensors(const Segment& segment, const SegmentTemplate& shared,
                          kernels::SegmentRecord* record);
   kernels::SegmentRecord Record(const Segment& segment) const;
-  // `page_table`: for the segment's rows.
+  // `page_table` is that of the segment's rows.
   void AddAppend(BatchLaunch* launch, const Segment& segment, const SegmentTemplate& shared,
                  int64_t page_table);
   void AddMoreAppends(BatchLaunch* launch, const Segment& segment, const SegmentTemplate& shared,
@@ -84,7 +84,7 @@ class RecordBuilder final {
   // Adds the record by which the indexer chooses the lists of `attend`.
   static void AddSelect(BatchLaunch* launch, const Segment& segment, const StagedTensors& staged,
                         const kernels::SegmentRecord& attend);
-  // For segment `index` of the batch.
+  // Adds segment `index` of the batch.
   absl::Status AddCompute(BatchLaunch* launch, size_t index, int64_t page_table,
                           SegmentTemplate* shared);
   // For EXPANDED in the absorbed form: adds the projections before and after `record`, and makes

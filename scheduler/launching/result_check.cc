@@ -96,7 +96,7 @@ int64_t FirstNotFinite(const float* values, int64_t count) {
   return std::min(index, count);
 }
 
-// A request's tensors where the host can read them. Tensors in device memory are copied, and
+// Reads a request's tensors where the host can read them. Tensors in device memory are copied, and
 // outputs are copied back if they were changed.
 class HostTensors {
  public:
@@ -176,7 +176,7 @@ class HostTensors {
   bool changed_ = false;
 };
 
-// The elements that belong to one row and head in a tensor of the client's.
+// The elements that belong to one row and head in a client's tensor.
 struct OfHead {
   int64_t begin, count;
 };

@@ -462,7 +462,8 @@ absl::Status TensorStager::StageRun(BatchLaunch* launch, const RowRun& run) {
       if (member == members[0]) staged.lse = at;
     }
   }
-  // Staged as a matrix of one row, so that its parts follow each other without gaps.
+  // The queries are staged as a matrix of one row, so that its parts follow each other without
+  // gaps.
   MLA_ASSIGN_OR_RETURN(const void* const q, launch->layout.InputParts(1, in_parts_));
   MLA_ASSIGN_OR_RETURN(void* const o, launch->layout.OutputParts(1, out_parts_));
   staged.q = static_cast<const std::byte*>(q);

@@ -27,7 +27,7 @@ struct StagedTensors {
   int32_t* differs = nullptr;          // for a repeat
   const std::byte* entries = nullptr;  // entries that its rows complete
   const float* sinks = nullptr;        // sinks of its heads
-  // Index lists of the rows, in the form of SegmentRecord.
+  // The index lists of the rows, in the form of SegmentRecord.
   const int32_t* list = nullptr;
   const int32_t* list_begin = nullptr;
   // For rows whose lists the indexer makes: its inputs, the address for `list`, and the address

@@ -50,7 +50,7 @@ class CacheHints final {
   std::vector<Page> Find(kvcache::LayoutId layout, const kvcache::PrefixChain& chain,
                          int64_t rows) const;
   void Remember(const Pin& pin);
-  // Result for one page.
+  // The result for one page.
   enum class Done : uint8_t { kYes, kLater, kNo, kNoRoom };
   Done Away(int32_t node) const;  // for a page that is not in the pool
   Done PinOne(const HintArgs& args, kvcache::LayoutId layout, TenantKey tenant, int32_t node);

@@ -168,7 +168,7 @@ class TierMoves final {
   MonotonicNanos retry_at_ = 0;
   int64_t moving_bytes_ = 0;
   int64_t leaving_bytes_ = 0;  // part of moving_bytes_ that leaves the pool
-  // Layout whose groups are being demoted until its high mark is reached.
+  // The layout whose groups are being demoted until its high mark is reached.
   kvcache::LayoutId demoting_ = -1;
   bool storing_ = false;
   uint64_t looked_at_ = ~uint64_t{0};  // the cache's steps() after the last Pump

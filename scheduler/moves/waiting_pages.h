@@ -50,7 +50,7 @@ struct WaitingPage {
 
 class WaitingPages final {
  public:
-  // Waiting pages of all tenants, and of one.
+  // At most this number of pages waits, for all tenants together and for each tenant.
   static constexpr size_t kMost = 1 << 16;
   static constexpr size_t kMostOfTenant = 1 << 14;
 

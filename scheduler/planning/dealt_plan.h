@@ -17,7 +17,7 @@
 
 namespace mla::scheduler {
 
-// Row counts over all tiles of a batch.
+// Counts of rows over all tiles of a batch.
 struct TileRows {
   int64_t tiles = 0;
   int64_t all = 0;      // KV rows

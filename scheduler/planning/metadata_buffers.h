@@ -1,4 +1,4 @@
-// The five arrays of an execution plan, preallocated. One MetadataBuffers holds one plan; the
+// Holds the five arrays of an execution plan, preallocated. One MetadataBuffers holds one plan; the
 // engine owns several and never refills one that a running launch still reads.
 #ifndef MLA_SCHEDULER_PLANNING_METADATA_BUFFERS_H_
 #define MLA_SCHEDULER_PLANNING_METADATA_BUFFERS_H_
@@ -31,7 +31,7 @@ class MetadataBuffers final {
   // least 0, all below 2^31.
   static absl::StatusOr<std::unique_ptr<MetadataBuffers>> Create(
       const PlanCapacity& capacity, kernels::AttentionBackend& backend);
-  // As above, in the given memory of at least capacity.bytes().
+  // Creates the buffers in the given memory of at least capacity.bytes().
   static absl::StatusOr<std::unique_ptr<MetadataBuffers>> Create(
       const PlanCapacity& capacity, std::unique_ptr<kernels::HostBuffer> memory);
 

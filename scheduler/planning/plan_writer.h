@@ -48,7 +48,7 @@ class PlanWriter final {
     }
   }
 
-  // Segments of one tile at most each. Most tiles go into the open unit whole.
+  // Places segments of at most one tile each. Most tiles go into the open unit whole.
   void PlaceOnlyTiles(std::span<const PlanSegment> segments)
     requires(!kFixed)
   {

@@ -77,8 +77,8 @@ bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& tra
                                                   : CountOnlyTiles<false>(segments, traits, tally);
 }
 
-// Array lengths that are enough for a batch with this tally. There are units - 1 cuts, and each
-// makes at most two partial tiles.
+// Returns array lengths that are enough for a batch with this tally. There are units - 1 cuts, and
+// each makes at most two partial tiles.
 PlanCapacity Needs(const Tally& tally, const PlanTraits& traits) {
   PlanCapacity needs;
   needs.units = traits.units;

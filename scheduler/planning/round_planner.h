@@ -29,7 +29,7 @@
 
 namespace mla::scheduler {
 
-// The most that the rounds of one plan hold.
+// The most that the rounds of one plan may hold.
 struct RoundCapacity {
   int32_t units = 0;  // 0: no rounds are made
   int64_t items = 0;  // of all rounds together, like expansions
@@ -39,7 +39,7 @@ struct RoundCapacity {
   int64_t bytes() const;
 };
 
-// The arrays of one plan's rounds, preallocated.
+// Holds the arrays of one plan's rounds, preallocated.
 class RoundBuffers final {
  public:
   explicit RoundBuffers(const RoundCapacity& capacity);
@@ -67,7 +67,7 @@ class RoundPlanner final {
                                            const kernels::PlanTraits& traits, RoundBuffers& out);
 
  private:
-  // Query rows of one head over a range of KV rows, and the place of their result.
+  // The query rows of one head over a range of KV rows, and the place of their result.
   struct Tile {
     int32_t segment, q_begin, q_end, head, kv_begin, kv_end, partial_row;
   };

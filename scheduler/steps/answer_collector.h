@@ -43,7 +43,7 @@ class AnswerCollector final {
 
   void Answer(StreamRequest* request, const absl::Status& status);
   void AnswerAt(MonotonicNanos now, StreamRequest* request, const absl::Status& status);
-  // As Answer, without one.
+  // Gives the request back without an answer.
   void HandBack(StreamRequest* request, HandedBack why);
   void NoteReport(const LaunchReport& report);
 

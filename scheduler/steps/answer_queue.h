@@ -1,5 +1,4 @@
-// The answers on their way from the engine's role to the transports, delivered in the order in
-// which they were given.
+// Delivers answers from the engine's role to the transports, in the order in which they were given.
 //
 // Writing a reply costs as much as a small launch, so it is not done with the role held. The holder
 // leaves its answers here when it gives the role up and delivers them itself, if no other thread is

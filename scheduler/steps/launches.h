@@ -38,8 +38,8 @@ class Launches final {
 
   // Start and Complete return true if they did anything.
   bool Start() { return Start(clock_->Now()); }
-  // `now`: the caller's last reading of the clock. It may have waited for launches since, and for
-  // nothing else.
+  // `now` is the caller's last reading of the clock. Since that reading the caller may have waited
+  // for launches, but for nothing else.
   bool Start(MonotonicNanos now);
   // Returns false if no request waits for a launch: none waits at all, or all wait for others or
   // for time to pass (StepMachine::NextTick).

@@ -1,5 +1,5 @@
-// Values that the parts of the step machine share: the objects that they borrow, and the open
-// streams.
+// Declares the values that the parts of the step machine share: the objects that they borrow, and
+// the open streams.
 #ifndef MLA_SCHEDULER_STEPS_STEP_PARTS_H_
 #define MLA_SCHEDULER_STEPS_STEP_PARTS_H_
 

@@ -27,9 +27,9 @@ absl::Status SettleFp8Compute(const kernels::AttentionBackend& backend, ModelSpe
 absl::Status CheckSupported(const ModelSpec& spec, const kernels::AttentionBackend& backend);
 // Checks each number against its limits, and the numbers against each other. Knows no backend.
 absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits);
-// For a model with a window: [slice->layer_count, slice->head_count] numbers, finite or -inf.
-// Replaces counts of 0 by the counts they stand for. Errors of the slice name "layer_begin" and so
-// on; errors of a number append its index to `field`.
+// Checks sinks for a model with a window: [slice->layer_count, slice->head_count] numbers, finite
+// or -inf. Replaces counts of 0 by the counts they stand for. Errors of the slice name
+// "layer_begin" and so on; errors of a number append its index to `field`.
 absl::Status CheckSinks(const ModelSpec& spec, std::span<const float> sinks,
                         const std::string& field, SinkSlice* slice);
 // Checks scales of rows: one a layer, from kSmallestKvScale to kLargestKvScale; an error appends

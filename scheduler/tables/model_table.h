@@ -1,4 +1,4 @@
-// The registered models, with their geometry, cache layout and the state of their weights.
+// Keeps the registered models, with their geometry, cache layout and the state of their weights.
 //
 // Ownership: the table owns the models. A ModelSpec is shared and immutable, so that transports may
 // keep it. The backend holds the bytes of weights in slots that the table assigns: slot = index of

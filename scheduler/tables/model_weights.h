@@ -32,7 +32,7 @@ class ModelWeights final {
                           std::span<const std::byte> bytes) const;
   absl::Status Load(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
                     int32_t head_count, std::span<const std::byte> bytes);
-  // As above, for one head of W_UQ or W_O. FAILED_PRECONDITION for models without PROJECTED.
+  // Checks the same for one head of W_UQ or W_O. FAILED_PRECONDITION for models without PROJECTED.
   absl::Status CheckProjectedHeads(const Model& model, int32_t layer, int32_t head_begin,
                                    int32_t head_count) const;
   absl::Status LoadProjected(Model& model, UploadId upload, kernels::ProjectedPart part,

@@ -1,4 +1,4 @@
-// A caller's declaration of a sequence's rows, as keys.
+// Turns a caller's declaration of a sequence's rows into keys.
 #ifndef MLA_SCHEDULER_TABLES_PREFIX_PLAN_H_
 #define MLA_SCHEDULER_TABLES_PREFIX_PLAN_H_
 

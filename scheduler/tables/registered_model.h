@@ -1,5 +1,5 @@
-// A registered model: its spec, its layout in the cache, its scales and sinks, and the state of its
-// weights. ModelTable owns the models.
+// Holds one registered model: its spec, its layout in the cache, its scales and sinks, and the
+// state of its weights. ModelTable owns the models.
 //
 // Threading: owned by the engine role, except the spec, which is immutable and shared.
 #ifndef MLA_SCHEDULER_TABLES_REGISTERED_MODEL_H_
@@ -41,7 +41,8 @@ struct ModelContents {
     uint64_t digest = 0;  // digest of its bytes, which tells a repeat from a change
   };
   static constexpr UploadId kCommitted = ~UploadId{0};
-  // [layers, parts, num_heads]: W_UK and W_UV, and for PROJECTED W_UQ and then W_O.
+  // One Head for each layer, part and head, [layers, parts, num_heads]; the parts are W_UK and
+  // W_UV, and for PROJECTED W_UQ and then W_O.
   std::vector<Head> heads;
   int32_t layer_heads = 0;  // parts x num_heads
   // Returns true if all heads of the layer are committed.
@@ -84,9 +85,9 @@ struct Model {
   int32_t ExpandedMinRows(kernels::DType q_dtype) const {
     return q_dtype == kernels::DType::kF32 ? expanded_min_rows_f32 : expanded_min_rows;
   }
-  // For kWindow: [layers, num_heads]; NaN: not set yet. Empty: no head has a sink. Each model has
-  // its own, even if it shares contents: sequences with a window do not share rows with other
-  // models.
+  // For kWindow: the sinks [layers, num_heads]; NaN: not set yet. Empty: no head has a sink. Each
+  // model has its own, even if it shares contents: sequences with a window do not share rows with
+  // other models.
   std::vector<float> sinks;
   bool sinks_complete = true;    // true if all sinks that ModelSpec::needs_sinks asks for are set
   absl::Status absorbed_f32;     // OK if ABSORBED may send fp32 queries; else the backend's error

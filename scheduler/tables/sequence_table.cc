@@ -114,7 +114,7 @@ Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, TenantKey tenant, Model* 
   return raw;
 }
 
-// The error if the cache has no sequence slot left.
+// Returns the error for a cache that has no sequence slot left.
 absl::Status SequenceTable::Exhausted(const absl::Status& status) const {
   return MakeError(status.code(), status.message(),
                    {.field = "sequence",

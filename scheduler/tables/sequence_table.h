@@ -34,8 +34,9 @@ namespace mla::scheduler {
 
 struct Step;
 
-// The arguments of the request that opened a sequence, to tell a repeat from a clash. Compared
-// field by field: names may hold any character, so in a joined text the fields would be ambiguous.
+// Keeps the arguments of the request that opened a sequence, to tell a repeat from a clash.
+// Compared field by field: names may hold any character, so in a joined text the fields would be
+// ambiguous.
 struct SequenceOrigin {
   std::string model_id = {};  // empty: a fork
   std::string client_id = {};

@@ -64,7 +64,7 @@ struct StepRank {
   bool missed = false;
 };
 
-// A step except for its lists.
+// The fields of a step except for its lists.
 struct StepFields {
   StepId id = 0;
   TenantKey tenant = kNoTenant;

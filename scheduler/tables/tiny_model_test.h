@@ -1,4 +1,4 @@
-// A table with the tiny model of EngineHarness, and weights to load into it, for tests.
+// Makes a table with the tiny model of EngineHarness, and weights to load into it, for tests.
 #ifndef MLA_SCHEDULER_TABLES_TINY_MODEL_TEST_H_
 #define MLA_SCHEDULER_TABLES_TINY_MODEL_TEST_H_
 

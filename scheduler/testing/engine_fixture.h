@@ -1,4 +1,4 @@
-// The fixture of the engine's tests: one tenant, one stream, and the tiny model.
+// The fixture of the engine's tests has one tenant, one stream, and the tiny model.
 #ifndef MLA_SCHEDULER_TESTING_ENGINE_FIXTURE_H_
 #define MLA_SCHEDULER_TESTING_ENGINE_FIXTURE_H_
 
@@ -11,7 +11,7 @@
 
 namespace mla::scheduler::testing {
 
-// Largest difference from dense answers: fp32 sums in another order.
+// Answers may differ by this from dense ones, because fp32 sums have another order.
 inline constexpr double kTolerance = 2e-5;
 
 class EngineCoreTest : public ::testing::Test {

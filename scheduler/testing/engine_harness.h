@@ -45,7 +45,7 @@ Row MakeRow(uint64_t key, int dim);
 
 // Returns `count` KV rows of TinyModel; distinct keys give distinct rows.
 std::vector<Row> Rows(int count, uint64_t key);
-// Pointers to all rows of `a`, then of `b`, as EngineHarness::Error takes them.
+// Returns pointers to all rows of `a`, then of `b`, as EngineHarness::Error takes them.
 std::vector<const Row*> Pointers(const std::vector<Row>& a, const std::vector<Row>& b = {});
 
 // softmax(scale · q K^T) V over the given rows, dense, in double.
@@ -63,7 +63,7 @@ struct HarnessOptions {
 
 // Returns limits small enough that a test meets each of them.
 Limits TinyLimits();
-// heads 2, latent 8 + rope 4, nope 6, v 5, 2 layers, pages of 3 rows.
+// Returns a model with 2 heads, latent 8 + rope 4, nope 6, v 5, 2 layers, and pages of 3 rows.
 ModelSpec TinyModel();
 
 class EngineHarness {
@@ -89,7 +89,7 @@ class EngineHarness {
   std::unique_ptr<TestRequest> Slice(StreamId stream, StepId step, int layer, int row_begin,
                                      int rows, const std::vector<Row>& kv, int head, int heads,
                                      uint64_t q_key);
-  // As Slice, without KV rows.
+  // Does what Slice does, without KV rows.
   std::unique_ptr<TestRequest> Query(StreamId stream, StepId step, int layer, int row_begin,
                                      int rows, int head, int heads, uint64_t q_key);
   std::unique_ptr<TestRequest> AppendOnly(StreamId stream, StepId step, int layer, int row_begin,

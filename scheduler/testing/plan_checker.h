@@ -38,7 +38,7 @@ class PlanChecker {
   std::span<const PlanSegment> segments_;
   kernels::PlanTraits traits_;
   int64_t partial_rows_ = 0;
-  // Scratch, kept between calls.
+  // Scratch memory, kept between calls.
   std::vector<kernels::WorkInfo> sorted_;
   // Pieces of split tiles, by tile, in the order of KV rows.
   std::vector<kernels::WorkInfo> partials_;

@@ -1,4 +1,4 @@
-// A worker that runs prompts through the prefix cache as engines do, and the cost of that.
+// Runs prompts through the prefix cache as engines do, and counts what that costs.
 #ifndef MLA_SCHEDULER_ENGINE_TESTS_PAGES_PREFIX_CALLER_H_
 #define MLA_SCHEDULER_ENGINE_TESTS_PAGES_PREFIX_CALLER_H_
 

@@ -31,7 +31,7 @@ namespace {
 using testing::EngineHarness;
 using testing::PrefixCaller;
 
-// Standard deviations of a two-sided interval of 99.9 %.
+// A two-sided interval of 99.9 % reaches this number of standard deviations.
 constexpr double kInterval = 3.29;
 constexpr double kControl = 0.9, kGuessing = 0.51;  // shares of right guesses
 

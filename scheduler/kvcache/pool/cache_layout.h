@@ -1,5 +1,5 @@
-// Placement of KV rows. A page holds page_size tokens of one layer; a page group holds one page per
-// layer of its model and is the unit of allocation, copy-on-write and scrubbing:
+// Says where KV rows lie. A page holds page_size tokens of one layer; a page group holds one page
+// per layer of its model and is the unit of allocation, copy-on-write and scrubbing:
 //
 //   group:  [layer 0: planes][layer 1: planes] ... [pad to kPageGranuleBytes]
 //

@@ -39,7 +39,7 @@ namespace mla::kvcache {
 
 using WorkTicket = uint64_t;  // 0: before all work
 
-// Page work that one launch carries.
+// Collects the page work that one launch carries.
 class LaunchWork {
  public:
   bool empty() const { return parts_.empty(); }

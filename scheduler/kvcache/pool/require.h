@@ -1,5 +1,5 @@
-// Conditions on which the isolation of tenants rests, checked in every build. Wrong accounts would
-// hand pages of one tenant to another, so the process ends at once instead.
+// Checks, in every build, the conditions on which the isolation of tenants rests. Wrong accounts
+// would hand pages of one tenant to another, so the process ends at once instead.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_REQUIRE_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_REQUIRE_H_
 

@@ -36,7 +36,7 @@
 namespace mla::kvcache {
 
 using LayoutId = int32_t;  // index of a registered layout, reused after removal
-// Given to each tenant by the engine; never reused, below kMaxTenantKey.
+// The engine gives one to each tenant; keys are never reused, and are below kMaxTenantKey.
 using TenantKey = uint64_t;
 
 inline constexpr TenantKey kMaxTenantKey = 0xfffffffffffffff0u;
@@ -70,12 +70,12 @@ struct SlabPoolStats {
   int64_t groups_used = 0;
   int64_t groups_free = 0;  // in slabs that are assigned to a layout
   int64_t groups_shared = 0;
-  // Without references and kept only because page work uses them; part of groups_used and
-  // bytes_used.
+  // These groups have no references and are kept only because page work uses them; they are part of
+  // groups_used and bytes_used.
   int64_t groups_pinned = 0;
   int64_t bytes_pinned = 0;
-  // Held by the prefix cache alone; part of groups_used and bytes_used. groups_idle: the part of
-  // these groups that page work does not use.
+  // Only the prefix cache holds these groups; they are part of groups_used and bytes_used.
+  // groups_idle: the part of these groups that page work does not use.
   int64_t groups_cached = 0;
   int64_t bytes_cached = 0;
   int64_t groups_idle = 0;
@@ -85,8 +85,8 @@ struct SlabPoolStats {
 class SlabPool final {
  public:
   static constexpr uint32_t kNoEntry = 0xffffffffu;
-  // The most groups that the pool keeps books for. A client chooses the layout: with pages of a few
-  // bytes the books would take as much memory as the rows.
+  // The pool keeps records of at most this number of groups. A client chooses the layout: with
+  // pages of a few bytes the books would take as much memory as the rows.
   static constexpr int64_t kMostGroups = 1 << 20;
   // For groups larger than a slab: the most slabs of a run, unless one group needs more, and the
   // part of a run that may be wasted. The shortest run that wastes no more is taken.
@@ -104,8 +104,8 @@ class SlabPool final {
   // Take when it hands out a group for the first time.
   enum class Books : uint8_t { kAtOnce, kAsNeeded };
 
-  // slab_bytes 0: about a thirty-second of the budget, rounded to whole groups of the first layout.
-  // A slab always holds at least one of these groups.
+  // With slab_bytes 0 a slab is about a thirty-second of the budget, rounded to whole groups of the
+  // first layout. A slab always holds at least one of these groups.
   SlabPool(int64_t bytes, int64_t slab_bytes, Books books = Books::kAtOnce);
 
   // For every kLifetimeSample-th freed group, calls `on_freed` with the nanoseconds, measured by
@@ -286,7 +286,7 @@ class SlabPool final {
   void CutSlabs(int64_t group_bytes);
   int64_t MostGroupsOfSlab() const;
   int32_t RunSlabs(int64_t group_bytes) const;
-  // Slabs that count as free in addition to the free ones.
+  // Returns true for slabs that count as free in addition to the free ones.
   using AlsoFree = std::function<bool(int32_t)>;
   // Returns the run of slabs from `first` on that the layout would take; none if the slab is not
   // free or no group fits.

@@ -24,7 +24,7 @@
 
 namespace mla::kvcache {
 
-// Reason why a match ended.
+// The reason why a match ended.
 enum class MatchEnd : uint8_t {
   kNotAsked,  // no rows were named
   kAll,       // all rows asked for were found
@@ -82,10 +82,10 @@ struct Miss {
 
 class EventLog final {
  public:
-  // Events kept, of all tenants together, and as many misses; about 2 MiB.
+  // The log keeps this number of events of all tenants together, and as many misses; about 2 MiB.
   static constexpr int32_t kKept = 8192;
 
-  // `seed`: for the tenants' first event numbers.
+  // `seed` determines the tenants' first event numbers.
   explicit EventLog(uint64_t seed, int32_t kept = kKept);
 
   // --- Called by the engine.

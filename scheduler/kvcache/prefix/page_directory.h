@@ -22,7 +22,7 @@
 
 namespace mla::kvcache {
 
-// Pages of a prefix, by where their rows are.
+// Counts pages of a prefix by the place of their rows.
 struct HeldPages {
   int32_t pool = 0, host = 0, file = 0;
   int32_t sum() const { return pool + host + file; }

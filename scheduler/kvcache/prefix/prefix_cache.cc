@@ -364,7 +364,7 @@ void PrefixCache::Drop(LayoutId layout) {
     ++stats_.steps;
     Remove(pool_->cached(pool_->oldest_idle(layout)));
   }
-  // Then the nodes whose groups page work or sequences still hold.
+  // Next come the nodes whose groups page work or sequences still hold.
   const auto index = static_cast<size_t>(layout);
   for (size_t i = 0; index < of_layout_.size() && of_layout_[index] > 0; ++i) {
     ++stats_.steps;

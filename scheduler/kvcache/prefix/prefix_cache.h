@@ -78,7 +78,7 @@ class PrefixCache final {
     int32_t rows = 0;
     int32_t node = kNone;
   };
-  // Description of a node.
+  // Describes a node.
   struct About {
     LayoutId layout = -1;
     uint32_t entry = SlabPool::kNoEntry;  // kNoEntry: demoted

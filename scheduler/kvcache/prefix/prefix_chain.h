@@ -11,7 +11,7 @@
 
 namespace mla::kvcache {
 
-// 128 bits of a keyed hash.
+// A keyed hash of 128 bits.
 struct PrefixKey {
   uint64_t high = 0, low = 0;
   friend bool operator==(const PrefixKey&, const PrefixKey&) = default;

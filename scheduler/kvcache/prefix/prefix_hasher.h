@@ -1,6 +1,6 @@
-// Keys of prefixes: SipHash-2-4 with 128 bits of output, under a secret of this process. Without
-// the secret a client cannot find other tokens that give the same key, so rows are found only by
-// their own tokens.
+// Computes keys of prefixes: SipHash-2-4 with 128 bits of output, under a secret of this process.
+// Without the secret a client cannot find other tokens that give the same key, so rows are found
+// only by their own tokens.
 //
 // Thread-safe: calls share nothing but the secret.
 #ifndef MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_HASHER_H_

@@ -1,5 +1,5 @@
-// Tokens for tests of the prefix cache. Each committed row has its own token, so tokens tell what
-// rows must hold.
+// Gives tokens to tests of the prefix cache. Each committed row has its own token, so tokens tell
+// what rows must hold.
 #ifndef MLA_SCHEDULER_KVCACHE_PREFIX_TOKEN_BOOK_H_
 #define MLA_SCHEDULER_KVCACHE_PREFIX_TOKEN_BOOK_H_
 

@@ -22,7 +22,7 @@
 
 namespace mla::kvcache {
 
-// Owned by the caller, who keeps it from Start until `done`.
+// The caller owns it, and keeps it from Start until `done`.
 struct DiskMove {
   bool write = false;
   std::span<std::byte> bytes;

@@ -35,7 +35,7 @@ void ForParts(std::span<const std::byte> bytes, size_t most, Each each) {
   }
 }
 
-// A digest of bytes that come in consecutive parts.
+// Computes the digest of bytes that come in consecutive parts.
 class Digesting {
  public:
   Digesting() : state_(XXH3_createState()) {
@@ -61,7 +61,7 @@ class Digesting {
   const std::unique_ptr<XXH3_state_t, Free> state_;
 };
 
-// A seal in the making.
+// Computes a seal step by step.
 class Sealing {
  public:
   Sealing(std::span<const std::byte, 16> key, uint64_t nonce)

@@ -27,7 +27,7 @@ struct GroupDigest {
 };
 
 GroupDigest DigestOf(std::span<const std::byte> bytes);
-// As DigestOf, from the digests of the group's parts.
+// Does what DigestOf does, from the digests of the group's parts.
 GroupDigest DigestOfParts(std::span<const kernels::PartDigest> parts);
 
 struct GroupSeal {

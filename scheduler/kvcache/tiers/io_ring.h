@@ -1,5 +1,5 @@
-// A wrapper of the kernel's queue of reads and writes (io_uring, through liburing), with only what
-// a tier's file needs.
+// Wraps the kernel's queue of reads and writes (io_uring, through liburing), with only what a
+// tier's file needs.
 #ifndef MLA_SCHEDULER_KVCACHE_TIERS_IO_RING_H_
 #define MLA_SCHEDULER_KVCACHE_TIERS_IO_RING_H_
 

@@ -1,6 +1,6 @@
-// The file of the slowest tier: a header, then places for page groups. Nothing in it outlives the
-// process: it is emptied at each start, and the places of rows and their seals are kept in memory
-// only.
+// Reads and writes the file of the slowest tier: a header, then places for page groups. Nothing in
+// it outlives the process: it is emptied at each start, and the places of rows and their seals are
+// kept in memory only.
 //
 //   "MLATIER\n"  version: uint32 = 1  zeros up to kHeaderBytes  groups ...
 //

@@ -34,7 +34,7 @@
 
 namespace mla::kvcache {
 
-// The rooms of one tier. A budget of bytes is cut into rooms for groups of any size. Not
+// Manages the rooms of one tier. A budget of bytes is cut into rooms for groups of any size. Not
 // thread-safe.
 class TierRooms final {
  public:

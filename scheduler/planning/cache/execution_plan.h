@@ -1,4 +1,4 @@
-// A finished plan, together with the batch that it was made for.
+// Keeps a finished plan together with the batch for which it was made.
 //
 // An ExecutionPlan is always filled: only PlanCache makes one, after Planner::Build has succeeded.
 // Code that has one need not check whether its arrays are ready.

@@ -45,7 +45,7 @@ struct PlanCacheOptions {
 struct PlanCacheStats {  // counters since Create
   uint64_t hits = 0;
   uint64_t misses = 0;  // plans built
-  // Time that building took. Reuse is not timed: a reading of the clock costs as much as a hit.
+  // The time that building took. Reuse is not timed: a reading of the clock costs as much as a hit.
   int64_t build_ns = 0;
 };
 
@@ -55,7 +55,7 @@ class PlanCache final {
   // the buffers.
   static absl::StatusOr<std::unique_ptr<PlanCache>> Create(const PlanCacheOptions& options,
                                                            kernels::AttentionBackend& backend);
-  // As above, with the given buffers: options.plans of them, each of options.capacity.
+  // Creates a cache over the given buffers: options.plans of them, each of options.capacity.
   static absl::StatusOr<std::unique_ptr<PlanCache>> Create(
       const PlanCacheOptions& options, std::vector<std::unique_ptr<MetadataBuffers>> buffers);
 
