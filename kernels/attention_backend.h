@@ -48,7 +48,7 @@ struct BackendNote {
   std::string text;
 };
 
-// Nanoseconds that a CPU core takes for a byte of KV rows under 128 heads.
+// A CPU core takes this number of nanoseconds for a byte of KV rows under 128 heads.
 inline constexpr double kCoreNanosPerKvByte = 1.5;
 
 struct BackendInfo {
@@ -76,16 +76,16 @@ struct BackendInfo {
   bool windows = false;        // computes on windows and entries (AttentionKind::kWindow)
   bool projects = false;       // has Launch::queries and Launch::hiddens
   bool unified_memory = true;  // launches work on host memory in place
-  // Nanoseconds that a launch takes for a byte of KV rows which its tiles read, until launches have
-  // been measured. A rate that is far too slow cuts requests of the first launches into parts,
-  // and parts that are merged round otherwise.
+  // The nanoseconds that a launch takes for a byte of KV rows which its tiles read, as assumed
+  // until launches have been measured. A rate that is far too slow cuts requests of the first
+  // launches into parts, and parts that are merged round otherwise.
   double nanos_per_kv_byte = kCoreNanosPerKvByte;
   // Launches whose outputs together take at most this many bytes are faster with outputs, and new
   // KV rows of at most this many bytes, used in place in pinned memory (HostInput::in_place,
   // InPlace) than with copies of them. 0: always copy.
   int64_t in_place_bytes = 0;
-  // Bytes of copied queries from which a launch in the absorbed form is faster if they arrive while
-  // it runs (AttentionDesc::streamed). 0: never stream.
+  // If at least this number of bytes of queries is copied, a launch in the absorbed form is faster
+  // if the queries arrive while it runs (AttentionDesc::streamed). 0: never stream.
   int64_t stream_bytes = 0;
   // Launches can wait on the device for words of host memory (Launch::gate).
   bool waits_for_words = false;
@@ -94,8 +94,8 @@ struct BackendInfo {
   // Device memory that Configure and LoadWeights may take together. 0 for backends that use host
   // memory, which the caller bounds.
   int64_t memory_bytes = 0;
-  // Dtypes between the projections of the EXPANDED profile: absorbed queries of clients that send
-  // bf16 or fp32, and latent outputs. Latent outputs are fp32 because outputs that are rounded
+  // The dtypes between the projections of the EXPANDED profile: absorbed queries of clients that
+  // send bf16 or fp32, and latent outputs. Latent outputs are fp32 because outputs that are rounded
   // twice would exceed the accepted error.
   DType absorbed_q_of_bf16 = DType::kBf16;
   DType absorbed_q_of_f32 = DType::kF32;
@@ -170,7 +170,7 @@ struct PlanTraits {
   friend bool operator==(const PlanTraits&, const PlanTraits&) = default;
 };
 
-// Memory of a launch slot: regions that a launch lays out as it likes. Where memory is unified,
+// The memory of a launch slot: regions that a launch lays out as it likes. Where memory is unified,
 // only the workspace has bytes.
 struct SlotMemory {
   std::span<std::byte> inputs, outputs, workspace;
@@ -271,8 +271,8 @@ class AttentionBackend {
   // Blocking; not for the steady state.
   virtual absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                    int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
-  // W_UQ of one head [nope_dim + rope_dim, q_lora_rank], or its columns of W_O [hidden_size,
-  // v_dim], bf16 row-major; as LoadWeights. UNIMPLEMENTED unless Info().projects.
+  // Loads W_UQ of one head [nope_dim + rope_dim, q_lora_rank], or its columns of W_O [hidden_size,
+  // v_dim], bf16 row-major, like LoadWeights. UNIMPLEMENTED unless Info().projects.
   virtual absl::Status LoadProjected(int32_t slot, const Geometry& geometry,
                                      const ProjectedShape& shape, ProjectedPart part, int32_t head,
                                      const Bf16* weights) {

@@ -29,7 +29,7 @@ struct BackendOptions {
   int64_t gpu_expanded_workspace_bytes = int64_t{640} << 20;  // for up-projected keys and values
   int64_t gpu_shared_bytes = 0;     // device memory left to AllocateShared
   int64_t gpu_watchdog_ms = 10000;  // longest launch
-  // Library of a GPU runtime, or its folder. Empty: the usual places.
+  // The path of a GPU runtime's library, or of its folder. Empty: the usual places.
   std::string gpu_runtime_library;
   std::string gpu_graphs = "auto";    // "auto", "on", "off": hip::GraphUse
   int64_t gpu_self_test_ms = 300000;  // longest test of a GPU's kernels
@@ -41,7 +41,7 @@ struct BackendOptions {
   int32_t spin_us = 20;  // CPU workers poll this long for the next launch before they sleep
 };
 
-// The name that asks for a GPU of either vendor: a backend whose row names hardware.
+// This name asks for a GPU of either vendor: a backend whose row names hardware.
 inline constexpr char kAnyGpu[] = "gpu";
 
 struct BackendRow {

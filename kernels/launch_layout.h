@@ -59,21 +59,22 @@ class LaunchLayout final {
 
   // Returns where the launch sees the tensor. RESOURCE_EXHAUSTED names the region that is full.
   absl::StatusOr<const void*> Input(const void* host, int64_t bytes);
-  // As Input, for a tensor that the launch reads once.
+  // Does what Input does, for a tensor that the launch reads once.
   absl::StatusOr<const void*> InputReadOnce(const void* host, int64_t bytes);
   absl::StatusOr<void*> Output(void* host, int64_t bytes);
-  // As Output, for a small tensor that is private to the caller (HostOutput). Kernels write it to
-  // device memory and it is copied later, because kernels that write to host memory wait for it.
+  // Does what Output does, for a small tensor that is private to the caller (HostOutput). Kernels
+  // write it to device memory and it is copied later, because kernels that write to host memory
+  // wait for it.
   absl::StatusOr<void*> PrivateOutput(void* host, int64_t bytes);
-  // As Input and Output, for tensors in the backend's shared device memory, which are used in
-  // place.
+  // Do what Input and Output do, for tensors in the backend's shared device memory, which are used
+  // in place.
   const void* SharedInput(const void* at, int64_t bytes);
   void* SharedOutput(void* at, int64_t bytes);
   // Copies `rows` rows that the launch writes at `from`, `pitch` bytes apart, to shared memory at
   // `to` when they are complete.
   void CopyToShared(void* to, const void* from, int64_t row_bytes, int64_t rows, int64_t pitch);
-  // As Input and Output, for a matrix of `rows` rows whose columns lie in parts in host memory. The
-  // launch sees it in one piece.
+  // Do what Input and Output do, for a matrix of `rows` rows whose columns lie in parts in host
+  // memory. The launch sees it in one piece.
   absl::StatusOr<const void*> InputParts(int64_t rows, std::span<const InputPart> parts);
   absl::StatusOr<void*> OutputParts(int64_t rows, std::span<const OutputPart> parts);
   absl::StatusOr<void*> Workspace(int64_t bytes);

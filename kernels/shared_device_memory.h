@@ -1,4 +1,4 @@
-// Device memory that one other process of the host maps as well, and events by which that process
+// Device memory that one other process of the host maps as well, with events by which that process
 // reports that its writes there are complete.
 //
 // This process owns both, so the death of the other process releases neither. The other process
@@ -23,7 +23,7 @@ namespace mla::kernels {
 
 class SharedDeviceMemory {
  public:
-  // Bytes of a handle in the vendors' runtimes.
+  // A handle has this number of bytes in the vendors' runtimes.
   static constexpr size_t kHandleBytes = 64;
   using Handle = std::array<uint8_t, kHandleBytes>;
   // Tells the other process how to open the memory.

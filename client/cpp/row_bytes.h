@@ -10,7 +10,7 @@
 
 namespace mla::client {
 
-// 0: the call does not have the tensor.
+// The bytes of a row in each tensor; 0 if the call does not have the tensor.
 struct RowBytes {
   uint64_t kv = 0, q = 0, lists = 0, o = 0, lse = 0, chosen = 0;
   uint64_t in() const { return kv + q + lists; }

@@ -1,5 +1,5 @@
-// The production backend in host memory. It takes any shape, uses the machine's best vector
-// instructions, and hands out the plan's work items dynamically.
+// Computes attention in host memory, for production. It takes any shape, uses the machine's best
+// vector instructions, and hands out the plan's work items dynamically.
 //
 // A launch becomes a job of the worker pool, with one phase a part. Free threads take attention
 // items one at a time, then shares of the merges of split tiles. A merge waits only for the pieces
@@ -43,7 +43,7 @@ class CpuBackend final : public HostBackend {
   int32_t ExpandedFormMinRows(const Geometry& geometry) const override;
 
  private:
-  // One phase of the job and its inputs.
+  // One phase of the job, with its inputs.
   struct Phase {
     enum class Kind : uint8_t {
       kWritePages,

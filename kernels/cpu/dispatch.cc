@@ -12,7 +12,7 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// All levels, best first.
+// Lists all levels, the best first.
 const KernelSet* const kLevels[] = {&kAmxKernels, &kAvx512Bf16Kernels, &kAvx512Kernels,
                                     &kAvx2Kernels, &kPortableKernels};
 

@@ -10,8 +10,8 @@
 
 namespace mla::kernels::cpu {
 
-// Levels that this machine and its kernel support, best first. For AMX this asks the kernel for
-// permission to use tile state, once per process.
+// Returns the levels that this machine and its kernel support, the best first. For AMX this asks
+// the kernel for permission to use tile state, once per process.
 std::vector<const KernelSet*> UsableLevels();
 
 // Returns the best usable level not above `highest` (empty: the best). The order, best first, is

@@ -1,4 +1,4 @@
-// Element types of tensors that cross the backend interface.
+// The element types of tensors that cross the backend interface.
 #ifndef MLA_KERNELS_FORMATS_DTYPE_H_
 #define MLA_KERNELS_FORMATS_DTYPE_H_
 

@@ -1,4 +1,5 @@
-// Eight-bit floats of KV rows: 4 exponent bits, 3 mantissa bits, as two vendors define them.
+// Encodes and decodes eight-bit floats of KV rows: 4 exponent bits, 3 mantissa bits, as two vendors
+// define them.
 //
 //   kE4m3Fn    OCP e4m3fn: exponent bias 7, largest 448, NaN 0x7f and 0xff, no infinity
 //   kE4m3Fnuz  e4m3fnuz: exponent bias 8, NaN 0x80 alone, no infinity, no negative zero
@@ -37,8 +38,8 @@ constexpr bool IsFp8NaN(uint8_t code, Fp8Kind kind) {
 // Returns the largest number that EncodeFp8 writes.
 constexpr float Fp8Largest(Fp8Kind kind) { return kind == Fp8Kind::kE4m3Fn ? 448.0f : 224.0f; }
 
-// Exact. Exponent and mantissa move to their places in binary32. The product then corrects the
-// bias, and turns denormal codes into normal numbers.
+// Returns the exact value. Exponent and mantissa move to their places in binary32. The product then
+// corrects the bias, and turns denormal codes into normal numbers.
 constexpr float DecodeFp8(uint8_t code, Fp8Kind kind) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80) << 24;
   if (IsFp8NaN(code, kind)) return std::bit_cast<float>(sign | 0x7fc00000u);

@@ -6,7 +6,7 @@
 namespace mla::kernels {
 namespace {
 
-// Values [first, first + count) of a row as the client sent it.
+// Returns values [first, first + count) of a row as the client sent it.
 template <typename T>
 struct Source {
   const T* values;

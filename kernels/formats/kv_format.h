@@ -59,7 +59,8 @@ struct KvFormatTraits {
   KvScales scales = KvScales::kNone;
   int32_t group = 0;          // latent values a scale, for kInRow and kInPage
   int32_t page_multiple = 1;  // a page's bytes are a multiple of this
-  // Bytes of a scale in a page: 4 for an fp32, or 1 for the exponent byte of a binary32 (E8M0).
+  // A scale in a page has this number of bytes: 4 for an fp32, or 1 for the exponent byte of a
+  // binary32 (E8M0).
   int32_t page_scale_bytes = 1;
   bool shares_scale = false;  // groups of a row share a scale if KvSharedScale finds one
 };
@@ -86,7 +87,7 @@ constexpr KvFormatTraits TraitsOf(KvFormat format) {
 
 constexpr const char* Name(KvFormat format) { return TraitsOf(format).name; }
 
-// Bytes of one row and where its parts lie. The latent values come first.
+// The bytes of one row and the places of its parts. The latent values come first.
 struct KvRowLayout {
   KvFormatTraits traits;
   int32_t latent_dim = 0, rope_dim = 0;

@@ -37,7 +37,8 @@ bool AnyBeyondBound(const std::byte* values, int32_t count) {
   return (found & 0x8000u) != 0;
 }
 
-// Poisons values of 16 or 8 bits. Returns true if one of them stands for NaN afterwards.
+// Makes 16-bit values NaN if they are beyond the bound of stored values (Stored); 8-bit codes stay
+// as they are. Returns true if a value stands for NaN afterwards.
 bool Poison(DType dtype, Fp8Kind kind, std::byte* values, int32_t count) {
   if (dtype == DType::kFp8E4m3) return AnyFp8NaN(kind, values, count);
   if (!AnyBeyondBound(values, count)) return false;

@@ -15,13 +15,14 @@ namespace mla::kernels::hip {
 namespace {
 
 constexpr int64_t kMeetingBytes = kMostSplitShares * sizeof(uint32_t);
-// Digests of a launch: of page writes and page reads. Device and pinned memory hold as many.
+// Returns the number of digests of a launch: of page writes and page reads. Device and pinned
+// memory hold as many.
 int64_t DigestCount(const BackendLimits& limits) { return 2 * int64_t{limits.digest_parts}; }
 int64_t DigestBytes(const BackendLimits& limits) {
   return DigestCount(limits) * static_cast<int64_t>(sizeof(PartDigest));
 }
 
-// Alignment of a kernel's widest access.
+// The alignment of a kernel's widest access.
 constexpr uintptr_t kAlignmentInPlace = 16;
 
 // A host buffer that copies recognise as pinned for as long as it lives.

@@ -58,8 +58,8 @@ struct HipBackendOptions {
   SelfTestOptions self_test_options;
   GraphUse graphs = GraphUse::kAuto;
   bool reach_host = true;  // false: tensors are copied even if kernels reach host memory
-  // Most device memory for up-projected keys and values of the expanded form. Launches that need
-  // more process it in rounds (kernels/types/round_info.h).
+  // At most this number of bytes of device memory is taken for up-projected keys and values of the
+  // expanded form. Launches that need more process it in rounds (kernels/types/round_info.h).
   int64_t expanded_workspace_bytes = int64_t{640} << 20;
   int32_t most_rounds = kMostRounds;  // a launch; fewer only in tests
   int64_t shared_bytes = 0;           // part of that memory left to AllocateShared
@@ -71,9 +71,9 @@ struct HipBackendOptions {
 
 class HipBackend final : public AttentionBackend {
  public:
-  // UNAVAILABLE if there is no runtime or no device. FAILED_PRECONDITION if no image for this
-  // architecture was built in, or the runtime is too old. INTERNAL if a kernel failed its
-  // self-test, the test took too long, or the device failed.
+  // Makes a backend; UNAVAILABLE if there is no runtime or no device. FAILED_PRECONDITION if no
+  // image for this architecture was built in, or the runtime is too old. INTERNAL if a kernel
+  // failed its self-test, the test took too long, or the device failed.
   static absl::StatusOr<std::unique_ptr<HipBackend>> Create(const HipBackendOptions& options);
   ~HipBackend() override;
 

@@ -24,7 +24,7 @@ namespace {
 // Linux's KFD topology encodes a GPU's architecture in decimal: gfx942 is 90402.
 constexpr int64_t kGfx942 = 90402, kGfx950 = 90500;
 constexpr char kAmdOnBus[] = "0x1002", kNvidiaOnBus[] = "0x10de";
-// PCI classes of devices that compute and drive no display.
+// The PCI classes of devices that compute and drive no display.
 constexpr char kAccelerator[] = "0x1200", kController3d[] = "0x0302";
 
 std::vector<std::filesystem::path> Entries(const std::string& folder) {

@@ -1,4 +1,4 @@
-// Reading tensors that lie in fragments (kernels/types/input_fragments.h).
+// Reads tensors that lie in fragments (kernels/types/input_fragments.h).
 #ifndef MLA_KERNELS_HOST_MEMORY_FRAGMENTS_H_
 #define MLA_KERNELS_HOST_MEMORY_FRAGMENTS_H_
 

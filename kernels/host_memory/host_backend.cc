@@ -11,7 +11,7 @@ namespace mla::kernels {
 namespace {
 
 constexpr int32_t kMaxDim = 8192;
-// Bytes of one row of the widest model, in the widest format.
+// The bytes of one row of the widest model, in the widest format.
 constexpr int32_t kMaxHostRowBytes = MakeKvRowLayout(KvFormat::kBf16, kMaxDim, kMaxDim).row_bytes;
 
 void CopyRows(const std::byte* from, int64_t from_pitch, std::byte* to, int64_t to_pitch,

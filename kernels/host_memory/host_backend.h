@@ -56,7 +56,7 @@ inline int32_t PlacesOf(const AttentionParams& params, int32_t segment_index, in
   return WindowRows(window, visible) + entries;
 }
 
-// Kind of the 8-bit floats of pools in host memory.
+// The kind of the 8-bit floats of pools in host memory.
 inline constexpr Fp8Kind kHostFp8 = Fp8Kind::kE4m3Fn;
 
 // Copies rows [row_begin, row_end) of the record into their pages, or compares them with the rows
@@ -90,7 +90,7 @@ class HostBackend : public AttentionBackend {
   absl::StatusOr<int64_t> Wait(int32_t slot) override;
 
  protected:
-  // Weights of one slot, with room for every head of the model and filled by any number of
+  // The weights of one slot, with room for every head of the model and filled by any number of
   // LoadWeights calls. Heads not loaded yet read as zero, and the checks refuse them.
   struct WeightSlot {
     bool used = false;
@@ -113,10 +113,10 @@ class HostBackend : public AttentionBackend {
   virtual int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const = 0;
   virtual void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                            const Bf16* w_uv, std::byte* packed) const = 0;
-  // The inverse for one head, whose packed weights begin at `packed`.
+  // Undoes PackWeights for one head, whose packed weights begin at `packed`.
   virtual void UnpackWeights(const Geometry& geometry, const std::byte* packed, Bf16* w_uk,
                              Bf16* w_uv) const = 0;
-  // As above, for the weights of PROJECTED of all heads, into which PackProjected packs one head.
+  // The same for the weights of PROJECTED of all heads, into which PackProjected packs one head.
   // Called only if Info().projects.
   virtual int64_t PackedProjectedBytes(const Geometry&, const ProjectedShape&) const { return 0; }
   virtual void PackProjected(const Geometry&, const ProjectedShape&, ProjectedPart, int32_t,

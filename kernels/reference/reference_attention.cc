@@ -155,7 +155,8 @@ void StoreOutput(const AttentionDesc& desc, const SegmentRecord& segment,
 void AttendHead(const AttentionDesc& desc, const SegmentRecord& segment, const WindowRecord* window,
                 const ReferenceWeights& weights, int32_t q_row, int32_t head,
                 ReferenceScratch& scratch) {
-  // Width of the sum. The expanded form sums latent values, because W_UV is applied to the sum.
+  // The sum has this width. The expanded form sums latent values, because W_UV is applied to the
+  // sum.
   const int32_t dim =
       desc.form == AttentionForm::kAbsorbed ? desc.value_dim() : desc.geometry.kv_lora_rank;
   LatentQuery(desc, segment, weights, q_row, head, scratch.query);

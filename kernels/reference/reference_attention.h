@@ -18,7 +18,7 @@
 
 namespace mla::kernels {
 
-// Weights of a model's heads. For head h, w_uk + h * head_stride is [nope, lora] and w_uv + h *
+// The weights of a model's heads. For head h, w_uk + h * head_stride is [nope, lora] and w_uv + h *
 // head_stride is [lora, v_dim].
 struct ReferenceWeights {
   const Bf16* w_uk = nullptr;
@@ -55,8 +55,8 @@ void ReferenceProjectRow(const Geometry& geometry, DType in, DType out,
                          const ProjectionRecord& record, const ReferenceWeights& weights,
                          int32_t row, int32_t head);
 
-// One row of Launch::queries and of Launch::hiddens, all heads. `weights` are those of the part,
-// head after head.
+// Compute one row of Launch::queries and of Launch::hiddens, with all heads. `weights` are those of
+// the part, head after head.
 void ReferenceQueryRow(const RowProjection& projection, const RowProjectionRecord& record,
                        const ProjectedShape& shape, const Bf16* weights, int32_t row);
 void ReferenceHiddenRow(const RowProjection& projection, const RowProjectionRecord& record,

@@ -81,7 +81,7 @@ void ReferenceBackend::UnpackWeights(const Geometry& geometry, const std::byte* 
   std::memcpy(w_uv, packed + uk, uv);
 }
 
-// Packed as the heads come: W_UQ of all heads, then W_O of all heads.
+// The weights are packed in the order of the heads: W_UQ of all heads, then W_O of all heads.
 int64_t ReferenceBackend::PackedProjectedBytes(const Geometry& geometry,
                                                const ProjectedShape& shape) const {
   return static_cast<int64_t>(sizeof(Bf16)) * geometry.num_heads *

@@ -1,7 +1,7 @@
-// The oracle as an AttentionBackend: plain arithmetic (reference_attention.h) on the thread that
-// submits, which ignores the plan. A launch is computed before Start returns. Results are
-// bit-identical for a request alone and in any batch. It is never optimised: use it to check other
-// backends and to debug, not to serve.
+// Implements the oracle as an AttentionBackend: plain arithmetic (reference_attention.h) on the
+// thread that submits, which ignores the plan. A launch is computed before Start returns. Results
+// are bit-identical for a request alone and in any batch. It is never optimised: use it to check
+// other backends and to debug, not to serve.
 #ifndef MLA_KERNELS_REFERENCE_REFERENCE_BACKEND_H_
 #define MLA_KERNELS_REFERENCE_REFERENCE_BACKEND_H_
 

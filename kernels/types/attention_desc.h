@@ -1,5 +1,5 @@
-// The shape that a caller asks of a backend, independent of any one launch. It is the key of
-// capability checks and dispatch.
+// Describes the shape that a caller asks of a backend, independent of any one launch. It is the key
+// of capability checks and dispatch.
 #ifndef MLA_KERNELS_TYPES_ATTENTION_DESC_H_
 #define MLA_KERNELS_TYPES_ATTENTION_DESC_H_
 
@@ -11,8 +11,8 @@
 
 namespace mla::kernels {
 
-// Geometry of a model's attention, as registered. All dims are counted in elements and are data,
-// never constants.
+// The geometry of a model's attention, as registered. All dims are counted in elements and are
+// data, never constants.
 struct Geometry {
   int32_t num_heads = 0;     // query heads of the model; a request may carry a slice of them
   int32_t kv_lora_rank = 0;  // latent part of a KV row, for keys and values (DeepSeek-V3: 512)
@@ -53,7 +53,7 @@ struct AttentionDesc {
   int32_t page_size = 64;  // rows a page, >= 1
   AttentionKind attention = AttentionKind::kDense;
   KvFormat entry_format = KvFormat::kBf16;  // format of the entries of kWindow
-  // Dtype of the products over 8-bit rows: kBf16 or kFp8E4m3. For kFp8E4m3 a kernel may round
+  // The dtype of the products over 8-bit rows: kBf16 or kFp8E4m3. For kFp8E4m3 a kernel may round
   // queries and probabilities, and in the expanded form keys and values too.
   DType products = DType::kBf16;
   // Queries arrive, and outputs leave, while the launch runs, in the order of segments. Planned

@@ -1,6 +1,6 @@
-// Plain launch arguments of the attention kernels. Addresses are in the backend's address space
-// (host memory for CPU backends, device memory for GPUs). Every stride is explicit and 64-bit;
-// offsets are never derived from sizes.
+// Declares the plain launch arguments of the attention kernels. Addresses are in the backend's
+// address space (host memory for CPU backends, device memory for GPUs). Every stride is explicit
+// and 64-bit; offsets are never derived from sizes.
 #ifndef MLA_KERNELS_TYPES_ATTENTION_PARAMS_H_
 #define MLA_KERNELS_TYPES_ATTENTION_PARAMS_H_
 
@@ -92,7 +92,7 @@ struct AppendRecord {
   int32_t rope_dim = 0;               // rotated elements of these
   KvFormat format = KvFormat::kBf16;  // format of the pages
   float kv_scale = 1.0f;              // as in SegmentRecord
-  // [rows], output: 1 where a row differs, else 0. Null: the rows are stored.
+  // An output [rows]: 1 where a row differs, else 0. Null: the rows are stored.
   int32_t* differs = nullptr;
 };
 

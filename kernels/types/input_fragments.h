@@ -12,7 +12,7 @@
 
 namespace mla::kernels {
 
-// One piece of a whole. It may begin at any address: elements need not be aligned, and may even be
+// One piece of a tensor. It may begin at any address: elements need not be aligned, and may even be
 // cut in two.
 struct InputFragment {
   const std::byte* data;
@@ -20,7 +20,8 @@ struct InputFragment {
 };
 
 struct FragmentedInput {
-  // In the order of the whole, without gaps. The last fragment ends at or after the tensor's end.
+  // The fragments in the order of the tensor, without gaps. The last fragment ends at or after the
+  // tensor's end.
   std::span<const InputFragment> fragments;
   int64_t offset = 0;  // offset of the tensor's first byte in the whole
   int64_t bytes = 0;   // 0 if the tensor does not come in fragments

@@ -127,7 +127,7 @@ struct ProjectedShape {
   friend bool operator==(const ProjectedShape&, const ProjectedShape&) = default;
 };
 
-// Pairs of the rotated part of a query head, of rope_dim elements.
+// Says which elements of the rotated part of a query head, of rope_dim elements, form a pair.
 enum class RopeLayout : uint8_t {
   kNone = 0,
   kInterleaved = 1,  // elements 2 i and 2 i + 1
@@ -152,8 +152,8 @@ struct RowProjectionRecord {
   int64_t in_row_stride, out_row_stride;  // elements
   int32_t rows;
   int32_t weights_slot;
-  // For queries: [rows, rope_dim], cosines of the pairs and then their sines; null if rope_dim is
-  // 0.
+  // For queries: the rotations [rows, rope_dim], cosines of the pairs and then their sines; null if
+  // rope_dim is 0.
   const float* rotations;
 };
 
@@ -170,9 +170,10 @@ struct Launch {
   std::span<const HostInput> inputs;
   std::span<const HostOutput> outputs;
   LaunchGate gate;  // for backends with waits_for_words
-  // Words that the device stores as soon as the outputs are complete, except outputs private to the
-  // caller. It does so only where an extra kernel at the end suffices. The caller stores the host's
-  // words after Wait in any case, and the nearby ones if AttentionBackend::Signalled returns false.
+  // The words that the device stores as soon as the outputs are complete, except outputs private to
+  // the caller. It does so only where an extra kernel at the end suffices. The caller stores the
+  // host's words after Wait in any case, and the nearby ones if AttentionBackend::Signalled returns
+  // false.
   std::span<const WordValue> signals;
   // Transfers of one list name no byte of the pool twice; at most limits.page_ranges a list.
   std::span<const PageTransfer> page_writes, page_reads;
@@ -181,9 +182,9 @@ struct Launch {
   // The extent of a source may not overlap that of its own target. At most limits.page_ranges
   // places.
   std::span<const PageRange> pages;
-  // The engine's page tables, of all sequences. A backend with unified memory reads them in place.
-  // Other backends keep a copy, and copy the entries of `table_changes` during Submit. Ranges may
-  // overlap; at most limits.table_ranges.
+  // The page tables of the engine, for all sequences. A backend with unified memory reads them in
+  // place. Other backends keep a copy, and copy the entries of `table_changes` during Submit.
+  // Ranges may overlap; at most limits.table_ranges.
   std::span<const uint32_t> page_tables;
   std::span<const TableRange> table_changes;
   std::span<const AppendRecord> appends;

@@ -32,7 +32,7 @@ inline constexpr int32_t kRotatedPanels = kExpandedRope / kPanelColumns;
 inline constexpr int32_t kMostRounds = 1024;
 inline constexpr int64_t kRestPanelBytes = int64_t{kExpandedRows} * kPanelRowBytes;
 
-// Dims of a head's keys, without the rotated part, and of its values. Both are multiples of
+// The dims of a head's keys, without the rotated part, and of its values. Both are multiples of
 // kPanelColumns.
 struct ExpandedDims {
   int32_t nope = 128, value = 128;
@@ -47,14 +47,14 @@ struct ExpandedDims {
   }
   friend constexpr bool operator==(const ExpandedDims&, const ExpandedDims&) = default;
 };
-// Dims that kernels are written for: of DeepSeek V2 and V3, and of GLM-4.7-Flash.
+// The dims for which kernels are written: those of DeepSeek V2 and V3, and of GLM-4.7-Flash.
 inline constexpr ExpandedDims kDims128{128, 128}, kDims256{192, 256};
 
 // Returns the number of bytes of an expansion in the workspace.
 constexpr int64_t ExpansionBytes(const ExpandedDims& dims, int64_t padded_rows, int64_t heads) {
   return heads * dims.head_bytes(padded_rows) + padded_rows * kPanelRowBytes * kRotatedPanels;
 }
-// Returns the least workspace: one head of kExpandedRows rows.
+// Returns the bytes of the smallest workspace that works: one head of kExpandedRows rows.
 constexpr int64_t LeastRoundWorkspace(const ExpandedDims& dims) {
   return ExpansionBytes(dims, kExpandedRows, 1);
 }

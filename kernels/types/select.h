@@ -1,5 +1,5 @@
-// The choice of rows by an indexer, as DeepSeek V3.2 has it. For each query row it chooses, among
-// the positions that the row sees, those with the largest
+// Describes the choice of rows by an indexer, as DeepSeek V3.2 has it. For each query row it
+// chooses, among the positions that the row sees, those with the largest
 //
 //   logit(s) = scale(s) * sum over index heads h of  weight[h] * relu(query[h] . code(s))
 //

@@ -1,5 +1,5 @@
-// Attention to a window and to compressed entries, as DeepSeek V4 has it (AttentionKind::kWindow).
-// A query row attends, in one softmax, to
+// Describes attention to a window and to compressed entries, as DeepSeek V4 has it
+// (AttentionKind::kWindow). A query row attends, in one softmax, to
 //
 //   - the last rows of its sequence, itself included, as many as the window holds
 //   - entries, each of which stands for `ratio` positions: all complete ones, or an index list
@@ -18,7 +18,7 @@
 
 namespace mla::kernels {
 
-// Upper bound of a window, in rows.
+// A window has at most this number of rows.
 inline constexpr int32_t kMaxWindow = 4096;
 
 // Adds to a SegmentRecord, which says where the rows of the window lie. Index lists of the

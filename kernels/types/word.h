@@ -13,7 +13,7 @@ namespace mla::kernels {
 struct WordValue {
   uint32_t* word = nullptr;  // null: none
   uint32_t value = 0;
-  // Device address of the same word in shared device memory, or null if there is only `word`.
+  // The device address of the same word in shared device memory, or null if there is only `word`.
   // Devices poll it and store it before `word`.
   uint32_t* nearby = nullptr;
 

@@ -1,4 +1,4 @@
-// Device records of an execution plan.
+// Declares the device records of an execution plan.
 //
 // A plan is five arrays (the persistent-scheduling metadata of MLA kernels):
 //
@@ -36,9 +36,9 @@ struct alignas(32) WorkInfo {
   int32_t q_end;
   int32_t kv_begin;  // kv rows [kv_begin, kv_end) of the segment; may be empty
   int32_t kv_end;
-  // Rows of the segment after kv_end (kv_rows - kv_end). With the causal rule, query row i of a
-  // segment sees kv rows j <= kv_rows - q_rows + i. The kernel applies this mask inside [kv_begin,
-  // kv_end).
+  // The number of rows of the segment after kv_end (kv_rows - kv_end). With the causal rule, query
+  // row i of a segment sees kv rows j <= kv_rows - q_rows + i. The kernel applies this mask inside
+  // [kv_begin, kv_end).
   int32_t kv_after;
   uint32_t heads;  // head range of the tile: low 16 bits begin, high 16 bits end (exclusive)
 

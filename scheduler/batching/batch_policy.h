@@ -123,8 +123,8 @@ class BatchPolicy {
   bool MayLaunch(const StreamRequest& request, MonotonicNanos now) const;
   Demand DemandOf(const StreamRequest& request) const;
   int64_t PiecesOf(const StreamRequest& request) const;
-  // Returns the queue whose requests decide the launch's key. Null if no request that computes is
-  // ready.
+  // Returns the queue whose requests decide the launch's key, or null if no request that computes
+  // is ready.
   RequestQueue* Leader(const Round& round) const;
   // Returns the oldest ready request that is not a decode and fits the batch's key, or null.
   const StreamRequest* OldestBulk(const Round& round) const;

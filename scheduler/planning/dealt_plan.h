@@ -24,8 +24,8 @@ struct TileRows {
   int64_t longest = 0;  // of one tile
 };
 
-// Chooses the number of rows between the cuts. count(rows): the number of pieces if all tiles are
-// cut at multiples of `rows`.
+// Returns the number of KV rows between the cuts of a dealt plan. count(rows) must return the
+// number of pieces if all tiles are cut at multiples of `rows`.
 template <typename Count>
 int32_t DealtRows(const TileRows& batch, const kernels::PlanTraits& traits, const Count& count) {
   constexpr int64_t kStep = 8;  // rows grow by one eighth until there are few enough pieces

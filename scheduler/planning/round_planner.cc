@@ -232,7 +232,7 @@ absl::Status RoundPlanner::AddTiles(const PlanSegment& record, int32_t segment, 
   return absl::OkStatus();
 }
 
-// The tiles of the plan are its unsplit items and the tiles that partial ones are merged to.
+// The tiles of the plan are its unsplit items and the tiles into which partial ones are merged.
 absl::Status RoundPlanner::CollectWhole(const PlanView& plan,
                                         std::span<const PlanSegment> segments) {
   for (const WorkInfo& w : plan.work_info) {

@@ -25,7 +25,8 @@ absl::Status SettleFp8Compute(const kernels::AttentionBackend& backend, ModelSpe
 // Returns OK if the backend computes the model's attention in the absorbed form, and has its
 // indexer, window and projections if the model asks for them.
 absl::Status CheckSupported(const ModelSpec& spec, const kernels::AttentionBackend& backend);
-// Checks each number against its limits, and the numbers against each other. Knows no backend.
+// Checks each number against its limits, and the numbers against each other. Does not ask a
+// backend.
 absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits);
 // Checks sinks for a model with a window: [slice->layer_count, slice->head_count] numbers, finite
 // or -inf. Replaces counts of 0 by the counts they stand for. Errors of the slice name

@@ -48,7 +48,7 @@ std::vector<Row> Rows(int count, uint64_t key);
 // Returns pointers to all rows of `a`, then of `b`, as EngineHarness::Error takes them.
 std::vector<const Row*> Pointers(const std::vector<Row>& a, const std::vector<Row>& b = {});
 
-// softmax(scale · q K^T) V over the given rows, dense, in double.
+// Computes softmax(scale · q K^T) V over the given rows, dense, in double.
 void DenseAttention(const ModelSpec& model, const std::vector<const Row*>& rows, const Row& q,
                     Row* output, double* lse);
 

@@ -36,8 +36,8 @@ struct AdminOptions {
   bool shared_memory = false;  // the listener is open
   bool ucx = false;            // rings over UCX can be opened
   bool checkpoints = false;    // whether a folder for checkpoints is configured
-  // Source of figures for GetStats and WatchStatus that does not wait for a launch. Empty:
-  // Engine::Stats.
+  // Returns figures for GetStats and WatchStatus without waiting for a launch. If it is empty,
+  // Engine::Stats is called.
   std::function<scheduler::EngineStats()> stats;
 };
 

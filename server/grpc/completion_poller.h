@@ -76,7 +76,7 @@ class CompletionPoller final {
   // never started.
   void Stop();
 
-  // Called by StreamCall; count the existing calls.
+  // StreamCall calls these; they count the existing calls.
   void AddCall();
   void RemoveCall();
 

@@ -138,7 +138,7 @@ absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profi
   return absl::OkStatus();
 }
 
-// Returns the layout of one vector.
+// Return the layout of one 8-bit vector of a tensor.
 wire::Fp8Tensor KvTensor(const ModelSpec& model) {
   return wire::MakeFp8Tensor(
       1, {model.geometry.kv_lora_rank, model.geometry.rope_dim, model.indexer.dim});

@@ -19,7 +19,7 @@ constexpr int32_t kListedByDefault = 1000;
 constexpr int32_t kMostListed = 4096;
 
 absl::Status CheckIds(int count, const Limits& limits) {
-  // A request may name all sequences that can be open, and some that have gone.
+  // A request may name all sequences that can be open, and as many that have already ended.
   const int64_t most = int64_t{limits.max_sequences} * 2;
   if (count > most) {
     return RefuseField("sequence_ids", absl::StrCat(count),

@@ -297,8 +297,8 @@ void HandOver::SendPart(PeerServer& peer, PeerServer::Use& stream, OutgoingWeigh
     if (status.ok()) status = peer.CheckBootId(answer.reply.boot_id());
   }
   if (!began) {
-    // The others send all heads. A refusal for another reason is of the transfer, not of the
-    // stream.
+    // The other streams send all heads then. The stream ends only if the call broke off or the peer
+    // takes no further call; any other refusal concerns the transfer.
     if (!Stopping() && (!answer.refused || TooManyCalls(status))) stream.End();
     return;
   }

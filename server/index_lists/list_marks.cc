@@ -156,7 +156,8 @@ class ByteMarks {
   uint8_t mark_;
 };
 
-// Marks in one bit for each position. All are 0 at first, and again after they have been counted.
+// Keeps one bit for each position as its mark. All bits are 0 at first, and again after they have
+// been counted.
 class BitMarks {
  public:
   explicit BitMarks(uint32_t* words) : words_(words) {

@@ -1,5 +1,6 @@
-// Calls that send what happens until their client ends them or the server stops. Each holds a
-// control thread, so all of them together are bounded; one tenant may have half of the bound.
+// Bounds the calls that send events until their client ends them or the server stops. Each such
+// call holds a control thread, so all of them together are bounded; one tenant may have half of the
+// bound.
 //
 // Threading: any thread.
 #ifndef MLA_SERVER_LIFECYCLE_WATCHERS_H_

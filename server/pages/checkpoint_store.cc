@@ -374,7 +374,7 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const s
   const MutexLock lock(names_);
   const Room before = RoomOf(path);
   status = file->Publish();
-  // Counted even if Publish failed, because the file may have got its name.
+  // The file is counted even if Publish failed, because it may have got its name.
   const Room after = RoomOf(path);
   room.bytes -= after.bytes - before.bytes;
   room.files -= after.files - before.files;

@@ -71,7 +71,7 @@ class CheckpointStore final {
                                                   const std::string& tenant,
                                                   scheduler::SequenceId id,
                                                   const std::string& client_id, int64_t lease_ms);
-  // Checkpoints of the tenant, by id; damaged ones have 0 rows.
+  // Returns the checkpoints of the tenant, by id; damaged ones have 0 rows.
   std::vector<CheckpointInfo> List(const std::string& tenant);
   // Returns false if there was no checkpoint.
   bool Drop(const std::string& tenant, scheduler::SequenceId id);

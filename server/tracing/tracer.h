@@ -95,9 +95,9 @@ class Tracer {
   bool on() const { return !exporters_.empty(); }
   // Returns the time of spans: nanoseconds of the steady clock.
   static int64_t Now();
-  // Returns the context of a step or call whose caller sent `parent` (invalid: none). Invalid if it
-  // is not recorded; else its span is the id for the span of the step or call itself, whose parent
-  // is parent.span.
+  // Decides whether a step or call is recorded whose caller sent `parent`, which is invalid if the
+  // caller sent none. Returns an invalid context if it is not recorded. Otherwise the context's
+  // span is the id for the span of the step or call itself, whose parent is parent.span.
   TraceContext Sample(const TraceContext& parent, const std::string& tenant);
   SpanId NewSpanId() {
     const SpanId id = next_span_.fetch_add(1, std::memory_order_relaxed);

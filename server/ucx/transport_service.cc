@@ -48,7 +48,8 @@ absl::Status CheckRequest(const v1::OpenUcxRequest& request, const Config::Ucx& 
   return absl::OkStatus();
 }
 
-// Adds what has been added to `counted`. A relay that counts backwards adds nothing.
+// Adds to `wire` by how much the relay's counts exceed `counted`, and keeps them there. A relay
+// that counts backwards adds nothing.
 void AddCounts(const relay::RelayCounts& now, relay::RelayCounts* counted, WireCounters* wire) {
   const auto add = [&](uint64_t relay::RelayCounts::*number, std::atomic<uint64_t>* sum) {
     if (now.*number <= counted->*number) return;

@@ -53,7 +53,8 @@ class TransportService final : public v1::Transports::Service {
   absl::Status Serve(grpc::ServerContext* context, const Identity& who,
                      const v1::OpenUcxRequest& request,
                      grpc::ServerWriter<v1::OpenUcxReply>* writer);
-  // Until the call is over, or the relay has ended: then with its reason. Counts both.
+  // Waits until the call is over, or the relay has ended, and then returns the relay's reason.
+  // Counts both cases.
   std::optional<absl::Status> Watch(grpc::ServerContext* context, RelayProcess* relay);
 
   const RpcContext rpc_;

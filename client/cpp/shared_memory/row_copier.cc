@@ -119,7 +119,8 @@ bool RowCopier::Takes(std::span<const DeviceCopy> copies) const {
   return std::all_of(copies.begin(), copies.end(), [this](const DeviceCopy& copy) {
     const bool pieces = copy.width % kPiece == 0 && copy.from_pitch % kPiece == 0 &&
                         copy.to_pitch % kPiece == 0 && IsAligned(copy.from) && IsAligned(copy.to);
-    // So that the number of the last piece and a turn of all threads more fit 32 bits.
+    // The kernel counts pieces in 32 bits, and the number of the last piece plus a turn of all
+    // threads must fit.
     const uint64_t per_row = copy.width / kPiece;
     const bool countable = per_row <= INT32_MAX && copy.rows <= INT32_MAX &&
                            (copy.rows == 0 || per_row <= INT32_MAX / copy.rows);

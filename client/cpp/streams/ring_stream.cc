@@ -90,8 +90,8 @@ bool RingStream::PlaceMessage(std::span<const std::byte> tails, v1::AttendStream
   return true;
 }
 
-// The server begins a chained request only when the one before it is answered. Others may overtake,
-// except messages, which the server takes in their turn.
+// The server begins a chained request only when the one before it is answered. Requests that are
+// not chained may overtake it, except messages, which the server takes in their turn.
 absl::Status RingStream::CheckChain(const PendingReply& pending, bool is_attend) const {
   const bool in_order =
       pending.chained

@@ -145,8 +145,8 @@ class RingStream final : public StepStream {
   absl::Status broken_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_tag_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<uint64_t, InFlight> in_flight_ ABSL_GUARDED_BY(mutex_);
-  // Attends in flight, so that a chained call need not look at all of those ahead of it. Chained
-  // ones are all of one stream, and there are no others next to them.
+  // Counts the attends in flight, so that a chained call need not look at each of them. If some are
+  // chained, all are, by one stream.
   struct Attends {
     size_t awaited = 0, chained = 0;
     void* stream = nullptr;  // of the chained ones

@@ -35,9 +35,10 @@ absl::StatusOr<Contexts> ReadContexts(const std::string& path);
 // Replaces the file as a whole, and makes its folder if there is none. Only the user may read them.
 absl::Status WriteContexts(const std::string& path, const Contexts& contexts);
 
-// Completes what the command line says, `given`, from MLA_TARGET and MLA_CLIENT_TENANT, _CA, _CERT,
-// _KEY and _SERVER_NAME, then from the context `name`, else of MLA_CLIENT_CONTEXT, else from the
-// current one. The current one counts only where no target is given. NOT_FOUND: no such context.
+// Returns `given`, which the command line says, completed from two sources in this order:
+// MLA_TARGET, MLA_CLIENT_TENANT, _CA, _CERT, _KEY and _SERVER_NAME; then a context. The context is
+// `name`, or MLA_CLIENT_CONTEXT, or the current one, which counts only if no target is given.
+// NOT_FOUND: there is no such context.
 absl::StatusOr<Connection> Complete(const Connection& given, const std::string& name,
                                     const Environment& environment);
 

@@ -1,5 +1,6 @@
-// Dispatch levels whose instructions are emulated (see immintrin.h in this folder). They are
-// compiled from the source of the real levels, for tests on machines that lack the instructions.
+// Declares the dispatch levels whose instructions are emulated (see immintrin.h in this folder).
+// They are compiled from the source of the real levels, for tests on machines that lack the
+// instructions.
 #ifndef MLA_KERNELS_CPU_EMULATION_EMULATED_LEVELS_H_
 #define MLA_KERNELS_CPU_EMULATION_EMULATED_LEVELS_H_
 

@@ -44,7 +44,7 @@ inline To Cast(const From& from) {
   return to;
 }
 
-// The lanes of a vector as an array.
+// Gives the lanes of a vector as an array.
 template <typename T, int N>
 struct Lanes {
   T at[N];
@@ -56,7 +56,7 @@ using I64 = Lanes<uint64_t, 8>;
 using I8 = Lanes<uint8_t, 64>;
 
 inline float WithoutDenormals(float value) {
-  // Without a comparison of floats, so that the compiler works on several lanes at a time.
+  // The code compares no floats, so that the compiler works on several lanes at a time.
   const uint32_t bits = Cast<uint32_t>(value);
   return Cast<float>((bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits);
 }

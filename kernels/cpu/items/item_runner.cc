@@ -33,7 +33,7 @@ struct Group {
   }
 };
 
-// The scratch memory of a thread, typed.
+// Gives the scratch memory of a thread as typed parts.
 class ItemState {
  public:
   ItemState(const RunContext& context, const WorkInfo& work, const PackedWeights& weights,

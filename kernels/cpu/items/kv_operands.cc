@@ -10,7 +10,7 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// Rows widened at a time. Packed tiles are padded to groups of 32.
+// This number of rows is widened at a time. Packed tiles are padded to groups of 32.
 constexpr int32_t kWidenedRows = 32;
 static_assert(kTileRows % kWidenedRows == 0);
 

@@ -1,5 +1,6 @@
-// The selections of a launch as items for threads: one item a query row. If there are fewer rows
-// than threads, an item is a share of a row, and a second phase merges the shares' candidates.
+// Divides the selections of a launch into items for threads: one item a query row. If there are
+// fewer rows than threads, an item is a share of a row, and a second phase merges the shares'
+// candidates.
 //
 // Threading: after Configure, Items and Shares from any thread. Run from several threads at once,
 // each with scratch memory and an item of its own.

@@ -15,7 +15,7 @@
 
 namespace mla::kernels::cpu {
 
-// The pages of rows, or of entries, of a sequence at a layer.
+// Finds the pages of rows, or of entries, of a sequence at a layer.
 struct RowPages {
   int64_t page_table, layer_offset, row_stride;
   int32_t page_size;

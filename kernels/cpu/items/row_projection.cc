@@ -41,7 +41,7 @@ PackedHead HeadOf(const KernelSet& kernels, const Geometry& geometry, const Proj
           layout.output_panel_bytes};
 }
 
-// A joined row: its record, and its number in there.
+// A joined row: its record, and its number in that record.
 struct RowPlace {
   const RowProjectionRecord* record;
   int64_t row;
@@ -75,8 +75,8 @@ void Rotate(RopeLayout layout, const float* rotation, int32_t rope_dim, float* r
   }
 }
 
-// C = rows x panels. fp32 rows at bf16 levels are split into two bf16 parts, whose products are
-// added.
+// Computes C = rows x panels. fp32 rows at bf16 levels are split into two bf16 parts, whose
+// products are added.
 void Multiply(const RowProjectionContext& context, std::span<const RowProjectionRecord> records,
               int64_t row_begin, int32_t rows, int32_t k, GemmArgs gemm, const ProjectionLayout& at,
               std::byte* scratch) {

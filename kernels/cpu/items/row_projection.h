@@ -1,5 +1,5 @@
-// Products of rows with W_UQ and W_O, and the form in which these weights are stored: B panels, in
-// the level's operand type.
+// Multiplies rows with W_UQ and W_O, and stores these weights as B panels, in the level's operand
+// type.
 //
 //   queries   for each head: k = q_lora_rank, columns = nope_dim + rope_dim
 //   hiddens   all heads together: k = heads * v_dim, columns = hidden_size
@@ -45,7 +45,7 @@ struct RowProjectionContext {
   ProjectedPart part = ProjectedPart::kQueries;
 };
 
-// Contents of one weights slot: the shape, and the memory that PackProjected has filled.
+// The contents of one weights slot: the shape, and the memory that PackProjected has filled.
 struct ProjectedWeights {
   ProjectedShape shape;
   const std::byte* packed = nullptr;

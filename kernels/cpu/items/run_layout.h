@@ -12,13 +12,13 @@
 
 namespace mla::kernels::cpu {
 
-// Most packed rows (query rows of one head) in an item of the expanded form. It is large, so that
-// one up-projection of the KV rows serves many query rows.
+// An item of the expanded form has at most this number of packed rows (query rows of one head). It
+// is large, so that one up-projection of the KV rows serves many query rows.
 inline constexpr int32_t kExpandedTileRows = 2048;
-// KV rows up-projected at a time, a multiple of kTileRows.
+// This number of KV rows is up-projected at a time; a multiple of kTileRows.
 inline constexpr int32_t kExpandedChunk = 512;
 
-// Most floats between rows of logits.
+// Rows of logits lie at most this number of floats apart.
 inline constexpr int32_t kLogitsLd = kTileRows + kPanel;
 
 struct RunLayout {
@@ -45,7 +45,7 @@ struct RunLayout {
   int64_t up_ld = 0;            // floats between rows of the up-projection's result
   int64_t uk_panel_bytes = 0;   // B panels of W_UK for the up-projection of keys
 
-  // Byte offsets into the scratch memory.
+  // These are byte offsets into the scratch memory.
   int64_t kv_rows = 0;     // const void*[chunk_rows]: addresses of the chunk's rows
   int64_t scales = 0;      // const uint8_t*[chunk_rows]: addresses of their scales, if the page
                            // keeps these apart

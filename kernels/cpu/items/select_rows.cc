@@ -9,8 +9,8 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// Elements between rows of keys: whole vectors, and a cache line more, so that rows do not share
-// cache sets.
+// Rows of keys lie this number of elements apart: whole vectors, and a cache line more, so that
+// rows do not share cache sets.
 constexpr int32_t kKeyLd = kMaxIndexDim + 32;
 constexpr int64_t kPanelBytesMost = int64_t{kMaxIndexDim} * kPanel * 4 * 2;
 constexpr int32_t kMostPanels = kMaxIndexHeads / kPanel;

@@ -1,4 +1,4 @@
-// The choice of rows by an indexer (kernels/types/select.h), for a query row or for a share of the
+// Chooses rows as an indexer does (kernels/types/select.h), for a query row or for a share of the
 // positions that it sees. A product of the level's kernel set makes the logits of a tile of index
 // keys, and the best are kept.
 //
@@ -37,8 +37,8 @@ SelectLayout MakeSelectLayout(const KernelSet& kernels, int32_t top_k);
 void SelectRow(const KernelSet& kernels, const PoolView& pool, const SelectRecord& record,
                int32_t row, const SelectLayout& layout, std::byte* scratch);
 
-// Candidates of one share of a row. Rows are cut into shares, one a thread, if there are fewer rows
-// than threads.
+// The candidates of one share of a row. Rows are cut into shares, one a thread, if there are fewer
+// rows than threads.
 struct SelectCandidates {
   uint64_t* ranks = nullptr;  // room for top_k; shares of a row are contiguous
   int32_t count = 0;

@@ -39,7 +39,7 @@ class Groups {
   const int64_t panel_bytes_;
 };
 
-// Eight elements, bit by bit.
+// Eight elements, as bits.
 using Eight = uint16_t __attribute__((vector_size(16)));
 
 Eight LoadEight(const void* from) {
@@ -156,7 +156,7 @@ void PackMatrix(const KernelSet& kernels, const Bf16* matrix, int32_t k, int32_t
   }
 }
 
-// The inverse of PackMatrix.
+// Undoes PackMatrix.
 void UnpackMatrix(const KernelSet& kernels, const std::byte* panels, int64_t panel_bytes, int32_t k,
                   int32_t columns, Bf16* matrix) {
   const int32_t grouped = GroupedRows(kernels, k);

@@ -86,7 +86,7 @@ inline void Multiply(const uint8_t* a0, const uint8_t* a1, int64_t stride_a, con
   }
 }
 
-// A operand of up to 32 rows.
+// An A operand of up to 32 rows.
 struct Operand {
   const uint8_t* rows[2];
   int64_t stride;
@@ -388,7 +388,7 @@ void PackPaddedValues(const uint16_t* const* rows, int32_t count, int32_t d, uin
   }
 }
 
-// 16 rows x 16 pairs of k at a time.
+// Packs 16 rows x 16 pairs of k at a time.
 void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel) {
   const int32_t padded = (k + kDepth - 1) / kDepth * kDepth;
   for (int32_t i = 0; i < padded; i += 32) {

@@ -188,7 +188,7 @@ void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* p
   }
 }
 
-// p: bf16 pairs [ceil(rows / 2)][columns][2].
+// Stores p as bf16 pairs [ceil(rows / 2)][columns][2].
 template <bool kRest>
 void SoftmaxColumns(const SoftmaxArgs& args) {
   for (int32_t n = 0; n < args.columns; n += kPanel) {

@@ -1,5 +1,6 @@
-// Code shared by the levels with bf16 operands: value panels, softmax to bf16 pairs, conversions.
-// Needs AVX512F, BW, VL and BF16. Everything is in an unnamed namespace; fp32_kernels.h says why.
+// Shares code between the levels with bf16 operands: value panels, softmax to bf16 pairs,
+// conversions. Needs AVX512F, BW, VL and BF16. Everything is in an unnamed namespace;
+// fp32_kernels.h says why.
 #ifndef MLA_KERNELS_CPU_SIMD_BF16_COMMON_H_
 #define MLA_KERNELS_CPU_SIMD_BF16_COMMON_H_
 
@@ -48,7 +49,7 @@ class Prefetcher {
 inline __m512i Bits(__m512bh v) { return reinterpret_cast<__m512i&>(v); }
 inline __m512bh AsBf16(__m512i v) { return reinterpret_cast<__m512bh&>(v); }
 
-// 2^x for x <= 0: 2^f by a degree-6 polynomial on [-0.5, 0.5], scaled by 2^n with the right
+// Returns 2^x for x <= 0: 2^f by a degree-6 polynomial on [-0.5, 0.5], scaled by 2^n with the right
 // results for -inf (0) and NaN (NaN).
 inline __m512 Exp2(__m512 x) {
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -64,7 +65,7 @@ inline __m512 Exp2(__m512 x) {
   return _mm512_scalef_ps(y, n);
 }
 
-// Scaled logits of row r, columns [n, n + 16), -inf where invisible.
+// Returns the scaled logits of row r, columns [n, n + 16), -inf where invisible.
 inline __m512 Logit(const SoftmaxArgs& args, __m512i visible, int32_t r, int32_t n) {
   const __m512 x =
       _mm512_mul_ps(_mm512_loadu_ps(args.s + r * args.lds + n), _mm512_set1_ps(args.scale2));
@@ -106,8 +107,8 @@ inline __m512i ToPairs(__m512 even, __m512 odd) {
   return _mm512_permutexvar_epi16(index, halves);
 }
 
-// Probabilities of rows r and r + 1 as 16 bf16 pairs, and their rounding remainders if kRest. A row
-// past the end counts as 0.
+// Returns the probabilities of rows r and r + 1 as 16 bf16 pairs, and in `rest` their rounding
+// remainders if kRest. A row past the end counts as 0.
 template <bool kRest>
 inline __m512i ProbabilityPairs(const SoftmaxArgs& args, ColumnState& state, int32_t r, int32_t n,
                                 __m512i* rest) {
@@ -134,7 +135,7 @@ inline void EndColumns(const SoftmaxArgs& args, const ColumnState& state, int32_
   _mm512_storeu_ps(args.norm + n, state.norm);
 }
 
-// 32 values of two rows as pairs, 16 pairs for each of two panels.
+// 32 values of each of two rows as pairs: 16 pairs for each of two panels.
 struct ValuePairs {
   __m512i first, second;
 };

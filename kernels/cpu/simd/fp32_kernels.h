@@ -1,4 +1,4 @@
-// Inner loops with fp32 operands, written once over the compiler's vector types.
+// Implements the inner loops with fp32 operands once, over the compiler's vector types.
 //
 // Each source of levels/ that multiplies fp32 (portable, avx2, avx512) includes this file. Before
 // that it defines MLA_LANES (floats a vector register holds: 4, 8 or 16) and MLA_ACCUMULATORS

@@ -17,7 +17,7 @@ inline __m256i Bytes(int value) { return _mm256_set1_epi8(static_cast<char>(valu
 // Widens 32 codes to 16 + 16 values, times 2^shift; `exponent` is shift in the place of a bf16
 // exponent. Zero stays zero, and NaN stays NaN.
 inline void WidenVector(__m256i codes, __m256i exponent, __m256i* first, __m256i* second) {
-  // The bytes of kBf16Units.
+  // These are the bytes of kBf16Units.
   const __m256i low_units =
       _mm256_setr_epi8(0, 0, -128, -64, 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0,  //
                        0, 0, -128, -64, 0, 0x20, 0x40, 0x60, 0, 0, 0, 0, 0, 0, 0, 0);

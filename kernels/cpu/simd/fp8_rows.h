@@ -16,7 +16,7 @@ namespace {
 constexpr uint32_t kLargestScaleBits = (127u + 72) << 23;    // kLargestKvScale
 constexpr uint32_t kSmallestScaleBits = (127u - 100) << 23;  // kSmallestKvScale
 constexpr uint16_t kBf16NaN = 0x7fc0;
-// 0 to 7 units of 2^-9: magnitudes of the denormal codes.
+// The magnitudes of the denormal codes: 0 to 7 units of 2^-9.
 constexpr uint16_t kBf16Units[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 
 constexpr uint16_t Bf16OfMagnitude(uint32_t magnitude) {
@@ -86,7 +86,7 @@ inline void WidenRows(const Fp8RowsArgs& args, const Widen& widen) {
         widen(row + i, left, static_cast<int32_t>(bits >> 23) - 127, out + i);
         continue;
       }
-      // The scale's value (KvScale): NaN unless it lies in [0, largest].
+      // The value of the scale (KvScale): NaN unless it lies in [0, largest].
       float scale = __builtin_nanf("");
       if (bits <= kLargestScaleBits) memcpy(&scale, &bits, sizeof scale);
       for (int32_t k = 0; k < left; ++k) out[i + k] = WidenCode(row[i + k], scale);

@@ -11,8 +11,8 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// The bytes of bf16 magnitudes by code, and of twice the magnitudes. Exponents of even shifts lie
-// in the high byte alone, and an odd shift is an even shift of the double.
+// Holds the bytes of bf16 magnitudes by code, and of twice the magnitudes. Exponents of even shifts
+// lie in the high byte alone, and an odd shift is an even shift of the double.
 struct ByteTables {
   uint8_t low[2][128], high[2][128];
   uint8_t scaled[128];  // 0xff if a shift changes the value: it is neither zero nor NaN

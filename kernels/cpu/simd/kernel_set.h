@@ -27,7 +27,7 @@ namespace mla::kernels::cpu {
 inline constexpr int32_t kPanel = 16;      // columns a panel
 inline constexpr int32_t kTileRows = 128;  // KV rows a tile, and packed rows a block, at most
 
-// C[i][n] (+)= sum_k A[i][k] B[k][n] for all columns of `panels` panels.
+// Computes C[i][n] (+)= sum_k A[i][k] B[k][n] for all columns of `panels` panels.
 struct GemmArgs {
   const void* const* a_rows;
   int32_t rows;
@@ -38,7 +38,8 @@ struct GemmArgs {
   float* c;
   int64_t ldc;
   bool accumulate;
-  // Rows of the next tile, fetched into the L2 cache during this product; none if next_count is 0.
+  // The rows of the next tile, which this product fetches into the L2 cache; none if next_count is
+  // 0.
   const void* const* next_rows;
   int32_t next_count;
   int32_t next_bytes;  // bytes of each
@@ -49,7 +50,7 @@ struct GemmArgs {
   int32_t value_dim;
 };
 
-// One online-softmax step of a tile, in base 2. For every column n, with x = s * scale2:
+// Makes one online-softmax step of a tile, in base 2. For every column n, with x = s * scale2:
 //   m' = max(m, max of visible x); p = 2^(x - m'); alpha = 2^(m - m'); l' = l * alpha + sum p
 // Row r is visible to column n when r < visible[n] (all rows when `visible` is null); an invisible
 // row has p = 0 whatever its logit. Columns that saw nothing keep m = -inf and get alpha = 0.
@@ -62,8 +63,8 @@ struct SoftmaxArgs {
   const int32_t* visible;
   float* m;
   float* l;
-  // bf16 levels: the sum of the rounded p. O is divided by it, so that roundings common to all rows
-  // cancel. Null at fp32 levels, which divide by l.
+  // At bf16 levels: the sum of the rounded p. O is divided by it, so that roundings common to all
+  // rows cancel. Null at fp32 levels, which divide by l.
   float* norm;
   float* alpha;
   void* p;  // the level's own layout; kTileRows * kTileRows floats of room
@@ -71,7 +72,7 @@ struct SoftmaxArgs {
   void* p_rest;
 };
 
-// O[n][d] = O[n][d] * alpha[n] + sum_r p[r][n] V[r][d]; `alpha` null starts from 0.
+// Computes O[n][d] = O[n][d] * alpha[n] + sum_r p[r][n] V[r][d]; `alpha` null starts from 0.
 struct AccumulateArgs {
   const void* p;
   int32_t rows;         // KV rows
@@ -94,7 +95,7 @@ struct Fp8RowsArgs {
   int32_t latent_dim, rope_dim;
   int32_t group;      // latent values a scale, or 0
   int32_t scales_at;  // fp32, bytes from a row's first; any alignment
-  // Exponent bytes of each row's groups, used in place of the scales in the row; or null.
+  // The exponent bytes of each row's groups, used in place of the scales in the row; or null.
   const uint8_t* const* exponents;
   int32_t rope_at;  // bytes from a row's first
   uint16_t* out;
@@ -106,8 +107,8 @@ struct KernelSet {
   bool bf16_operands;
   int32_t k_align;  // B panels are padded to a multiple of this many k
   int32_t k_group;  // elements of a column that lie together in a B panel; divides k_align
-  // True if rows that an index list names, and products read in place, are to be fetched ahead.
-  // With fast products, fetching takes as long as it saves.
+  // True if the kernels fetch ahead the rows that an index list names, and rows that products read
+  // in place. With fast products, fetching takes as long as it saves.
   bool fetches_listed_rows;
   // `gemm` packs the values of its rows up to this many panels. It pays for scattered rows: the
   // product copies them anyway, so their lines are then read once.
@@ -118,8 +119,8 @@ struct KernelSet {
   void (*accumulate)(const AccumulateArgs& args);
   // p[row][column] of the last softmax step, for the careful path.
   float (*probability)(const SoftmaxArgs& args, int32_t row, int32_t column);
-  // bf16 levels: value rows to panels [d / 16][ceil(rows / 2)][16][2]; `panel_bytes` apart.
-  // fp32 levels: null.
+  // At bf16 levels: packs value rows into panels [d / 16][ceil(rows / 2)][16][2], which lie
+  // `panel_bytes` apart. fp32 levels: null.
   void (*pack_values)(const uint16_t* const* rows, int32_t count, int32_t d, uint16_t* panels,
                       int64_t panel_bytes);
   // bf16 [count rows of dim] to fp32 rows, ld floats apart, zero-padded to a multiple of kPanel.
@@ -128,11 +129,11 @@ struct KernelSet {
   // fp32 to bf16, round to nearest even, NaN kept.
   void (*narrow)(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t* out,
                  int64_t ld_out);
-  // bf16 levels: parts whose sum is an fp32 value to 16 bits. The low part of a value that is not
-  // finite, or that rounds to an infinity, is 0.
+  // At bf16 levels: splits fp32 values into two parts whose sum has 16 bits of each. The low part
+  // of a value that is not finite, or that rounds to an infinity, is 0.
   void (*split)(const float* in, int32_t count, uint16_t* high, uint16_t* low);
-  // B panel of up to 16 query rows of k bf16 elements (bf16 levels; null at fp32 levels). Writes
-  // the whole panel, padding included.
+  // Packs a B panel of up to 16 query rows of k bf16 elements (bf16 levels; null at fp32 levels).
+  // Writes the whole panel, padding included.
   void (*pack_rows)(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel);
   // out[i] = sum over j of weights[j] * rows[j][i], zeros for no row, as fp32 or rounded to bf16.
   // `out` may be one of the rows.

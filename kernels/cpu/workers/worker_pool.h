@@ -23,8 +23,8 @@
 
 namespace mla::kernels::cpu {
 
-// One poll of a thread that waits for another thread's progress. It pauses, and after many polls
-// yields, so that the other thread runs even if threads outnumber CPUs.
+// Makes one poll of a thread that waits for another thread's progress. It pauses, and after many
+// polls yields, so that the other thread runs even if threads outnumber CPUs.
 void Relax(int32_t polls);
 
 class WorkerPool {
@@ -40,7 +40,7 @@ class WorkerPool {
   using Body = std::function<void(int32_t phase, int64_t item, int32_t place)>;
   using PlaceHook = std::function<void()>;
 
-  // A job's items. Owned by the caller; unchanged between Start and the end of Wait.
+  // The items of a job. Owned by the caller; unchanged between Start and the end of Wait.
   struct Job {
     std::vector<int64_t> phase_items;  // reserve capacity up front
     Body body;

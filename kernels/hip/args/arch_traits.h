@@ -1,4 +1,4 @@
-// Facts about each architecture's kernels that the host needs, made from the lists of
+// Gives the host the facts that it needs about each architecture's kernels, made from the lists of
 // attend_variants.h. device_code.hip asserts the sizes.
 #ifndef MLA_KERNELS_HIP_ARGS_ARCH_TRAITS_H_
 #define MLA_KERNELS_HIP_ARGS_ARCH_TRAITS_H_
@@ -101,16 +101,16 @@ struct ArchTraits {
   // Text of BackendInfo::fp8_compute: says for which rows and packed rows the absorbed form uses
   // 8-bit products. Empty if neither form has any.
   std::string_view fp8_compute = {};
-  // BackendInfo::fp8_prefill_keys; 0 if no kernel has 8-bit products.
+  // The value of BackendInfo::fp8_prefill_keys; 0 if no kernel has 8-bit products.
   int32_t expanded_products_keys = 0;
-  // True if weights for the up-projection lie in panels (device_state/weight_panels.h).
+  // True if the weights for the up-projection lie in panels (device_state/weight_panels.h).
   bool weight_panels = false;
   int32_t combine_shared_bytes = 0;
   int32_t project_shared_bytes = 0;
-  // For the kernels for tiles of one row; 0 if there are none.
+  // The shared memory of the kernels for tiles of one row; 0 if there are none.
   int32_t project_row_wide_shared_bytes = 0;
   int32_t project_row_deep_shared_bytes = 0;
-  // Kernels for products of whole rows.
+  // The kernels for products of whole rows.
   RowProductShape few_rows = {128, 2, 0, false};
   RowProductShape many_rows = {128, 2, 0, false};
   // True if there is a kernel that widens the rows of a launch with lists beforehand (WidensLists).
@@ -126,18 +126,19 @@ struct ArchTraits {
   // Blocks of combine may wait next to blocks of the attention kernel, on units that it leaves
   // idle.
   bool combine_overlaps = false;
-  // Neighbouring blocks that share the packed rows of each work item, so that a tile may have this
-  // many times the rows of the largest variant. They run at the same time and read KV rows that a
-  // neighbour has just brought into the cache.
+  // The number of neighbouring blocks that share the packed rows of each work item, so that a tile
+  // may have this many times the rows of the largest variant. They run at the same time and read KV
+  // rows that a neighbour has just brought into the cache.
   int32_t blocks_per_unit = 1;
-  // Packed rows that the blocks of a unit share at least. So a unit has more blocks than
+  // The blocks of a unit share at least this number of packed rows. So a unit has more blocks than
   // blocks_per_unit for rows whose largest kernel has fewer (BlocksOfUnit).
   int32_t unit_rows = 0;
   // True if launches of few work items use a kernel with fewer rows a block, and more blocks an
   // item.
   bool spreads_few_items = false;
-  // Most KV rows an item for which the smaller kernel is faster than more items of a larger one, as
-  // measured over bf16 rows, and over rows of 8 bits. 0: it never is. For PlanTraits::small.
+  // The largest number of KV rows an item for which the smaller kernel is faster than more items of
+  // a larger one, as measured over bf16 rows, and over rows of 8 bits. 0: it never is. For
+  // PlanTraits::small.
   int32_t spread_kv_rows = 0;
   int32_t spread_code_rows = 0;
   // The same over rows of 8 bits for launches of one tile, if the larger kernel then merges its
@@ -282,8 +283,8 @@ constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType produc
   return largest;
 }
 
-// Neighbouring blocks that share the packed rows of each work item, if the largest kernel has
-// `rows` of them. The KV rows that they share come from the memory once.
+// Returns the number of neighbouring blocks that share the packed rows of each work item, if the
+// largest kernel has `rows` of them. The KV rows that they share come from the memory once.
 constexpr int32_t BlocksOfUnit(const ArchTraits& arch, int32_t rows) {
   const int32_t sharing = arch.unit_rows / rows;
   return sharing > arch.blocks_per_unit ? sharing : arch.blocks_per_unit;
@@ -436,7 +437,7 @@ constexpr int32_t CombineColumnBlocks(const ArchTraits& arch, int64_t rows, int3
   return blocks;
 }
 
-// Parts whose values a wave of combine loads at a time if columns are divided.
+// If columns are divided, a wave of combine loads the values of this number of parts at a time.
 inline constexpr int32_t kCombinePartsAhead = 8;
 
 // Returns the number of waves a row of such a launch if the attention kernel leaves `idle_units`

@@ -1,6 +1,6 @@
-// Every attention kernel of every architecture, a line each. These lists generate the kernels
-// (device_code.hip), their table on the host (host_images/device_kernels.h), the shapes that a
-// backend runs and how it launches them (arch_traits.h), and the report's kernels
+// Lists every attention kernel of every architecture, one on each line. These lists generate the
+// kernels (device_code.hip), their table on the host (host_images/device_kernels.h), the shapes
+// that a backend runs and how it launches them (arch_traits.h), and the report's kernels
 // (tools/report.py).
 //
 //   X(kernel, rows, tile, format, products, attention, threads, shared, order)

@@ -1,5 +1,5 @@
-// Arguments of the expanded form's kernels, shared by host and device: up-projection of cached rows
-// into a workspace, and attention to the rows there.
+// Declares the arguments of the expanded form's kernels, shared by host and device: up-projection
+// of cached rows into a workspace, and attention to the rows there.
 //
 // kernels/types/round_info.h says how the workspace is laid out. The 16-byte chunk c of row r of a
 // panel lies at position c ^ swizzle(r), as in shared memory, so that a tile of rows is one
@@ -44,12 +44,12 @@ using kernels::kRotatedPanels;
 inline constexpr int32_t kFewKeys = 128;
 static_assert(kFewKeys <= kExpandedRows);
 
-// Up-projection. Each block serves its part of two lists of pairs: pairs of the expansions' first
-// tiles, which also write rests, and all other pairs. Pairs with rests cost more, and two lists
-// spread them evenly. If blocks have few pairs, one list holds all pairs, because it is cheaper to
-// walk. Block b of B takes [b P / B, (b + 1) P / B) of a list of P; pairs of an expansion are
-// ordered by tile, then head. The block that serves a tile's first head also copies its rotated
-// part.
+// The arguments of the up-projection. Each block serves its part of two lists of pairs: pairs of
+// the expansions' first tiles, which also write rests, and all other pairs. Pairs with rests cost
+// more, and two lists spread them evenly. If blocks have few pairs, one list holds all pairs,
+// because it is cheaper to walk. Block b of B takes [b P / B, (b + 1) P / B) of a list of P; pairs
+// of an expansion are ordered by tile, then head. The block that serves a tile's first head also
+// copies its rotated part.
 struct ExpandArgs {
   const kernels::SegmentRecord* segments;
   const uint32_t* page_tables;

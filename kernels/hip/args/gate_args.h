@@ -1,5 +1,5 @@
-// Arguments of the kernels in gate.h, shared by host and device. Addresses are device addresses;
-// words lie in pinned host memory.
+// Declares the arguments of the kernels in gate.h, shared by host and device. Addresses are device
+// addresses; words lie in pinned host memory.
 #ifndef MLA_KERNELS_HIP_ARGS_GATE_ARGS_H_
 #define MLA_KERNELS_HIP_ARGS_GATE_ARGS_H_
 
@@ -12,9 +12,10 @@ inline constexpr char kGateKernel[] = "mla_gate";
 inline constexpr char kSignalKernel[] = "mla_signal";
 inline constexpr uint32_t kGateThreads = 64;
 inline constexpr uint32_t kSignalThreads = 256;
-// Most signals of a launch's kernel. The host stores signals of launches with more requests.
+// The kernel at a launch's end stores at most this number of signals. The host stores signals of
+// launches with more requests.
 inline constexpr int32_t kMostSignals = 8;
-// Most words of a gate.
+// A gate waits for at most this number of words.
 inline constexpr int32_t kMostGateWords = 8;
 // Longest wait of a gate. It is short because driver calls of other threads wait for the gate.
 inline constexpr int64_t kMostGateNs = 2'000'000'000;

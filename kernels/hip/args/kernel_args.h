@@ -1,5 +1,5 @@
-// Arguments of every device kernel, shared by host and device. Each kernel takes exactly one of
-// these structs by value. All addresses are device addresses.
+// Declares the arguments of every device kernel, shared by host and device. Each kernel takes
+// exactly one of these structs by value. All addresses are device addresses.
 #ifndef MLA_KERNELS_HIP_ARGS_KERNEL_ARGS_H_
 #define MLA_KERNELS_HIP_ARGS_KERNEL_ARGS_H_
 
@@ -32,8 +32,9 @@ inline constexpr char kDigestKernel[] = "mla_digest";
 inline constexpr char kAppendKernel[] = "mla_append_kv";
 inline constexpr char kCombineKernel[] = "mla_combine";
 inline constexpr char kProjectKernel[] = "mla_project";
-// Kernels for tiles of one row, on architectures that have them. "Wide" is for weights of at most
-// kProjectWideDepth rows and takes kProjectWideCols columns a block; "deep" is for other weights.
+// The names of the kernels for tiles of one row, on architectures that have them. "Wide" is for
+// weights of at most kProjectWideDepth rows and takes kProjectWideCols columns a block; "deep" is
+// for other weights.
 inline constexpr char kProjectRowWideKernel[] = "mla_project_row_wide";
 inline constexpr char kProjectRowDeepKernel[] = "mla_project_row_deep";
 // Names of attention and up-projection kernels are in attend_variants.h.
@@ -71,8 +72,9 @@ enum class PartOrder : int32_t {
   kPaired,     // in each 128, words 4 q and on are columns 2 q, 2 q + 1, 64 + 2 q and 65 + 2 q
 };
 
-// Absorbed attention over a plan. A block serves the unit and share s that PlaceOf gives. The block
-// processes the packed rows [s * R, (s + 1) * R) of each work item, with R the kernel's tile rows.
+// The arguments of absorbed attention over a plan. A block serves the unit and share s that PlaceOf
+// gives. The block processes the packed rows [s * R, (s + 1) * R) of each work item, with R the
+// kernel's tile rows.
 struct AttendArgs {
   static constexpr bool kSplit = false, kStreams = false;
   const SegmentRecord* segments;
@@ -120,10 +122,10 @@ struct SplitArgs {
   const uint32_t* late;
 };
 
-// Absorbed attention over a plan whose queries are still arriving from host memory. The blocks
-// merge the parts themselves. `blocks` blocks of the grid serve the plan's units. After them,
-// kPushBlocks blocks copy the outputs and log-sum-exps of each segment to host memory, in order, as
-// soon as they are complete.
+// The arguments of absorbed attention over a plan whose queries are still arriving from host
+// memory. The blocks merge the parts themselves. `blocks` blocks of the grid serve the plan's
+// units. After them, kPushBlocks blocks copy the outputs and log-sum-exps of each segment to host
+// memory, in order, as soon as they are complete.
 //
 // Queries are copied in the order of segments, over words that were set to kToCome. A word of
 // another value has arrived; a word of this value has arrived if `arrived` says that all have. The
@@ -140,7 +142,7 @@ struct SplitArgs {
 inline constexpr int32_t kPushBlocks = 2;  // enough to saturate the bus
 inline constexpr int32_t kMostStreamPieces = 64;
 inline constexpr uint32_t kToCome = 0xffffffffu;
-// One segment of a stream: where its tensors lie in host memory and on the device.
+// One segment of a stream: the places of its tensors in host memory and on the device.
 struct StreamedTensors {
   uint8_t* o_to;
   const uint8_t* o_from;
@@ -149,8 +151,8 @@ struct StreamedTensors {
   // them.
   float* lse_to;
   const float* lse_from;
-  // KV rows of its queries, bf16, row_pitch bytes apart; null if they are in the pool already. Each
-  // block whose items see these rows appends them when it begins.
+  // The KV rows of its queries, bf16, row_pitch bytes apart; null if they are in the pool already.
+  // Each block whose items see these rows appends them when it begins.
   const uint8_t* rows;
   int64_t row_pitch;
   int32_t lse_count;  // 0 if none are wanted
@@ -214,8 +216,9 @@ struct MoveArgs {
   int32_t blocks;  // size of the grid
 };
 
-// Digests of the parts of some transfers (kernels/types/part_digest.h), read in the pool. Low and
-// high half of each digest are stored, range after range. Grid: a block for kDigestsPerBlock parts.
+// The arguments of the kernel that computes digests of the parts of some transfers
+// (kernels/types/part_digest.h), read in the pool. Low and high half of each digest are stored,
+// range after range. Grid: a block for kDigestsPerBlock parts.
 inline constexpr int32_t kDigestsPerBlock = 32;
 struct DigestRange {
   const uint8_t* from;
@@ -243,14 +246,16 @@ struct TensorCopy {
 struct CopyTensorsArgs {
   TensorCopy copies[kTensorCopies];
   int32_t count;
-  // Timestamps of a launch that is one sequence of kernels between two events. The copy of the
-  // inputs stores the time of its end at `begun`, in device memory. The copy of the outputs stores
-  // at `lasted`, in pinned memory, how many nanoseconds later it began. Null in other copies.
+  // The place for the timestamps of a launch that is one sequence of kernels between two events.
+  // The copy of the inputs stores the time of its end at `begun`, in device memory. The copy of the
+  // outputs stores at `lasted`, in pinned memory, how many nanoseconds later it began. Null in
+  // other copies.
   uint64_t* begun;
   uint64_t* lasted;
 };
 
-// Scatter of KV rows. One wave a row; `first_row[i]` counts the source rows of records before i.
+// The arguments of the kernel that scatters KV rows into pages. One wave a row; `first_row[i]`
+// counts the source rows of records before i.
 struct AppendArgs {
   const AppendRecord* records;
   const int32_t* first_row;  // [count + 1]
@@ -294,7 +299,7 @@ struct ProjectRow {
   void* out;
   int64_t in_head_stride, out_head_stride;  // elements
 };
-// Grid: x = tile, y = head x column block.
+// The grid has x = tile, y = head x column block.
 //
 // For a single tile of one row, the arguments hold everything and `tiles` is null, because a
 // look-up would delay the loads of the weights.
@@ -314,11 +319,11 @@ struct ProjectArgs {
   const uint16_t* only_weights;
 };
 
-// The choice of rows by the indexer (kernels/types/select.h), by two kernels for each round of
-// query rows. In mla_index_logits, blocks share the rows' keys, `keys_per_block` each. It stores a
-// number for each position, larger for better ones, and counts for each row how many numbers begin
-// with the same kIndexBinBits bits. In mla_index_select, one block a row makes the list from these
-// and clears the counts.
+// The arguments of the kernels that choose rows as the indexer does (kernels/types/select.h): two
+// kernels for each round of query rows. In mla_index_logits, blocks share the rows' keys,
+// `keys_per_block` each. It stores a number for each position, larger for better ones, and counts
+// for each row how many numbers begin with the same kIndexBinBits bits. In mla_index_select, one
+// block a row makes the list from these and clears the counts.
 inline constexpr char kIndexLogitsKernel[] = "mla_index_logits";
 inline constexpr char kIndexSelectKernel[] = "mla_index_select";
 inline constexpr int32_t kIndexDim = 128;  // dim of keys and queries
@@ -326,7 +331,7 @@ inline constexpr int32_t kIndexSelectThreads = 1024;
 inline constexpr int32_t kIndexBinBits = 11;
 inline constexpr int32_t kIndexBins = 1 << kIndexBinBits;
 inline constexpr int32_t kIndexRowAlignment = 4;  // multiple of IndexRow::first_rank
-// Layout of queries in the shared memory of mla_index_logits: one operand for kIndexHeadBlock
+// The layout of queries in the shared memory of mla_index_logits: one operand for kIndexHeadBlock
 // heads, two for fp32 queries.
 inline constexpr int32_t kIndexHeadBlock = 64;
 inline constexpr int32_t kIndexOperandBytes = kIndexHeadBlock * kIndexDim * 2;

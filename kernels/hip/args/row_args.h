@@ -1,5 +1,5 @@
-// Arguments of the products of whole rows with W_UQ and W_O (Launch::queries, Launch::hiddens),
-// shared by host and device. All addresses are device addresses.
+// Declares the arguments of the products of whole rows with W_UQ and W_O (Launch::queries,
+// Launch::hiddens), shared by host and device. All addresses are device addresses.
 #ifndef MLA_KERNELS_HIP_ARGS_ROW_ARGS_H_
 #define MLA_KERNELS_HIP_ARGS_ROW_ARGS_H_
 

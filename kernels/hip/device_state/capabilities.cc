@@ -15,18 +15,18 @@ namespace {
 // For 132 KiB they need 18 us, which is more than the copies add.
 constexpr int64_t kMostBytesInPlace = 40 << 10;
 
-// Bytes of queries. In smaller launches a kernel copies inputs and outputs, or the launch computes
-// while another one's copies run.
+// Launches with at least this number of bytes of queries are streamed. In smaller launches a kernel
+// copies inputs and outputs, or the launch computes while another one's copies run.
 constexpr int64_t kLeastStreamBytes = 2 << 20;
 // Time of a byte of KV rows in launches that were not measured yet. GPUs read 0.8 to 5 TB/s of
 // them.
 constexpr double kNanosPerKvByte = 1e-3;
-// Most pieces of a streamed plan for each unit: many enough that little work remains when the last
-// queries arrive, and few enough that merging them costs little. A piece has at least
-// item_overhead_rows, so this limit matters only for many KV rows.
+// A streamed plan has at most this number of pieces for each unit: many enough that little work
+// remains when the last queries arrive, and few enough that merging them costs little. A piece has
+// at least item_overhead_rows, so this limit matters only for many KV rows.
 constexpr int32_t kStreamPieces = 5;
 
-// Dims of attention with bf16 products, as text: "128/128 or 192/256".
+// Returns the dims of attention with bf16 products, as text: "128/128 or 192/256".
 std::string ExpandedDimsOf(const ArchTraits& arch) {
   std::string text;
   for (const ExpandedVariant& v : arch.expanded) {

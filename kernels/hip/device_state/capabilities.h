@@ -1,4 +1,4 @@
-// The features of an architecture's kernels, in the terms of AttentionBackend.
+// Describes the features of an architecture's kernels in the terms of AttentionBackend.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_CAPABILITIES_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_CAPABILITIES_H_
 
@@ -12,7 +12,7 @@
 
 namespace mla::kernels::hip {
 
-// All fields except memory_bytes and fp8_prefill_keys, which become known later.
+// Returns all fields except memory_bytes and fp8_prefill_keys, which become known later.
 BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch);
 
 // Sets the fields that depend on whether kernels reach host memory.

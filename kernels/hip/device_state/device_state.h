@@ -1,4 +1,5 @@
-// A device, and the state that all parts of its launches share: kernels, weights and device memory.
+// Holds a device, and the state that all parts of its launches share: kernels, weights and device
+// memory.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_DEVICE_STATE_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_DEVICE_STATE_H_
 
@@ -29,7 +30,8 @@ struct DeviceState {
 
   WeightStore weights;
   DeviceBuffer pool, table_mirror;
-  // The plan's partial rows, followed by the rows that the expanded form carries between rounds.
+  // The partial rows of the plan, followed by the rows that the expanded form carries between
+  // rounds.
   DeviceBuffer partial_o, partial_lse;
   DeviceBuffer meetings;            // SplitArgs::meetings
   DeviceBuffer expanded_workspace;  // up-projected keys and values; unused between launches

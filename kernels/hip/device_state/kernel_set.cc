@@ -22,7 +22,7 @@ absl::Status Load(GpuRuntime& runtime, Function function) {
   return load == nullptr ? absl::OkStatus() : runtime.Check(load(function), "function load");
 }
 
-// `shared`: most dynamic shared memory, in bytes, of a launch of the kernel.
+// `shared` is the largest dynamic shared memory, in bytes, of a launch of the kernel.
 absl::Status Find(GpuRuntime& runtime, Module module, const char* name, int32_t shared,
                   Function* into) {
   MLA_ASSIGN_OR_RETURN(Function kernel, runtime.Find(module, name));

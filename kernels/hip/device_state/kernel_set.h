@@ -1,4 +1,4 @@
-// The kernels of one device image, found by their names.
+// Finds the kernels of one device image by their names.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_KERNEL_SET_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_KERNEL_SET_H_
 

@@ -27,7 +27,7 @@ inline void PackPanels(const Bf16* from, Bf16* to, int32_t rows, int32_t columns
   }
 }
 
-// The inverse of PackPanels.
+// Undoes PackPanels.
 inline void UnpackPanels(const Bf16* from, Bf16* to, int32_t rows, int32_t columns) {
   constexpr int32_t kChunk = 8, kChunks = kWeightPanelColumns / kChunk;
   for (int32_t panel = 0; panel < columns / kWeightPanelColumns; ++panel) {

@@ -26,7 +26,7 @@ int64_t ValuesOffset(const Geometry& g, int32_t heads) {
 
 static_assert(kRowProductDepth == ProjectedShape::kRowStep);
 
-// Matrices of PROJECTED without the padding of their rows.
+// Returns a matrix of PROJECTED without the padding of its rows.
 WeightStore::ProjectedMatrix Shape(const Geometry& g, const ProjectedShape& shape,
                                    ProjectedPart part) {
   WeightStore::ProjectedMatrix m;
@@ -40,7 +40,7 @@ int64_t BytesOf(const WeightStore::ProjectedMatrix& m) {
   return int64_t{m.columns} * m.padded_depth * int64_t{sizeof(Bf16)};
 }
 
-// Pinned memory in which matrices are packed, and the largest of them.
+// The bytes of pinned memory in which matrices are packed; no packed matrix is larger.
 constexpr int64_t kPackedBytes = int64_t{4} << 20;
 constexpr int64_t kMatrixBytes =
     int64_t{kExpandedLora} * std::max(kDims256.nope, kDims256.value) * int64_t{sizeof(Bf16)};

@@ -1,6 +1,7 @@
-// Weights of the EXPANDED and PROJECTED profiles in device memory: a slot for each model and layer.
-// A slot has up to two pieces of memory, one with W_UK of all heads and then W_UV, and one with
-// W_UQ and then W_O. Rows of the latter are padded with zeros to a multiple of kRowProductDepth.
+// Keeps the weights of the EXPANDED and PROJECTED profiles in device memory: a slot for each model
+// and layer. A slot has up to two pieces of memory, one with W_UK of all heads and then W_UV, and
+// one with W_UQ and then W_O. Rows of the latter are padded with zeros to a multiple of
+// kRowProductDepth.
 //
 // Everything happens on the stream of the kernels, so launches submitted before a call see the
 // weights from before it. Slots lie in one arena. If none of its gaps is large enough, slots move.
@@ -28,14 +29,14 @@ class WeightStore final {
   absl::Status Configure(GpuRuntime* runtime, Stream stream, const BackendLimits& limits,
                          const ArchTraits& arch);
 
-  // As AttentionBackend::LoadWeights. `scratch` is device memory that is unused now.
+  // Does what AttentionBackend::LoadWeights does. `scratch` is device memory that is unused now.
   absl::Status Load(int32_t slot, const Geometry& geometry, int32_t head_begin, int32_t head_end,
                     const Bf16* w_uk, const Bf16* w_uv, const DeviceBuffer& scratch);
   // As AttentionBackend::LoadProjected.
   absl::Status LoadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
                              ProjectedPart part, int32_t head, const Bf16* weights,
                              const DeviceBuffer& scratch);
-  // As AttentionBackend::ReadWeights and ReadProjected.
+  // Does what AttentionBackend::ReadWeights and ReadProjected do.
   absl::Status Read(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk, Bf16* w_uv);
   absl::Status ReadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
                              ProjectedPart part, int32_t head, Bf16* weights);
@@ -45,7 +46,7 @@ class WeightStore final {
 
   bool InPanels(const Geometry& geometry) const;
   bool Holds(int32_t slot, int32_t head_begin, int32_t heads) const;
-  // One matrix of PROJECTED, of all heads.
+  // One matrix of PROJECTED, with all heads.
   struct ProjectedMatrix {
     const uint16_t* at =
         nullptr;  // [columns, padded_depth] on the device; null: some head is missing
@@ -87,8 +88,8 @@ class WeightStore final {
   void Drop(int32_t extent);
   absl::Status PlaceProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
                               const DeviceBuffer& scratch);
-  // Rows of one head in a slot's weights of PROJECTED, `pitch` bytes apart. REQUIRES: the slot has
-  // such weights.
+  // The rows of one head in a slot's weights of PROJECTED, `pitch` bytes apart. REQUIRES: the slot
+  // has such weights.
   struct HeadRows {
     DevicePtr at = 0;
     int64_t pitch = 0, row_bytes = 0, rows = 0;
@@ -101,7 +102,7 @@ class WeightStore final {
   // Copies one matrix [rows, columns] a head, contiguously from `to` on.
   absl::Status CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,
                             int32_t columns, bool in_panels);
-  // The inverse of CopyMatrices for one matrix.
+  // Undoes CopyMatrices for one matrix.
   absl::Status CopyMatrixOut(DevicePtr from, Bf16* to, int32_t rows, int32_t columns,
                              bool in_panels);
   absl::Status Compact(const DeviceBuffer& scratch);

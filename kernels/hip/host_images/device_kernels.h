@@ -1,4 +1,4 @@
-// All device kernels of the architecture that the including file has chosen, as an image.
+// Makes all device kernels of the architecture that the including file has chosen an image.
 #ifndef MLA_KERNELS_HIP_HOST_IMAGES_DEVICE_KERNELS_H_
 #define MLA_KERNELS_HIP_HOST_IMAGES_DEVICE_KERNELS_H_
 

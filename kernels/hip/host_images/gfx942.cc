@@ -1,4 +1,4 @@
-// The kernels of gfx942, compiled for the host.
+// Compiles the kernels of gfx942 for the host.
 #define MLA_ON_HOST 1
 #define MLA_GFX942 1
 #define MLA_HOST_ARCH "gfx942"

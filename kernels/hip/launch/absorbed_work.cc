@@ -19,7 +19,7 @@ int64_t KvRows(const AttentionParams& params) {
   return rows;
 }
 
-// KV rows of all work items, or places of their lists.
+// Returns the KV rows of all work items, or the places of their lists.
 int64_t PlacesOf(const PlanView& plan) {
   int64_t places = 0;
   for (const WorkInfo& w : plan.work_info) places += w.kv_end - w.kv_begin;
@@ -190,8 +190,8 @@ absl::Status AbsorbedWork::AddWiden(LaunchRecording& recording, const AttentionP
                                     Rows* rows) const {
   StagedRegion& metadata = recording.metadata();
   const auto count = static_cast<int64_t>(params.segments.size());
-  // Row counts before each segment, then the page table that all segments share, which has one
-  // page.
+  // The metadata has the row counts before each segment, then the page table that all segments
+  // share, which has one page.
   auto first_rows = metadata.Take((count + 2) * int64_t{sizeof(int32_t)});
   if (!first_rows.ok()) return first_rows.status();
   const auto put = [&](int64_t i, int32_t x) {

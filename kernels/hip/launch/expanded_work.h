@@ -29,14 +29,14 @@ class ExpandedWork final {
   // limits: at most `most`, but no less than one head needs; 0 without weights.
   static int64_t WorkspaceBytes(const ArchTraits& arch, const BackendLimits& limits, int64_t most);
 
-  // FAILED_PRECONDITION if the launch lacks weights, rounds or a workspace.
+  // Returns FAILED_PRECONDITION if the launch lacks weights, rounds or a workspace.
   absl::Status Check(const AttentionParams& params) const;
   // REQUIRES: Check is OK.
   absl::Status Add(LaunchRecording& recording, const AttentionParams& params,
                    const DevicePlan& plan) const;
 
  private:
-  // Kernels of a round: up-projection, as an index in ArchTraits::expand, and attention.
+  // The kernels of a round: up-projection, as an index in ArchTraits::expand, and attention.
   struct RoundKernels {
     size_t expand = 0;
     Function attend = nullptr;

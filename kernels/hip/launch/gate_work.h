@@ -1,4 +1,4 @@
-// The kernels with which a launch waits for words of host memory and sets others (gate.h).
+// Adds the kernels with which a launch waits for words of host memory and sets others (gate.h).
 #ifndef MLA_KERNELS_HIP_LAUNCH_GATE_WORK_H_
 #define MLA_KERNELS_HIP_LAUNCH_GATE_WORK_H_
 

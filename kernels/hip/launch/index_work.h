@@ -1,5 +1,5 @@
-// The choice of rows by the indexer in a launch (kernels/types/select.h), in rounds of as many
-// query rows as the workspace holds.
+// Adds the kernels by which the indexer chooses rows in a launch (kernels/types/select.h), in
+// rounds of as many query rows as the workspace holds.
 //
 // Ownership: borrows the device's state, owns the workspace between the indexer's two kernels.
 // Threading: as the backend's launches, one thread at a time. Nothing is allocated after Allocate.
@@ -38,7 +38,7 @@ class IndexWork final {
   const DeviceBuffer& scratch() const { return ranks_; }
 
  private:
-  // Fields that the rounds of a launch share. Offsets of the records count from `layer_offset`.
+  // The fields that the rounds of a launch share. Offsets of the records count from `layer_offset`.
   struct Indexing {
     const SelectRecord* records;
     int64_t layer_offset;

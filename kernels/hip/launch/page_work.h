@@ -57,7 +57,7 @@ class PageWork final {
 
   const DeviceState& device_;
   const BackendLimits limits_;
-  // Scratch, capacity from the limits.
+  // This is scratch memory, whose capacity follows from the limits.
   std::vector<MoveRange> moves_;
   std::vector<DigestRange> digest_ranges_;
   std::vector<int32_t> first_parts_;

@@ -1,5 +1,5 @@
-// The projections around the absorbed form in a launch: queries into the latent space (absorb), and
-// latent outputs out of it (project).
+// Adds the projections around the absorbed form to a launch: queries into the latent space
+// (absorb), and latent outputs out of it (project).
 //
 // Ownership: borrows the device's state; owns scratch memory only. Threading: as the backend's
 // launches, one thread at a time. Nothing is allocated after the constructor.
@@ -29,7 +29,7 @@ class ProjectWork final {
   // kernels before it, a gate included, have ended.
   bool StartsEarly(const Projection& projection) const;
 
-  // FAILED_PRECONDITION for heads without weights, RESOURCE_EXHAUSTED beyond the limits.
+  // Return FAILED_PRECONDITION for heads without weights, RESOURCE_EXHAUSTED beyond the limits.
   absl::Status AddAbsorb(LaunchRecording& recording, const Projection& projection);
   absl::Status AddProject(LaunchRecording& recording, const Projection& projection);
 
@@ -44,7 +44,7 @@ class ProjectWork final {
                    bool absorbs, const ProjectArgs& args);
 
   const DeviceState& device_;
-  // Scratch, capacity from the limits.
+  // This is scratch memory, whose capacity follows from the limits.
   std::vector<ProjectTile> tiles_;
   std::vector<ProjectRow> rows_;
 };

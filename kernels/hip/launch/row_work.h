@@ -1,4 +1,4 @@
-// The products of whole rows in a launch: low-rank queries into queries (Launch::queries), and
+// Adds the products of whole rows to a launch: low-rank queries into queries (Launch::queries), and
 // outputs into hidden states (Launch::hiddens). Rows that need the weights of one layer are
 // computed together, up to kRowProductMany at a time.
 //
@@ -34,7 +34,7 @@ class RowWork final {
   absl::Status Add(LaunchRecording& recording, const RowProjection& projection, ProjectedPart part);
 
  private:
-  // Fields that the products of one weights slot share, and its rows in rows_.
+  // The fields that the products of one weights slot share, and the slot's rows in rows_.
   struct Group {
     RowProductArgs args;
     int64_t first_row, rows;

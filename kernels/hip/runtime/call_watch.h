@@ -1,5 +1,5 @@
-// The driver call that a backend is in, for a thread that checks whether it ever returns. Driver
-// calls have no time limit of their own, and wait for calls of other threads.
+// Notes which driver call a backend is in, for a thread that checks whether the call ever returns.
+// Driver calls have no time limit of their own, and wait for calls of other threads.
 //
 // Threading: a Scope belongs to the thread that makes it, one at a time; any thread may call Read.
 #ifndef MLA_KERNELS_HIP_RUNTIME_CALL_WATCH_H_

@@ -1,4 +1,4 @@
-// Owners of device and pinned host memory, and the layout of a launch slot's regions.
+// Owns device and pinned host memory, and lays out the regions of a launch slot.
 #ifndef MLA_KERNELS_HIP_RUNTIME_DEVICE_MEMORY_H_
 #define MLA_KERNELS_HIP_RUNTIME_DEVICE_MEMORY_H_
 
@@ -22,7 +22,7 @@ inline int64_t AlignRegion(int64_t bytes) {
   return (bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
 }
 
-// Host memory that the device's copies reach directly, as a list of pieces, because a copy may not
+// Lists the host memory that the device's copies reach directly, in pieces, because a copy may not
 // cross from one piece into another. Any thread.
 //
 // A launch counts as user of the pieces that its copies reach, from Begin (after Find) until End. A
@@ -58,14 +58,14 @@ class PinnedRanges {
   Id last_ ABSL_GUARDED_BY(mutex_) = kNone;
 };
 
-// Device memory, freed with its owner. Move-only. The runtime outlives it.
+// Owns device memory and frees it. Move-only. The runtime outlives it.
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
   ~DeviceBuffer() { Reset(); }
   DeviceBuffer(DeviceBuffer&& other) noexcept { *this = std::move(other); }
   DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
-  // RESOURCE_EXHAUSTED names `what`, the requested bytes and the API's text.
+  // Allocates the memory; RESOURCE_EXHAUSTED names `what`, the requested bytes and the API's text.
   static absl::StatusOr<DeviceBuffer> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
 
   DevicePtr at() const { return at_; }
@@ -82,7 +82,7 @@ class DeviceBuffer {
   int64_t bytes_ = 0;
 };
 
-// Pinned host memory, as DeviceBuffer.
+// Owns pinned host memory, as DeviceBuffer does device memory.
 class PinnedBuffer final : public HostBuffer {
  public:
   PinnedBuffer() = default;

@@ -50,7 +50,7 @@ struct SharingTable {
   int (*event_create)(Event*, unsigned);
   int (*event_handle)(Handle*, Event);
   int (*nvidia_attribute)(int*, int, int);  // null: not NVIDIA
-  // Virtual memory calls; null if the library lacks them.
+  // These are the virtual memory calls; null if the library lacks them.
   int (*granularity)(size_t*, const AllocationProperties*, int);
   int (*create)(uint64_t*, size_t, const AllocationProperties*, unsigned long long);
   int (*release)(uint64_t);

@@ -1,4 +1,4 @@
-// Memory and events that a device shares with other processes of the host.
+// Makes memory and events that a device shares with other processes of the host.
 //
 // Memory comes from the virtual memory calls and is exported as a POSIX descriptor. If the runtime
 // lacks these calls or refuses, it is an ordinary allocation with an interprocess handle. Before

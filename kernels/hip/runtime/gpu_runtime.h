@@ -43,8 +43,8 @@ struct LaunchShape {
   // May start early only if the predecessor is a gate (device/kernels/gate.h), which has few
   // blocks.
   bool overlap_gate = false;
-  // NVIDIA only. Its blocks wait for each other, so it starts only when all of them fit at the same
-  // time, and is refused if they never do.
+  // For NVIDIA only: the blocks wait for each other. Its blocks wait for each other, so it starts
+  // only when all of them fit at the same time, and is refused if they never do.
   bool blocks_meet = false;
 
   bool operator==(const LaunchShape&) const = default;
@@ -53,7 +53,7 @@ struct LaunchShape {
 // Entry points as the vendors' libraries export them; runtime_table.h has them.
 struct RuntimeTable;
 
-// A runtime that was found, and the devices that it lists.
+// A runtime that was found, with the devices that it lists.
 struct FoundRuntime {
   struct Device {
     std::string name, arch;
@@ -138,7 +138,7 @@ class GpuRuntime final {
   // stores_words().
   absl::Status StoreWord(DevicePtr to, uint32_t value, Stream stream);
 
-  // INTERNAL with the API's text if the image is for another architecture.
+  // Loads an image; INTERNAL with the API's text if it is for another architecture.
   absl::StatusOr<Module> Load(std::span<const std::byte> image);
   void Unload(Module module);
   absl::StatusOr<Function> Find(Module module, const char* name);

@@ -63,7 +63,7 @@ struct GraphTable {
 
 namespace {
 
-// A kernel in the form that the vendor's calls take.
+// Gives a kernel the form that the vendor's calls take.
 class NodeParams {
  public:
   NodeParams(Vendor vendor, const PendingKernel& kernel)

@@ -30,7 +30,7 @@
 
 namespace mla::kernels::hip {
 
-// A launch of a kernel, not yet given to the device.
+// A launch of a kernel that was not yet given to the device.
 struct PendingKernel {
   static constexpr size_t kArgBytes = 256;
   Function function = nullptr;
@@ -51,8 +51,8 @@ class KernelGraphs final {
   static constexpr size_t kMostKernels = 14;
   static constexpr size_t kMostGraphs = 16;
   static constexpr int32_t kUsesBefore = 2;  // earlier launches, kernel by kernel
-  // Most kernels set in one graph of HIP. As measured, a set takes 6 KiB, so a graph takes 1.5 MiB;
-  // making a graph takes some 50 us, spread over a hundred launches.
+  // At most this number of kernels is set in one graph of HIP. As measured, a set takes 6 KiB, so a
+  // graph takes 1.5 MiB; making a graph takes some 50 us, spread over a hundred launches.
   static constexpr int32_t kMostSets = 256;
 
   // `runtime` outlives it. UNAVAILABLE if graphs are not to be used, or names the entry point that

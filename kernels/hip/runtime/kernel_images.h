@@ -1,5 +1,5 @@
-// Device code that was built into this binary: one image an architecture, compiled ahead of time
-// from device_code.hip. A build without device compilers has none.
+// Holds the device code that was built into this binary: one image an architecture, compiled ahead
+// of time from device_code.hip. A build without device compilers has none.
 #ifndef MLA_KERNELS_HIP_RUNTIME_KERNEL_IMAGES_H_
 #define MLA_KERNELS_HIP_RUNTIME_KERNEL_IMAGES_H_
 
@@ -15,7 +15,8 @@ struct KernelImage {
   std::span<const std::byte> bytes;
 };
 
-// Images whose compiler was present at build time; their bytes live as long as the process.
+// Returns the images whose compiler was present at build time; their bytes live as long as the
+// process.
 std::vector<KernelImage> BuiltInKernelImages();
 
 }  // namespace mla::kernels::hip

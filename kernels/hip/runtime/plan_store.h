@@ -37,8 +37,8 @@ struct DevicePlan {
 
 class PlanStore final {
  public:
-  // `copies` of at most `bytes` each. A launch may hold two (one a form), and some must remain to
-  // be replaced: copies > 2 x launch slots.
+  // Makes room for `copies` plans of at most `bytes` each. A launch may hold two (one a form), and
+  // some must remain to be replaced: copies > 2 x launch slots.
   static absl::StatusOr<std::unique_ptr<PlanStore>> Create(GpuRuntime* runtime, int32_t copies,
                                                            int64_t bytes);
 

@@ -19,7 +19,7 @@ enum class Vendor { kAmd, kNvidia };
 // loader. Otherwise only `path` is tried, which is a library or its folder.
 std::vector<std::string> RuntimeLibraries(Vendor vendor, const std::string& path);
 
-// Versions of ROCm as hipRuntimeGetVersion counts them (docs/kernels/rocm.md).
+// The versions of ROCm as hipRuntimeGetVersion counts them (docs/kernels/rocm.md).
 inline constexpr int kOldestHip = 60200000;
 // From this version on, descriptors of memory are imported by value, as in CUDA.
 inline constexpr int kHipImportsByValue = 70100000;
@@ -27,7 +27,7 @@ std::string RocmName(int version);  // "ROCm 7.2" of 70226015
 // Returns the first version of HIP that lists devices of `arch`, if the server has kernels for it
 // (gfx942, gfx950); else 0.
 int HipSince(std::string_view arch);
-// FAILED_PRECONDITION names `library` if the version is older than kOldestHip.
+// Returns FAILED_PRECONDITION, which names `library`, if the version is older than kOldestHip.
 absl::Status CheckRocm(int version, const std::string& library);
 
 }  // namespace mla::kernels::hip

@@ -10,7 +10,7 @@
 namespace mla::kernels::hip {
 namespace {
 
-// Architectures with kernels (args/arch_traits.h).
+// Returns the architectures with kernels (args/arch_traits.h).
 std::vector<std::string> ArchitecturesOf(Vendor vendor) {
   if (vendor == Vendor::kNvidia) return {"sm_90"};
   return {"gfx942", "gfx950"};

@@ -1,5 +1,5 @@
-// The entry points of a vendor's GPU runtime that GpuRuntime calls, under one name each, and the
-// arguments that NVIDIA passes as structures, laid out as in cuda.h.
+// Gives each entry point of a vendor's GPU runtime that GpuRuntime calls one name, and lays out the
+// arguments that NVIDIA passes as structures as cuda.h does.
 #ifndef MLA_KERNELS_HIP_RUNTIME_RUNTIME_TABLE_H_
 #define MLA_KERNELS_HIP_RUNTIME_RUNTIME_TABLE_H_
 

@@ -1,4 +1,4 @@
-// Inputs of the self-test, and the expected results as computed on the host.
+// Makes the inputs of the self-test, and computes the expected results on the host.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_DATA_H_
 #define MLA_KERNELS_HIP_SELF_TEST_DATA_H_
 
@@ -50,16 +50,18 @@ struct Shape {
   // Layers that pages have room for, and the layer that this launch appends to and attends to.
   int32_t layers = 1, layer = 0;
 };
-// Shapes in the order of the test, small ones first, because they find most faults of a kernel. Two
-// query rows make a tile for one block of the smallest attention kernel; twenty make one for the
-// largest, if all units are busy (ChooseAttend). The other shapes run loops for several iterations:
-// at least 12 tiles of 64 KV rows in every piece, pages of three rows, more query rows than a tile.
+// The shapes in the order of the test, small ones first, because they find most faults of a kernel.
+// Two query rows make a tile for one block of the smallest attention kernel; twenty make one for
+// the largest, if all units are busy (ChooseAttend). The other shapes run loops for several
+// iterations: at least 12 tiles of 64 KV rows in every piece, pages of three rows, more query rows
+// than a tile.
 inline constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
                                     {150, 64, 96, 20, 20, true, false},
                                     {1600, 3, 800, 2, 0, false, true},
                                     {1600, 3, 800, 20, 0, true, true},
                                     {850, 3, 0, 0, 130, true, true}};
-// At the dims of kWideGeometry, in the expanded form. In the second shape some rows see few keys.
+// These shapes are run at the dims of kWideGeometry, in the expanded form. In the second shape some
+// rows see few keys.
 inline constexpr Shape kWideShapes[] = {kShapes[0], {200, 3, 0, 0, 130, true, true}};
 // The first shape is not widened. So its kernel cannot pass because of widened rows that an earlier
 // kernel has left.
@@ -177,14 +179,14 @@ struct Data {
                           // short segments
   std::vector<Bf16> kv = Pattern(size_t(shape.kv_rows) * kRowDim, 1);
   std::vector<Bf16> q = Pattern(size_t(rows) * kHeads * size_t(q_dim), 2);
-  // Index lists of the three kinds of segments, one after the other, and each list's two ends.
+  // The index lists of the three kinds of segments, one after the other, and each list's two ends.
   std::vector<int32_t> lists, list_ends;
   std::vector<size_t> list_starts;
   std::vector<float> kv_floats;  // rows after encoding and decoding
   std::vector<float> narrow = std::vector<float>(512, 0.0f);
   std::vector<float> narrow_o = std::vector<float>(size_t{kHeads} * size_t(o_dim), NAN);
   std::vector<float> o, lse;
-  // Results of the expanded form.
+  // The results of the expanded form.
   std::vector<float> expanded_o = o, expanded_lse = lse;
 
   // Makes tiles of 64 rows whose groups share a scale alternate with tiles that have rows with

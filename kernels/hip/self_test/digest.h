@@ -1,4 +1,4 @@
-// The self-test's page transfers with digests. Internal to self_test.cc.
+// Tests page transfers with digests. Internal to self_test.cc.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_DIGEST_H_
 #define MLA_KERNELS_HIP_SELF_TEST_DIGEST_H_
 

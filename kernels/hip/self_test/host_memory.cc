@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t kBytes = 4 * kPage;  // more than one block of the kernel copies
 
-// Whole heap pages, pinned for the lifetime of the object.
+// Registers whole heap pages, which stay pinned for the lifetime of the object.
 class RegisteredPages {
  public:
   explicit RegisteredPages(GpuRuntime* runtime) : runtime_(runtime) {}

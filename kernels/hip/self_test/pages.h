@@ -1,4 +1,4 @@
-// The self-test's page work. Internal to self_test.cc.
+// Tests the page work. Internal to self_test.cc.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_PAGES_H_
 #define MLA_KERNELS_HIP_SELF_TEST_PAGES_H_
 

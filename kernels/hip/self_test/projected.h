@@ -1,4 +1,4 @@
-// The self-test's products of whole rows with W_UQ and W_O. Internal to self_test.cc.
+// Tests the products of whole rows with W_UQ and W_O. Internal to self_test.cc.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_PROJECTED_H_
 #define MLA_KERNELS_HIP_SELF_TEST_PROJECTED_H_
 
@@ -23,14 +23,14 @@ namespace mla::kernels::hip::self_test {
 inline constexpr Geometry kProjectedGeometry{1, 512, 64, 32, 1536};
 inline constexpr ProjectedShape kProjectedShape{1590, 200};
 inline constexpr int32_t kProjectedRows = kRowProductMany / 2 + 1;  // most rows of a launch
-// Bytes of these weights in device memory, padding included.
+// The bytes of these weights in device memory, padding included.
 inline constexpr int64_t kProjectedBytes =
     (int64_t{32 + 64} * 1600 + 200 * 1536) * int64_t{sizeof(Bf16)};
 // Errors relative to the largest sum of the first row, with room for larger sums: half a unit in
 // the last place of bf16, and what two bf16 operands keep of an fp32 row.
 inline constexpr double kProjectedOff = 0x1p-7, kProjectedWideOff = 0x1p-14;
 
-// Rows of one product, their weights and their results, of dtype `dtype`.
+// The rows of one product, their weights and their results, of dtype `dtype`.
 struct RowProductData {
   RowProductData(ProjectedPart of_part, DType of_rows, int32_t count)
       : part(of_part), dtype(of_rows), rows(count) {
@@ -148,7 +148,8 @@ inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart par
   return absl::OkStatus();
 }
 
-// Few rows of fp32, which are packed with their remainders, and many of bf16.
+// The first product has few rows of fp32, which are packed with their remainders; the second has
+// many of bf16.
 inline absl::Status CheckProjected(AttentionBackend& backend) {
   absl::Status s;
   for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {

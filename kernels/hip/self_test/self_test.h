@@ -30,7 +30,8 @@ struct SelfTestOptions {
 // Returns the names of the parts, in the order in which they run.
 std::span<const std::string_view> SelfTestParts();
 
-// One test of a device, in up to four calls of the functions below, which share its time limit.
+// Runs one test of a device, in up to four calls of the functions below, which share its time
+// limit.
 class SelfTestRun {
  public:
   explicit SelfTestRun(SelfTestOptions options);
@@ -70,8 +71,8 @@ BackendLimits SelfTestLimits(const AttentionBackend& backend);
 // REQUIRES: memory as SelfTestLimits. INTERNAL names the first wrong value.
 absl::Status SelfTest(AttentionBackend& backend, SelfTestRun& run);
 
-// As SelfTest, for the expanded form with 8-bit products. Bounds allow for the rounding of queries,
-// keys, probabilities and values.
+// Does what SelfTest does, for the expanded form with 8-bit products. Bounds allow for the rounding
+// of queries, keys, probabilities and values.
 absl::Status SelfTestPrefill(AttentionBackend& backend, SelfTestRun& run);
 
 // Launches whose tensors kernels copy in and out, and launches that wait for words of host memory

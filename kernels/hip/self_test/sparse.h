@@ -1,4 +1,4 @@
-// The part of the self-test for windows, entries and sinks, and for the indexer.
+// Tests windows, entries and sinks, and the indexer.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_SPARSE_H_
 #define MLA_KERNELS_HIP_SELF_TEST_SPARSE_H_
 

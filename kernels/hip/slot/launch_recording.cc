@@ -10,7 +10,7 @@
 namespace mla::kernels::hip {
 namespace {
 
-// Most blocks of a kernel that waits on the device's units next to a gate.
+// A kernel that waits on the device's units next to a gate has at most this number of blocks.
 constexpr uint32_t kBlocksNextToGate = 16;
 
 DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }

@@ -58,11 +58,12 @@ class LaunchRecording final {
  public:
   // Bound of a launch; beyond it RESOURCE_EXHAUSTED.
   static constexpr size_t kMaxKernels = 4096;
-  // Most bytes of a launch's inputs, or of its outputs, that kernels copy, and most pieces. More
-  // would take as long on the bus as the time until the next launch.
+  // The kernels copy at most this number of bytes of a launch's inputs, or of its outputs, and at
+  // most this number of pieces. More would take as long on the bus as the time until the next
+  // launch.
   static constexpr int64_t kMovedBytes = 2 << 20;
   static constexpr size_t kMoves = 8;
-  // Most bytes that a launch's signal copies, one block.
+  // A launch's signal, which is one block, copies at most this number of bytes.
   static constexpr int64_t kSignalCopyBytes = 64 << 10;
 
   // `runtime` and `copies` outlive it.

@@ -24,7 +24,7 @@ absl::StatusOr<std::unique_ptr<SubmittedLaunch>> SubmittedLaunch::Create(GpuRunt
                        &launch->done_, &launch->cleared_, &launch->arrived_}) {
     MLA_ASSIGN_OR_RETURN(*event, runtime->CreateEvent());
   }
-  // Three sequences: kernels before, inside and after the timed range.
+  // There are three sequences: kernels before, inside and after the timed range.
   launch->one_by_one_.reserve(3);
   if (auto graphs = KernelGraphs::Open(runtime); graphs.ok()) launch->graphs_ = *std::move(graphs);
   return launch;
@@ -84,9 +84,9 @@ absl::Status SubmittedLaunch::ClearArrivals() {
   return s.ok() ? runtime_->WaitFor(streams_.compute, cleared_) : s;
 }
 
-// Enqueued after the kernels that wait for them, because the device fetches new work slowly while
-// copies use the bus. Each of these calls may have to wait for a driver call of another thread,
-// which waits for the device. So the kernels' wait has a limit (StreamArgs).
+// Enqueues copies after the kernels that wait for them, because the device fetches new work slowly
+// while copies use the bus. Each of these calls may have to wait for a driver call of another
+// thread, which waits for the device. So the kernels' wait has a limit (StreamArgs).
 absl::Status SubmittedLaunch::EnqueueArrivals() {
   absl::Status s;
   for (const TensorMove& copy : recording_.arrivals().copies) {
@@ -94,7 +94,7 @@ absl::Status SubmittedLaunch::EnqueueArrivals() {
                          streams_.in);
     if (!s.ok()) break;
   }
-  // Stored even if copies were refused, so that the kernels end sooner.
+  // The value is stored even if copies were refused, so that the kernels end sooner.
   s.Update(
       runtime_->StoreWord(recording_.arrivals().word, recording_.arrivals().ticket, streams_.in));
   if (s.ok()) s = runtime_->Record(arrived_, streams_.in);

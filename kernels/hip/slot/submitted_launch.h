@@ -1,5 +1,5 @@
-// The launch that a slot has given to the device: the events that order it over the three streams,
-// and the wait for its end.
+// The launch that a slot has given to the device, with the events that order it over the three
+// streams, and the wait for its end.
 //
 //   copy-in stream   metadata, inputs --> inputs_ready
 //   compute stream                        wait, started, kernels, computed
@@ -69,7 +69,7 @@ class SubmittedLaunch final {
   const HostWork& work() const { return work_; }
 
  private:
-  // Memory that arrivals are copied to.
+  // The memory to which arrivals are copied.
   struct Range {
     DevicePtr begin = 0, end = 0;
   };
@@ -114,7 +114,7 @@ class SubmittedLaunch final {
   bool running_ = false;
   bool seen_done_ = false;
   Event end_ = nullptr;  // computed_ or done_
-  // The report of a launch with arrivals; and whether the launch ends with the report or with end_.
+  // The report of a launch with arrivals, and whether the launch ends with the report or with end_.
   const StreamReport* report_ = nullptr;
   bool ends_with_report_ = false;
   uint32_t ticket_ = 0;

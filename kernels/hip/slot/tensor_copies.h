@@ -24,7 +24,7 @@
 
 namespace mla::kernels::hip {
 
-// A copy of `bytes` bytes that a kernel makes, between device memory and any memory that kernels
+// One copy of `bytes` bytes that a kernel makes, between device memory and any memory that kernels
 // reach.
 struct TensorMove {
   DevicePtr to, from;

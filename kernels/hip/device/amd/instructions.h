@@ -1,5 +1,5 @@
-// The instructions of gfx942 and gfx950 that tile primitives are made of, one function each. On the
-// host kernels/hip/emulator/instructions/amd_instructions.h supplies the same functions.
+// Wraps the instructions of gfx942 and gfx950 of which tile primitives are made, one function each.
+// On the host kernels/hip/emulator/instructions/amd_instructions.h supplies the same functions.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_INSTRUCTIONS_H_
 
@@ -73,7 +73,7 @@ MLA_DEVICE uint32_t codes_of(float low, float high, uint32_t others) {
       __builtin_amdgcn_cvt_pk_fp8_f32(low, high, static_cast<int>(others), kHigh));
 }
 #if MLA_GFX950
-// As packed bf16, times the power of two in the exponent of `scale`.
+// Returns the two as packed bf16, times the power of two in the exponent of `scale`.
 template <bool kHigh>
 MLA_DEVICE uint32_t scaled_bf16_of(uint32_t codes, float scale) {
   return __builtin_bit_cast(uint32_t,
@@ -96,7 +96,7 @@ MLA_DEVICE void wave_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
   __builtin_amdgcn_wave_barrier();
 }
-// x of lane at_byte / 4.
+// Returns x of lane at_byte / 4.
 MLA_DEVICE int permute(int at_byte, int x) { return __builtin_amdgcn_ds_bpermute(at_byte, x); }
 MLA_DEVICE int read_lane(int x, int lane) { return __builtin_amdgcn_readlane(x, lane); }
 #if MLA_GFX950
@@ -121,8 +121,8 @@ MLA_DEVICE f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) {
   const bf16x8 x = __builtin_bit_cast(bf16x8, a), y = __builtin_bit_cast(bf16x8, b);
   return __builtin_amdgcn_mfma_f32_16x16x32_bf16(x, y, c, 0, 0, 0);
 }
-// Returns the products of 8-bit floats, times 2^(exponent - 127). A lane has 32 bytes of the depth
-// of its row, or column, and their common exponent.
+// Returns c plus the product of 8-bit floats a b, each operand times 2^(its exponent - 127). A lane
+// holds 32 values along the depth of its row of a, or its column of b, and their common exponent.
 MLA_DEVICE f32x16 multiply_codes_32x32x64(u32x8 a, int a_exponent, u32x8 b, int b_exponent,
                                           f32x16 c) {
   constexpr int kE4m3 = 0;

@@ -1,6 +1,6 @@
-// Tile primitives that gfx942 and gfx950 share: lane layouts and score products of a 64-lane wave.
-// The architecture's tile.h supplies the matrix instructions, the transposed read of V and the
-// copies.
+// Defines the tile primitives that gfx942 and gfx950 share: lane layouts and score products of a
+// 64-lane wave. The architecture's tile.h supplies the matrix instructions, the transposed read of
+// V and the copies.
 //
 // Products are formed transposed: S^T = K Q^T and O^T = V^T P^T. A lane then owns exactly one
 // packed row (row = lane mod kRows), so row maxima and sums stay in registers. The probabilities of
@@ -29,7 +29,7 @@ MLA_DEVICE int lane_index() { return thread_index() & 63; }
 // As lane_index, but opaque to the compiler: derived values are computed again at each use, not
 // kept in registers for a whole loop, because registers are scarce.
 MLA_DEVICE int lane_again() { return opaque(lane_index()); }
-// As lane_again, for a number that is the same in every lane.
+// Does what lane_again does, for a number that is the same in every lane.
 MLA_DEVICE int again(int x) { return uniform(opaque(x)); }
 MLA_DEVICE int wave_index() { return uniform(thread_index() >> 6); }
 
@@ -44,7 +44,7 @@ MLA_DEVICE uint32_t from_lane(uint32_t x, int from) {
   return static_cast<uint32_t>(permute(from << 2, static_cast<int>(x)));
 }
 
-// The values of a lane and of the lane 32 away, in either order.
+// The values of a lane and of the lane that is 32 away, in either order.
 struct Two {
   float x, y;
 };
@@ -85,7 +85,7 @@ MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {
 }
 
 // The depth order of an operand of outputs: the order of scores, from which probabilities are made,
-// or eight consecutive elements, as in the operands of scores.
+// or eight consecutive elements, as operands of scores have it.
 enum class Order { kOfScores, kAlongDepth };
 
 template <int kRows>
@@ -99,7 +99,8 @@ struct Accumulator<16> {
   using Type = f32x4;
 };
 
-// Lane layouts and everything but the matrix instructions, for kRows_ = 16 or 32 packed rows.
+// Has the lane layouts and everything but the matrix instructions, for kRows_ = 16 or 32 packed
+// rows.
 template <int kRows_>
 struct WaveBase {
   static constexpr int kRows = kRows_;

@@ -11,7 +11,7 @@ namespace mla::kernels::hip::tile {
 
 // The 16-byte chunk c of row r of a column block lies at position c ^ swizzle(r).
 constexpr int swizzle(int row) { return row & 7; }
-// As swizzle, for tiles that lanes write a row each.
+// Returns the swizzle of tiles to which each lane writes a row.
 constexpr int written_swizzle(int row) { return row & 7; }
 
 }  // namespace mla::kernels::hip::tile

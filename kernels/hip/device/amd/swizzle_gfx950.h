@@ -20,8 +20,8 @@ namespace mla::kernels::hip::tile {
 // The 16-byte chunk c of row r of a column block lies at position c ^ swizzle(r). REQUIRES: a tile
 // is written and read by the same function.
 constexpr int swizzle(int row) { return (row & 2) << 1 | (row & 4) >> 1 | (row >> 4 & 1); }
-// As swizzle, for tiles that lanes write a row each by ds_write_b128. A phase of that instruction
-// has 16 consecutive rows, so bits 1 to 3 spread them.
+// Returns the swizzle of tiles to which each lane writes a row by ds_write_b128. A phase of that
+// instruction has 16 consecutive rows, so bits 1 to 3 spread them.
 constexpr int written_swizzle(int row) { return row >> 1 & 7; }
 
 }  // namespace mla::kernels::hip::tile

@@ -1,4 +1,4 @@
-// Products of 8-bit floats on gfx942: v_mfma 32x32x16 / 16x16x32 fp8, twice the rate of bf16. They
+// Multiplies 8-bit floats on gfx942: v_mfma 32x32x16 / 16x16x32 fp8, twice the rate of bf16. They
 // accumulate in fp32 and take no powers of two.
 #ifndef MLA_KERNELS_HIP_DEVICE_GFX942_CODE_WAVE_H_
 #define MLA_KERNELS_HIP_DEVICE_GFX942_CODE_WAVE_H_
@@ -7,8 +7,8 @@
 
 namespace mla::kernels::hip::tile {
 
-// As Wave, with operands of codes. In a step of scores, which is two products, a lane has 16 codes
-// of a row's depth; a step of outputs is one product.
+// Does what Wave does, with operands of codes. In a step of scores, which is two products, a lane
+// has 16 codes of a row's depth; a step of outputs is one product.
 template <int kRows_>
 struct CodeWave : Wave<kRows_> {
   using Base = Wave<kRows_>;

@@ -45,7 +45,7 @@ struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCo
 };
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCodesBase {
-  // The compiler spills with most other values.
+  // With most other values the compiler spills.
   static constexpr int kWaveRows = 32, kKeysAhead = kKind == AttentionKind::kSparse ? 3 : 4;
   static constexpr int kValuesAhead = 3;
 };

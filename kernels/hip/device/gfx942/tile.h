@@ -1,6 +1,6 @@
-// Tile primitives on gfx942: v_mfma 32x32x8 / 16x16x16 bf16, 64 KiB of LDS. It has neither 16-byte
-// global-to-LDS copies nor a transposed read. Copies therefore pass through registers, and V is
-// read as 4x4 blocks that byte permutes turn into operands. Layouts:
+// Defines the tile primitives of gfx942: v_mfma 32x32x8 / 16x16x16 bf16, 64 KiB of LDS. It has
+// neither 16-byte global-to-LDS copies nor a transposed read. Copies therefore pass through
+// registers, and V is read as 4x4 blocks that byte permutes turn into operands. Layouts:
 // kernels/hip/device/amd/mfma_wave.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_GFX942_TILE_H_
 #define MLA_KERNELS_HIP_DEVICE_GFX942_TILE_H_
@@ -126,7 +126,8 @@ struct Wave : WaveBase<kRows_> {
       load_v<kTileRows, kOrder>(v, tile, step, fragment, lane);
     }
   };
-  // As ValueRows, for codes: words of four columns, of four rows in each half of the depth.
+  // Does what ValueRows does, for codes: words of four columns, of four rows in each half of the
+  // depth.
   template <int kTileRows>
   struct ValueCodes {
     static constexpr int kRun = 4;  // consecutive rows

@@ -1,4 +1,4 @@
-// Products of 8-bit floats on gfx950: v_mfma_scale 32x32x64, twice the rate of bf16.
+// Multiplies 8-bit floats on gfx950: v_mfma_scale 32x32x64, twice the rate of bf16.
 #ifndef MLA_KERNELS_HIP_DEVICE_GFX950_CODE_WAVE_H_
 #define MLA_KERNELS_HIP_DEVICE_GFX950_CODE_WAVE_H_
 
@@ -53,7 +53,7 @@ struct CodeWave : Wave<kRows_> {
   MLA_DEVICE static uint32_t codes(float a, float b, float c, float d) {
     return codes_of<true>(c, d, codes_of<false>(a, b, 0));
   }
-  // The probabilities of a tile of 64 KV rows, from two fragments of scores.
+  // Holds the probabilities of a tile of 64 KV rows, made from two fragments of scores.
   template <int kFragments>
   MLA_DEVICE static void make_p(P& p, const Scores (&s)[kFragments], int) {
     static_assert(kFragments == 2);
@@ -86,10 +86,10 @@ struct CodeWave : Wave<kRows_> {
         for (int w = 0; w < 4; ++w) k.r[4 * i + w] = x[w];
       }
     }
-    // The i-th chunk that a lane reads in a column block, relative to the first.
+    // Returns the i-th chunk that a lane reads in a column block, relative to the first.
     static constexpr int chunk(int i) { return i / 2 * (kGroups * kChunks) + i % 2; }
   };
-  // Values of a tile, 32 rows of a column.
+  // Reads the values of a tile, 32 rows of a column.
   template <int kTileRows>
   struct CodeValues {
     using Codes = typename Base::template ValueCodes<kTileRows>;
@@ -109,9 +109,9 @@ struct CodeWave : Wave<kRows_> {
   };
 };
 
-// Scores from codes of the latent values and bf16 of the rotated ones; outputs as Wave<32>. Queries
-// and keys of a row are steps of 32 codes, then steps of two bf16 operands. Keys of each row have a
-// power of two of their own.
+// Makes scores from codes of the latent values and bf16 of the rotated ones, and outputs as
+// Wave<32> does. Queries and keys of a row are steps of 32 codes, then steps of two bf16 operands.
+// Keys of each row have a power of two of their own.
 struct CodeKeyWave : Wave<32> {
   using Codes = CodeWave<32>;
   static constexpr int kDepth = Codes::kDepth, kLaneCodes = Codes::kLaneCodes;

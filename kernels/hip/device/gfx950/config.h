@@ -10,7 +10,8 @@ template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType
           AttentionKind kKind = AttentionKind::kDense>
 struct AttendConfig;
 
-// Four waves, each with its own packed rows, all output columns and its queries in registers.
+// A block has four waves. Each wave has its own packed rows, all output columns, and its queries in
+// registers.
 struct AttendBase {
   static constexpr int kLora = 512;
   static constexpr int kRope = 64;
@@ -49,7 +50,8 @@ template <AttentionKind kKind>
 struct AttendConfig<64, KvFormat::kFp8Page, DType::kBf16, kKind> : AttendWidened {
   static constexpr KvFormat kFormat = KvFormat::kFp8Page;
   static constexpr int kRope = 0;
-  // Pieces of work for later tiles (KvStream::bring_piece) between products of values.
+  // The number of pieces of work for later tiles (KvStream::bring_piece) between products of
+  // values.
   static constexpr int kPiecesOfValues = 8;
 };
 template <AttentionKind kKind>
@@ -77,7 +79,7 @@ struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase
   static constexpr int kValuesAhead = 5;
 };
 
-// With 8-bit products, whose operands of values are 64 KV rows deep.
+// The configuration with 8-bit products, whose operands of values are 64 KV rows deep.
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;

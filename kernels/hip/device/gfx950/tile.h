@@ -1,5 +1,5 @@
-// Tile primitives on gfx950: v_mfma 32x32x16 / 16x16x32 bf16, global_load_lds of 16 bytes a lane,
-// ds_read_b64_tr_b16. Layouts: kernels/hip/device/amd/mfma_wave.h.
+// Defines the tile primitives of gfx950: v_mfma 32x32x16 / 16x16x32 bf16, global_load_lds of 16
+// bytes a lane, ds_read_b64_tr_b16. Layouts: kernels/hip/device/amd/mfma_wave.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_GFX950_TILE_H_
 #define MLA_KERNELS_HIP_DEVICE_GFX950_TILE_H_
 
@@ -101,10 +101,10 @@ struct Wave : WaveBase<kRows_> {
           place(step * kPvDepth + (kAlong ? 4 : kPvDepth / 2), fragment * kOutCols));
     }
   };
-  // As ValueRows, for codes: each group of 16 lanes reads 8 depth rows x 16 columns. In waves of 32
-  // rows the eight rows are consecutive, so that no two lanes share a bank; scores have that order
-  // because keys are read in it (kRun). In waves of 16 rows they have the order of the scores, four
-  // and four.
+  // Does what ValueRows does, for codes: each group of 16 lanes reads 8 depth rows x 16 columns. In
+  // waves of 32 rows the eight rows are consecutive, so that no two lanes share a bank; scores have
+  // that order because keys are read in it (kRun). In waves of 16 rows they have the order of the
+  // scores, four and four.
   template <int kTileRows>
   struct ValueCodes {
     static constexpr int kRun = kRows == 32 ? 8 : 4;

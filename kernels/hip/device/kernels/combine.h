@@ -63,7 +63,7 @@ class Combine {
     }
   };
 
-  // Merged parts so far: the largest LSE, and sums weighted by exp(lse - origin).
+  // The merged parts so far: the largest LSE, and sums weighted by exp(lse - origin).
   template <int kCount>
   struct Sums {
     float acc[kCount][4] = {};

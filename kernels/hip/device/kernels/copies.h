@@ -1,4 +1,5 @@
-// The kernels that copy: tensors between staging memory and their places, and ranges of the pool.
+// Defines the kernels that copy: tensors between staging memory and their places, and ranges of the
+// pool.
 #ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_COPIES_H_
 #define MLA_KERNELS_HIP_DEVICE_KERNELS_COPIES_H_
 

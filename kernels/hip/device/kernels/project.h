@@ -1,4 +1,5 @@
-// Batched small GEMMs around the absorbed form: out[r, h] = in[r, h] x w[h], w row-major [k, n].
+// Computes batched small GEMMs around the absorbed form: out[r, h] = in[r, h] x w[h], w row-major
+// [k, n].
 //
 // A block computes kProjectRows gathered rows x kProjectCols columns of one head, so that a decode
 // step of many sequences reads each weight once per tile of 64 rows.
@@ -83,7 +84,7 @@ class Project {
  private:
   static constexpr int kFragments = kProjectCols / C::kColWaves / W::kOutCols;
   static constexpr int kSteps = kDepth / W::kPvDepth;
-  // 16-byte chunks of a step: in a tile's row, and per thread.
+  // The number of 16-byte chunks of a step: in a tile's row, and per thread.
   static constexpr int kRowChunks = kDepth / 8;
   static constexpr int kWeightRowChunks = kProjectCols / 8;
   static constexpr int kInChunks = kProjectRows * kRowChunks / kThreads;
@@ -112,8 +113,8 @@ class Project {
 
   MLA_DEVICE const ProjectRow& row(int p) const { return args.rows[part.first_row + p]; }
 
-  // Chunk i of the thread: its row and its chunk in that row, for the tile of inputs and for
-  // weights.
+  // Return the row of the thread's chunk i and its chunk in that row, for the tile of inputs and
+  // for weights.
   MLA_DEVICE static int in_row(int i) { return (thread_index() + i * kThreads) / kRowChunks; }
   MLA_DEVICE static int in_chunk() { return thread_index() % kRowChunks; }
   MLA_DEVICE static int weight_row(int i) {
@@ -281,7 +282,7 @@ class Project {
     }
   }
 
-  // Rounding remainder of x. 0 for infinities, whose remainder would be NaN.
+  // Returns the rounding remainder of x. 0 for infinities, whose remainder would be NaN.
   MLA_DEVICE static float rest_of(float x, uint32_t rounded) {
     return (rounded & 0x7f800000u) == 0x7f800000u ? 0.0f : x - bits_to_float(rounded);
   }
@@ -315,10 +316,10 @@ class Project {
   lds_t in_tile, weight_tile;  // inputs, followed by their remainders
 };
 
-// Tiles of one row. In each step a block takes kGroups x kProjectCols columns of one head and
-// kLoads x 32 rows of its weights. In every group, thread t takes 8 columns from 8 (t % 8) on, in
-// row t / 8 of every 32 rows. In decode one step covers everything, so all loads of a block are in
-// flight at once. Threads of a column add up their sums through shared memory.
+// Multiplies tiles of one row. In each step a block takes kGroups x kProjectCols columns of one
+// head and kLoads x 32 rows of its weights. In every group, thread t takes 8 columns from 8 (t % 8)
+// on, in row t / 8 of every 32 rows. In decode one step covers everything, so all loads of a block
+// are in flight at once. Threads of a column add up their sums through shared memory.
 template <int kGroups, int kLoads>
 class ProjectRowOf {
  public:
@@ -465,7 +466,7 @@ class ProjectRowOf {
   const lds_t inputs;  // fp32 [kDepth], followed by the sums
 };
 
-// Short weights and wide outputs (absorb), and the reverse (project).
+// The first is for short weights and wide outputs (absorb), the second for the reverse (project).
 using ProjectRowWide = ProjectRowOf<4, 4>;
 using ProjectRowDeep = ProjectRowOf<1, 16>;
 

@@ -1,4 +1,4 @@
-// Products of whole rows with W_UQ and W_O: out[r, :] = in[r, :] x weights^T, weights row-major
+// Multiplies whole rows with W_UQ and W_O: out[r, :] = in[r, :] x weights^T, weights row-major
 // [columns, depth]. Both operands have their depth along a row, as queries and keys of scores do.
 //
 // A block computes all rows and 96 to 256 columns over its share of the depth, and reads each
@@ -53,7 +53,7 @@ struct PackRows {
     return args.in_is_f32 != 0 ? as_global<const float>(in)[at]
                                : bf16_to_float(as_global<const uint16_t>(in)[at]);
   }
-  // Rounding remainder of x. 0 for infinities, whose remainder would be NaN.
+  // Returns the rounding remainder of x. 0 for infinities, whose remainder would be NaN.
   MLA_DEVICE static float rest_of(float x, uint32_t rounded) {
     return (rounded & 0x7f800000u) == 0x7f800000u ? 0.0f : x - bits_to_float(rounded);
   }
@@ -247,7 +247,7 @@ class RowProduct {
   static constexpr int kCopies = kStageBytes / 128 / kRowsAtOnce;
   static_assert(kRowCopies * kRowsAtOnce == kRows && kCopies * kRowsAtOnce * 128 == kStageBytes);
 
-  // Sources of this lane at the next step that is copied.
+  // The addresses from which this lane copies at the next step.
   struct Sources {
     const uint8_t* at[kCopies];
   };
@@ -307,7 +307,7 @@ class RowProduct {
         copies.template issue<kIndex, kIndex * kRowsAtOnce * 128>(base(stage), lane,
                                                                   from.at[kIndex]);
       from.at[kIndex] += kDepth * 2;
-      // Weights repeat for the remainders of fp32 rows.
+      // For the remainders of fp32 rows the weights repeat.
       if (kIndex >= kRowCopies && step == weight_steps() - 1) {
         from.at[kIndex] -= args.padded_depth * 2;
       }

@@ -8,8 +8,8 @@
 
 namespace mla::kernels::hip {
 
-// One wave a row, eight values a lane and turn. Stores the same bits as EncodeKvRow. A group of
-// values with one scale is held by as many neighbouring lanes as it needs.
+// Uses one wave for each row, eight values a lane and turn. Stores the same bits as EncodeKvRow. A
+// group of values with one scale is held by as many neighbouring lanes as it needs.
 class AppendKv {
  public:
   static constexpr int kLaneValues = 8;
@@ -134,7 +134,7 @@ class AppendKv {
     }
   }
 
-  // KvSharedScale of the row.
+  // Returns KvSharedScale of the row.
   template <int kGroupLanes>
   MLA_DEVICE float shared_scale(int latent) const {
     float most = 0.0f, least = kNoKvGroup;

@@ -1,6 +1,6 @@
-// Digests of parts of page transfers (kernels/types/part_digest.h): 128-bit XXH3 without a seed,
-// of 256 bytes to kDigestPartBytes in whole granules. Eight lanes make one digest; each lane holds
-// one of the hash's eight accumulators.
+// Computes digests of parts of page transfers (kernels/types/part_digest.h): 128-bit XXH3 without a
+// seed, of 256 bytes to kDigestPartBytes in whole granules. Eight lanes make one digest; each lane
+// holds one of the hash's eight accumulators.
 //
 // The hash takes stripes of 64 bytes, one word a lane. Sixteen stripes make a block, after which
 // accumulators are scrambled; the very last stripe has keys of its own. A lane sums over a block
@@ -47,7 +47,7 @@ class Digest {
                             kPrime64_3 = 0x165667b19e3779f9u, kPrime64_4 = 0x85ebca77c2b2ae63u,
                             kPrime64_5 = 0x27d4eb2f165667c5u;
   static constexpr uint64_t kAvalanche = 0x165667919e3779f9u;
-  // Byte offsets in the secret of the keys of some steps.
+  // The byte offsets in the secret of the keys of some steps.
   static constexpr int kScrambleKeys = 128, kLastKeys = 121, kLowKeys = 11, kHighKeys = 117;
 
   // Returns a word of the secret, from any byte offset.
@@ -84,7 +84,7 @@ class Digest {
     const float high = tile::exchange<kStep>(bits_to_float(static_cast<uint32_t>(x >> 32)));
     return static_cast<uint64_t>(float_to_bits(high)) << 32 | float_to_bits(low);
   }
-  // XOR of the product's halves.
+  // Returns the XOR of the product's halves.
   MLA_DEVICE static uint64_t fold(uint64_t a, uint64_t b) {
     const uint64_t mask = 0xffffffffu;
     const uint64_t low = (a & mask) * (b & mask), high = (a >> 32) * (b >> 32);

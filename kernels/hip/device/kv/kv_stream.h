@@ -55,7 +55,7 @@ class KvStream {
   static_assert(!kScales || kLanes % Layout::kScaleWords == 0);
   static_assert(!kLists || (MLA_AMD && kTileKv <= tile::kWave));
 
-  // `entries_at`: kLookUpBytes of shared memory.
+  // `entries_at` is kLookUpBytes of shared memory.
   MLA_DEVICE KvStream(const Source& rows, lds_t stages_at, lds_t entries_at, int wave_number)
       : source(rows), stages(stages_at), wave(wave_number) {
     if constexpr (kInLds) entries = entries_at + wave * (kStages * kEntryBytes);
@@ -104,8 +104,9 @@ class KvStream {
     });
   }
 
-  // A turn's knowledge of the tile that it brings. The words are read from LDS: the page table's
-  // entries of that tile, and with lists the entries of that tile and of the one to be looked up.
+  // Holds a turn's knowledge of the tile that it brings. The words are read from LDS: the page
+  // table's entries of that tile, and with lists the entries of that tile and of the one to be
+  // looked up.
   struct Words {
     uint32_t granules[kLookUps];
     int issued[kLookUps];

@@ -16,15 +16,15 @@ class RowFinder {
     look_up(source);
   }
 
-  // The row of the present tile. Tiles after the item's end repeat its last row.
+  // Returns the row of the present tile. Tiles after the item's end repeat its last row.
   MLA_DEVICE const uint8_t* row(const Source& source) const {
     return source.address(granule, inside);
   }
-  // The exponents of that row, if pages keep them after their rows (KvFormat::kFp8Page).
+  // Returns the exponents of that row, if pages keep them after their rows (KvFormat::kFp8Page).
   MLA_DEVICE const uint8_t* exponents(const Source& source) const {
     return source.exponents(granule, inside);
   }
-  // True if the item's query row sees that row.
+  // Returns true if the item's query row sees that row.
   MLA_DEVICE bool sees() const { return seen; }
   // Moves to the next tile.
   MLA_DEVICE void next(const Source& source) { look_up(source); }

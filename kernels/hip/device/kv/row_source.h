@@ -46,13 +46,13 @@ class RowSource {
   }
 
   MLA_DEVICE int place(int at) const { return at < end ? at : end - 1; }
-  // With lists: the address of the word that gives a place's entry, and the entry made from that
-  // word.
+  // With lists: return the address of the word that gives a place's entry, and the entry made from
+  // that word.
   MLA_DEVICE const int32_t* entry_at(int at) const { return list + place(at); }
   MLA_DEVICE static int entry_of(int, int word) { return word; }
   // REQUIRES begin < end, also for the calls below.
   MLA_DEVICE int entry(int at) const { return entry_of(at, word(at)); }
-  // The word that entry_of takes, for callers that use it later than it is loaded.
+  // Returns the word that entry_of takes, for callers that use it later than it is loaded.
   MLA_DEVICE int word(int at) const {
     if constexpr (kLists) return *as_global<const int32_t>(entry_at(at));
     return place(at);

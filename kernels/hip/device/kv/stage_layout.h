@@ -15,7 +15,7 @@
 
 namespace mla::kernels::hip {
 
-// C provides kTileKv, kLora and kRope.
+// Gives the layout of a row of kFormat_ in a stage; C provides kTileKv, kLora and kRope.
 template <KvFormat kFormat_, class C>
 struct StageLayout {
   static constexpr KvFormat kFormat = kFormat_;
@@ -39,7 +39,8 @@ struct StageLayout {
 
   static constexpr bool kWidened = false;     // true: rows come here as bf16, whatever the pool has
   static constexpr bool kPageScales = false;  // true: scales of widened rows lie in the page
-  // For a column block: its first byte in the row, bytes of a chunk, and the number of its chunks.
+  // Return, for a column block: its first byte in the row, the bytes of a chunk, and the number of
+  // its chunks.
   static constexpr int source(int block) {
     return block < kLatentBlocks ? block * 128 : kRow.rope_at;
   }
@@ -47,7 +48,8 @@ struct StageLayout {
   static constexpr int chunks(int block) { return block < kLatentBlocks ? 8 : kRopeBytes / 16; }
 };
 
-// Rows of 8 bits that lie here as bf16: 64 codes in each column block, and bf16 values in the last.
+// Gives the layout of rows of 8 bits that lie in a stage as bf16: 64 codes in each column block,
+// and bf16 values in the last.
 template <KvFormat kFormat_, class C, int kRotated, int kLatent>
 struct WidenedLayout : StageLayout<KvFormat::kBf16, C> {
   using Base = StageLayout<KvFormat::kBf16, C>;

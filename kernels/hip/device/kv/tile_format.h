@@ -31,7 +31,7 @@ struct TileShape {
   static_assert(kOutFragments * C::kColWaves * W::kOutCols == C::kLora);
 };
 
-// Rows that lie in shared memory as bf16; products use them unchanged.
+// Multiplies rows that lie in shared memory as bf16; products use them unchanged.
 template <class C, class OfWave>
 struct Bf16Format {
   using W = OfWave;
@@ -99,7 +99,7 @@ struct Bf16Format {
   }
 };
 
-// Code for rows of 8-bit values that all architectures share.
+// Has the code for rows of 8-bit values that all architectures share.
 template <class Layout>
 struct Fp8Rows {
   using lds_t = tile::lds_t;
@@ -154,7 +154,7 @@ struct Fp8Rows {
   }
 
  private:
-  // 0xff for each byte that is a NaN.
+  // Returns 0xff for each byte that is a NaN.
   MLA_DEVICE static uint32_t nan_bytes(uint32_t codes) {
     uint32_t found = 0;
 #pragma unroll

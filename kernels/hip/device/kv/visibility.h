@@ -60,7 +60,7 @@ class ListVisibility {
  public:
   MLA_DEVICE void begin(const Item&, int, int) {}
   MLA_DEVICE void begin(const Item&) {}
-  // Before the first tile. REQUIRES: the stream has looked it up.
+  // Call it before the first tile. REQUIRES: the stream has looked it up.
   template <class Stream>
   MLA_DEVICE void look_at_first(const Stream& kv) {
     next = kv.seen(0, kv.seen_word(0));

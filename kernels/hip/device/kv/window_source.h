@@ -1,4 +1,5 @@
-// RowSource of attention to a window and to compressed entries (kernels/types/window.h).
+// Finds rows for attention to a window and to compressed entries (kernels/types/window.h); a
+// RowSource.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_WINDOW_SOURCE_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_WINDOW_SOURCE_H_
 
@@ -44,7 +45,7 @@ class RowSource<AttentionKind::kWindow> {
 
 #if !MLA_AMD
   MLA_DEVICE int entry(int at) const { return entry_of(at, word(at)); }
-  // A place's word, and the entry made from it, as in RowSource.
+  // Return a place's word, and the entry made from it, like those of RowSource.
   MLA_DEVICE int word(int at) const {
     const int of_list = place_of(at) - held;
     if (of_list < 0 || !memory.listed()) return of_list;
@@ -144,7 +145,8 @@ class RowSource<AttentionKind::kWindow> {
       }
       return {static_cast<int>(page), static_cast<int>(inside)};
     }
-    // The list if `named`, a choice of each lane; otherwise any address that may be loaded from.
+    // Returns the list if `named`, a choice of each lane; otherwise any address that may be loaded
+    // from.
     MLA_DEVICE const int32_t* list_or_any(bool named) const {
       const uint32_t low = words[kListAt], high = words[kListAt + 1];
       const uint32_t any_low = words[0], any_high = words[1];
@@ -220,7 +222,7 @@ class RowSource<AttentionKind::kWindow> {
     return of_rows ? memory.rows() : memory.entries();
   }
 #endif
-  // The number of a row or an entry from its position or complement.
+  // Returns the number of a row or an entry from its position or complement.
   MLA_DEVICE static uint32_t counted(int of) { return static_cast<uint32_t>(of < 0 ? ~of : of); }
   MLA_DEVICE int place_of(int at) const { return first + (at < end ? at : end - 1); }
   MLA_DEVICE int visible(int named) const {

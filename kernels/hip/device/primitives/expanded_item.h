@@ -1,4 +1,4 @@
-// Items of the expanded form as the attention kernels see them.
+// Reads the items of the expanded form for the attention kernels.
 #ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_EXPANDED_ITEM_H_
 #define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_EXPANDED_ITEM_H_
 

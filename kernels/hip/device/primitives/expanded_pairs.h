@@ -7,7 +7,7 @@
 
 namespace mla::kernels::hip {
 
-// The pairs of one block, in order. Each role of a block walks its own copy in step with the
+// Walks the pairs of one block, in order. Each role of a block walks its own copy in step with the
 // others.
 template <ExpandedDims kDims>
 class ExpandPairs {
@@ -145,14 +145,15 @@ MLA_DEVICE uint32_t only_finite(uint32_t pair) {
   return pair & ~(low | high);
 }
 
-// Rounding remainders of two values after rounding to bf16; 0 for a value that is not finite.
+// Returns the rounding remainders of two values after rounding to bf16; 0 for a value that is not
+// finite.
 MLA_DEVICE uint32_t rest_of(float low, float high) {
   const uint32_t rounded = pack_bf16(low, high);
   return only_finite(
       pack_bf16(low - bits_to_float(rounded << 16), high - bits_to_float(rounded & 0xffff0000u)));
 }
 
-// 16-byte chunks of the rotated part of a pair's rows.
+// The number of 16-byte chunks of the rotated part of a pair's rows.
 inline constexpr int kRotatedChunks = kExpandedRows * kPanelRowBytes / 16;
 
 // Copies one of these chunks. Codes are widened without the layer's scale.

@@ -6,7 +6,7 @@
 
 namespace mla::kernels::hip {
 
-// One work item as seen by a block: packed rows [first, first + rows) of the item.
+// One work item as a block sees it: packed rows [first, first + rows) of the item.
 struct Item {
   WorkInfo work;
   MLA_RECORD const SegmentRecord* segment;
@@ -98,7 +98,7 @@ MLA_DEVICE bool aligned_results(const Args& args, const Item& item, int count) {
          aligned_to(r.o, r.o_row_stride, r.o_head_stride, bytes, bytes * count);
 }
 
-// Final scale and LSE of a row, from its maximum of logits times log2(e) and its sum of
+// The final scale and LSE of a row, from its maximum of logits times log2(e) and its sum of
 // exponentials. A row without keys is recognised by its sum, because logits that are all NaN leave
 // the maximum at -inf too.
 struct RowScale {
@@ -134,7 +134,7 @@ MLA_DEVICE void hide_unseen_values(int first_row, int thread, const At& place) {
     if (found != 0) tile::store_chunk(at, c);
   }
 }
-// The same in a tile of column blocks.
+// Does the same in a tile of column blocks.
 template <class C, int kThreads>
 MLA_DEVICE void hide_unseen_values(tile::lds_t tile_base, int first_row, int thread) {
   hide_unseen_values<C, kThreads>(first_row, thread, [tile_base](int row, int chunk) {

@@ -1,4 +1,4 @@
-// Addressing shared by the kernels: pages of the pool and rows of the caller's tensors.
+// Computes the addresses that all kernels need: pages of the pool and rows of the caller's tensors.
 #ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_MEMORY_H_
 #define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_MEMORY_H_
 
@@ -10,7 +10,7 @@ namespace mla::kernels::hip {
 // Kind of the 8-bit floats of pools on this architecture; equals ArchTraits::fp8.
 inline constexpr Fp8Kind kPoolFp8 = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
 
-// Largest valid scale of a row, as bits.
+// The largest valid scale of a row, as bits.
 inline constexpr uint32_t kLargestScaleBits = __builtin_bit_cast(
     uint32_t, kernels::kLargestKvScale*(kPoolFp8 == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f));
 // As kernels::KvScale, but without a comparison, whose result would take scalar registers.
@@ -35,7 +35,7 @@ struct PagedRows {
       : PagedRows(page_tables + first_entry, pool + layer_offset, row_stride_bytes, page_rows,
                   (page_rows & (page_rows - 1)) == 0 ? 31 - leading_zeros(page_rows) : -1,
                   granule) {}
-  // From members that a caller has kept.
+  // Makes the rows from members that a caller has kept.
   MLA_DEVICE PagedRows(const uint32_t* entries, const uint8_t* first, int64_t row_stride_bytes,
                        int page_rows, int page_shift, int64_t granule)
       : table(entries),

@@ -76,7 +76,7 @@ struct QueryLoader {
   }
 };
 
-// Depths in the order of memory.
+// Takes the depth in the order of memory.
 template <class W>
 struct PlainOrder {
   MLA_DEVICE static constexpr int depth(int step, int group) {

@@ -1,4 +1,4 @@
-// The softmax of attention over keys that come tile by tile.
+// Computes the softmax of attention over keys that come tile by tile.
 #ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_SOFTMAX_H_
 #define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_SOFTMAX_H_
 
@@ -6,9 +6,9 @@
 
 namespace mla::kernels::hip {
 
-// Statistics of the rows whose scores a lane holds. Probabilities are 2^(score x scale - origin).
-// Any origin gives the same quotient, so it follows a row's maximum only when that has grown by
-// more than `slack` powers of two. Accumulators are then rarely rescaled.
+// Keeps the statistics of the rows whose scores a lane holds. Probabilities are 2^(score x scale -
+// origin). Any origin gives the same quotient, so it follows a row's maximum only when that has
+// grown by more than `slack` powers of two. Accumulators are then rarely rescaled.
 //
 // W describes how scores lie in a wave or warpgroup: kScoreElems scores a fragment, kSlots rows a
 // lane; score_slot(i) is the row of element i, and row_max(x) the maximum over the lanes that share
@@ -40,10 +40,10 @@ struct OnlineSoftmax {
     return tile::any(moved);
   }
 
-  // For waves that share rows, so that most tiles need no exchange. Returns true if this lane's
+  // For waves that share rows, so that most tiles need no exchange: returns true if this lane's
   // scores must move an origin. If no lane's do, the caller uses exponentials(); otherwise
-  // update(). Waves that have called exponentials() already call follow_others() if another wave's
-  // scores move an origin.
+  // update(). Waves that have called exponentials() already call
+  // follow_others() if another wave's scores move an origin.
   MLA_DEVICE bool exceeded(const Scores& s, float scale, float slack) const {
     Slots top;
     lane_maxima(s, top);
@@ -73,8 +73,8 @@ struct OnlineSoftmax {
     return tile::any(moved);
   }
 
-  // Origin that exponentials are computed from. A row without keys so far gets probabilities of
-  // zero.
+  // Returns the origin from which exponentials are computed. A row without keys so far gets
+  // probabilities of zero.
   MLA_DEVICE static float finite(float x) { return x == negative_infinity() ? 0.0f : x; }
 
   // --- The steps of update(), for callers that have work between them.

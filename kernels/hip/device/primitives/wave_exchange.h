@@ -57,7 +57,7 @@ class WaveExchange {
   }
   MLA_DEVICE static bool some(float found) { return tile::any(found != 0.0f); }
 
-  // Row maxima over all waves of the row group.
+  // Computes the row maxima over all waves of the row group.
   MLA_DEVICE void maximum(float (&top)[W::kSlots]) const {
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {

@@ -1,4 +1,4 @@
-// Device-language glue: one spelling for both compilers, with no vendor header.
+// Gives both compilers' device languages one spelling, with no vendor header.
 //
 // Kernels include this header and the tile.h of their architecture folder, nothing else. The first
 // include below defines, for one compiler:

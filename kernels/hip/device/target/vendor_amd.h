@@ -1,5 +1,5 @@
-// Device-language glue for AMD GPUs: clang in HIP mode with -nogpuinc -nogpulib, everything from
-// compiler builtins. See device/target/vendor.h.
+// Defines the device language for AMD GPUs: clang in HIP mode with -nogpuinc -nogpulib, everything
+// from compiler builtins. See device/target/vendor.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_AMD_H_
 #define MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_AMD_H_
 
@@ -88,7 +88,7 @@ template <class T>
 MLA_DEVICE MLA_RECORD const T* as_record(const T* p) {
   return (MLA_RECORD const T*)reinterpret_cast<uintptr_t>(p);
 }
-// T: a struct of kWords words.
+// T is a struct of kWords words.
 template <class T, int kWords = sizeof(T) / 4>
 MLA_DEVICE T read_record(const T* p) {
   typedef uint32_t Words __attribute__((ext_vector_type(kWords)));

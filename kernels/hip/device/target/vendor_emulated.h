@@ -1,4 +1,4 @@
-// Device-language glue of an architecture whose code is compiled for the host. See
+// Defines the device language of an architecture whose code is compiled for the host. See
 // kernels/hip/device/target/vendor.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_EMULATED_H_
 #define MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_EMULATED_H_

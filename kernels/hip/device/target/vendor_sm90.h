@@ -1,4 +1,4 @@
-// Device-language glue for NVIDIA GPUs: nvcc. See device/target/vendor.h.
+// Defines the device language for NVIDIA GPUs: nvcc. See device/target/vendor.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_SM90_H_
 #define MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_SM90_H_
 

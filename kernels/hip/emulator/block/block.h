@@ -1,5 +1,5 @@
-// A thread block on the host: one fiber a lane. The order in which lanes run is chosen so that code
-// which relies on more than a device promises gives wrong results here.
+// Runs a thread block on the host, one fiber for each lane. The order in which lanes run is chosen
+// so that code which relies on more than a device promises gives wrong results here.
 //
 // A lane runs until it has to wait for others. The lanes of a wave wait for each other at
 // instructions that read other lanes (Meet); the last lane to arrive carries the instruction out
@@ -34,7 +34,7 @@ inline constexpr int kGroupLanes = 128;  // lanes a warpgroup
 struct Wave;
 struct Lane;
 
-// An instruction that reads several lanes: carried out once for the whole wave.
+// An instruction that reads several lanes, and is carried out once for the whole wave.
 using Instruction = void (*)(Wave& wave);
 
 // A copy from shared memory that its lane has started.
@@ -85,7 +85,7 @@ struct Wave {
   int registers = 0;  // registers a lane that it has asked for; 0: none yet
   Instruction instruction = nullptr;
   uint64_t generation = 0;
-  // All lanes of the wave, ended ones included.
+  // All lanes of the wave, those that have ended included.
   std::array<Lane*, kMostWaveLanes> lane;
   template <class Slot>
   Slot& slot(int number) const {
@@ -93,7 +93,7 @@ struct Wave {
   }
 };
 
-// Barrier for a number of threads, some of which only arrive.
+// A barrier for a number of threads, some of which only arrive.
 struct NamedBarrier {
   int arrived = 0;
   uint64_t generation = 0;

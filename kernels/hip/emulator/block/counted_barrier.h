@@ -1,6 +1,6 @@
-// Barriers in shared memory that count arrivals and the bytes of bulk copies (mbarrier of sm_90).
-// Copies complete a phase as late as possible: when a lane asks for the phase and nothing else is
-// missing.
+// Emulates barriers in shared memory that count arrivals and the bytes of bulk copies (mbarrier of
+// sm_90). Copies complete a phase as late as possible: when a lane asks for the phase and nothing
+// else is missing.
 #ifndef MLA_KERNELS_HIP_EMULATOR_BLOCK_COUNTED_BARRIER_H_
 #define MLA_KERNELS_HIP_EMULATOR_BLOCK_COUNTED_BARRIER_H_
 

@@ -34,7 +34,7 @@ class FiberStacks {
 
 // Suspends `from`, which goes on when it is switched to again, and resumes `to`.
 void Switch(Fiber& from, Fiber& to);
-// As Switch, from a fiber that has ended.
+// Does what Switch does, from a fiber that has ended.
 [[noreturn]] void SwitchForGood(Fiber& to);
 // Every entry must call this first.
 void Entered();

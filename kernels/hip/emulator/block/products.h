@@ -1,5 +1,5 @@
-// Arithmetic of matrix instructions: d [rows x cols] += a [rows x depth] b [depth x cols], with
-// bf16 operands and fp32 sums in the order of the depth.
+// Emulates the arithmetic of matrix instructions: d [rows x cols] += a [rows x depth] b [depth x
+// cols], with bf16 operands and fp32 sums in the order of the depth.
 #ifndef MLA_KERNELS_HIP_EMULATOR_BLOCK_PRODUCTS_H_
 #define MLA_KERNELS_HIP_EMULATOR_BLOCK_PRODUCTS_H_
 

@@ -1,4 +1,4 @@
-// Asynchronous matrix products of a warp with operands in shared memory (wgmma of sm_90).
+// Emulates asynchronous matrix products of a warp with operands in shared memory (wgmma of sm_90).
 #ifndef MLA_KERNELS_HIP_EMULATOR_BLOCK_WARPGROUP_H_
 #define MLA_KERNELS_HIP_EMULATOR_BLOCK_WARPGROUP_H_
 
@@ -8,7 +8,7 @@ namespace mla::kernels::hip::host {
 
 enum class Element : uint8_t { kBf16, kBinary16, kE4m3 };
 
-// A product c [64 x cols] (+)= a [64 x depth] b [depth x cols] of a warpgroup, as one lane starts
+// One product c [64 x cols] (+)= a [64 x depth] b [depth x cols] of a warpgroup, as one lane starts
 // it. The lane's warp has 16 of the rows. The depth is 16, or 32 for e4m3. device/sm90/wgmma.h and
 // device/sm90/e4m3_instructions.h describe the layouts and the descriptors.
 struct Product {

@@ -1,5 +1,6 @@
-// The instructions of kernels/hip/device/amd/instructions.h on the host. Operands have the layouts
-// of the instruction set: see kernels/hip/device/amd/mfma_wave.h, and the tests of tests/tile.
+// Emulates the instructions of kernels/hip/device/amd/instructions.h on the host. Operands have the
+// layouts of the instruction set: see kernels/hip/device/amd/mfma_wave.h, and the tests of
+// tests/tile.
 #ifndef MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_AMD_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_AMD_INSTRUCTIONS_H_
 

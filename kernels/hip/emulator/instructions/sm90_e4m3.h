@@ -1,4 +1,4 @@
-// The instructions of kernels/hip/device/sm90/e4m3_instructions.h on the host.
+// Emulates the instructions of kernels/hip/device/sm90/e4m3_instructions.h on the host.
 #ifndef MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_E4M3_H_
 #define MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_E4M3_H_
 

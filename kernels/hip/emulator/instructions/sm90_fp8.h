@@ -1,4 +1,4 @@
-// The instructions of kernels/hip/device/sm90/fp8_instructions.h on the host.
+// Emulates the instructions of kernels/hip/device/sm90/fp8_instructions.h on the host.
 #ifndef MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_FP8_H_
 #define MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_FP8_H_
 

@@ -1,5 +1,5 @@
-// The instructions of kernels/hip/device/sm90/instructions.h on the host. Addresses of shared
-// memory are offsets from the beginning of the block's shared memory.
+// Emulates the instructions of kernels/hip/device/sm90/instructions.h on the host. Addresses of
+// shared memory are offsets from the beginning of the block's shared memory.
 #ifndef MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_INSTRUCTIONS_H_
 
@@ -264,9 +264,9 @@ inline void store_matrices(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint
   store_chunk(at, c);
 }
 
-// c [16 x 8] += a [16 x 16] b [16 x 8]. Word i of a holds row l / 4 + 8 (i % 2), depth 2 (l % 4) +
-// 8 (i / 2); word i of b holds column l / 4 at the same depths; c[2 h + e] is row l / 4 + 8 h,
-// column 2 (l % 4) + e.
+// Computes c [16 x 8] += a [16 x 16] b [16 x 8]. Word i of a holds row l / 4 + 8 (i % 2), depth 2
+// (l % 4) + 8 (i / 2); word i of b holds column l / 4 at the same depths; c[2 h + e] is row l / 4 +
+// 8 h, column 2 (l % 4) + e.
 struct SmallProduct {
   float c[4];
   uint32_t a[4], b[2];

@@ -1,6 +1,6 @@
-// The warpgroup products of kernels/hip/device/sm90/wgmma.h and warpgroup.h on the host. Each warp
-// of a group multiplies its own 16 rows. Products run when they are waited for, in the order of
-// their start, so their operands in shared memory must not change before.
+// Emulates the warpgroup products of kernels/hip/device/sm90/wgmma.h and warpgroup.h on the host.
+// Each warp of a group multiplies its own 16 rows. Products run when they are waited for, in the
+// order of their start, so their operands in shared memory must not change before.
 #ifndef MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_PRODUCTS_H_
 #define MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_PRODUCTS_H_
 

@@ -1,4 +1,4 @@
-// Rows of kFp8Row on gfx950, with queries rounded to 8 bits: a TileFormat
+// Multiplies rows of kFp8Row on gfx950 with queries that are rounded to 8 bits: a TileFormat
 // (kernels/hip/device/kv/tile_format.h). Scores are products of codes, which apply a power of two
 // of each query and of each key's group of values; the rotated values stay bf16. Values are widened
 // to bf16. They lie column by column in lanes, so not they but the probabilities are multiplied by
@@ -31,7 +31,7 @@ struct CodeKeyFormat {
 
   MLA_DEVICE static int score_col(int lane, int i) { return RowOrder::score_col(lane, i); }
 
-  // As CodeQueries::round for the latent values.
+  // Does what CodeQueries::round does, for the latent values.
   MLA_DEVICE static float load_queries(const QueryLoader& loader, int first_row, int lane,
                                        typename W::Q (&queries)[kScoreSteps]) {
     const uint16_t* const from = loader.row(first_row + W::row(lane, 0));
@@ -176,7 +176,7 @@ struct CodeKeyFormat {
     MLA_DEVICE void load(Raw& raw, int n) const { rows.load(raw, step(n), fragment(n)); }
     MLA_DEVICE void widen(typename W::V& v, const Raw& raw) const { Codes::widen(v, raw); }
 
-    // The scales of the rows of a lane's probabilities.
+    // The scales of the rows to which a lane's probabilities belong.
     struct StepScales {
       Chunk of[2];
       MLA_DEVICE float at(int i) const { return bits_to_float(of[i / 4].w[i % 4]); }
@@ -204,7 +204,7 @@ struct CodeKeyFormat {
                            W::p_of(s, step, 2 * i + 1) * by.at(2 * i + 1));
       }
     }
-    // All steps, for rows whose groups share a scale.
+    // Makes all steps, for rows whose groups share a scale.
     MLA_DEVICE void make_p(typename W::P (&p)[Shape::kPvSteps],
                            const typename W::Scores (&s)[kFragments], const RowScales& by) const {
 #pragma unroll

@@ -61,7 +61,7 @@ struct CodeQueries {
   MLA_DEVICE static float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
 };
 
-// A wave's probabilities as codes, and the sums of the rounded values. update() works as
+// Makes a wave's probabilities codes, and adds up the rounded values. update() works as
 // OnlineSoftmax::update, except that it leaves probabilities divided by a power of two of their
 // row, ready to be rounded. make_p() makes the operand of a step and adds it to the sums.
 template <class W, bool kOfTiles = W::kTakesPowers>

@@ -1,4 +1,4 @@
-// Rows of fp8_tensor, multiplied as codes, with queries and probabilities rounded to 8 bits: a
+// Multiplies rows of fp8_tensor as codes, with queries and probabilities rounded to 8 bits: a
 // TileFormat (kernels/hip/device/kv/tile_format.h) for tile::CodeWave. docs/fp8.md states the
 // rounding.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_E4M3_FORMAT_H_

@@ -1,4 +1,4 @@
-// The format of rows that the loop of device/kernels/attend.h uses.
+// Chooses the format of rows that the loop of device/kernels/attend.h uses.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_TILE_FORMAT_OF_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_TILE_FORMAT_OF_H_
 

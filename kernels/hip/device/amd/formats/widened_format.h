@@ -1,6 +1,6 @@
-// Rows of 8 bits on AMD that are widened to bf16 before they are stored in shared memory, once for
-// all waves: rows of kFp8Page, the format of windows and entries, whose values are all both keys
-// and values; and rows of kFp8Row where several waves read them.
+// Widens rows of 8 bits on AMD to bf16 before they are stored in shared memory, once for all waves:
+// rows of kFp8Page, the format of windows and entries, whose values are all both keys and values;
+// and rows of kFp8Row if several waves read them.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_WIDENED_FORMAT_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_WIDENED_FORMAT_H_
 
@@ -8,10 +8,10 @@
 
 namespace mla::kernels::hip {
 
-// Both classes hold the scales of one row. chunk() widens the eight codes of two words, of column
-// block kBlock. Unless kAny, the row's scales must not be odd().
+// Both classes hold the scales of one row. chunk() widens the eight codes of two words, which
+// belong to column block kBlock. If kAny is false, the row's scales must not be odd().
 
-// A byte for each block, the exponent of a power of two.
+// Scales that are one byte for each block, the exponent of a power of two.
 template <class Layout>
 class PageExponents {
  public:
@@ -33,7 +33,7 @@ class PageExponents {
   }
 
  private:
-  // Codes of a block whose scale stands for NaN.
+  // The codes of a block whose scale stands for NaN.
   static constexpr uint32_t kNaNs = Fp8NaN(kPoolFp8) * 0x01010101u;
   // Exponent byte 0 is the scale 2^-127, which is denormal. Zero bits would be a different scale in
   // conversions that multiply instead of adding exponents.
@@ -51,7 +51,7 @@ class PageExponents {
   tile::u32x2 exponents;
 };
 
-// An fp32 for each group of two blocks.
+// Scales that are one fp32 for each group of two blocks.
 template <class Layout>
 class FloatScales {
  public:
@@ -73,9 +73,9 @@ class FloatScales {
   tile::u32x4 scales;
 };
 
-// Copies for KvStream through registers, kRows rows a lane. Of each row a lane holds eight codes of
-// each column block, widened when they land; a chunk of the last block, which is bf16; and the
-// scales of all blocks. Copies are numbered row by row.
+// Copies rows for KvStream through registers, kRows rows a lane. A lane holds eight codes of each
+// column block of a row, which are widened when they land; a chunk of the last block, which is
+// bf16; and the scales of all blocks. Copies are numbered row by row.
 template <class Layout, class Scales, int kRows>
 class WideningCopies {
  public:
@@ -107,7 +107,7 @@ class WideningCopies {
   MLA_DEVICE bool odd() const {
     return rows[kRow].scales.odd();
   }
-  // As land(), for any scale.
+  // Does what land() does, for any scale.
   template <int kIndex, int kOffset>
   MLA_DEVICE void land_again(lds_t wave_base, int lane) const {
     land_chunk<kIndex, kOffset, true>(wave_base, lane);

@@ -1,4 +1,5 @@
-// The lists of an indexer on AMD, from the ranks that index_logits.h stores: a block a query row.
+// Makes the lists of an indexer on AMD from the ranks that index_logits.h stores: one block for
+// each query row.
 //
 // The rank of the last chosen position is found digit by digit, from the highest digit. For each
 // value of a digit, the block counts the ranks that have it after the known digits. One pass over

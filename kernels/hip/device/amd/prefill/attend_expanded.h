@@ -1,4 +1,5 @@
-// Attention of the expanded form: 128 query rows of one head over KV tiles of kExpandedTile rows.
+// Computes attention of the expanded form: 128 query rows of one head over KV tiles of
+// kExpandedTile rows.
 //
 //            K tile [T x 192], V tile [T x 128], kExpandedStages deep in shared memory
 //                 |                         |
@@ -183,7 +184,7 @@ class AttendExpanded {
     if (rests != nullptr) accumulate_rests(tile_base, rests, s, state);
   }
 
-  // Operands of values in the order of their products.
+  // The operands of values, in the order of their products.
   struct Values {
     typename W::template ValueRows<kTile> rows;
     MLA_DEVICE Values(lds_t tile_base, int lane) : rows(tile_base, lane) {}

@@ -7,7 +7,7 @@
 
 namespace mla::kernels::hip {
 
-// Layout of 64 cached rows of a head. They take the place of the same bytes of each bf16 panel
+// The layout of 64 cached rows of a head. They take the place of the same bytes of each bf16 panel
 // (round_info.h):
 //
 //   panel 0   keys: 64 rows of 128
@@ -48,7 +48,7 @@ class CodeResults {
   static constexpr int kScratchBytes = 128;
   static_assert(kWaves * 8 <= kScratchBytes);
 
-  // `scratch`: kScratchBytes of shared memory that nothing else uses.
+  // `scratch` is kScratchBytes of shared memory that nothing else uses.
   MLA_DEVICE CodeResults(const ExpandPairs<kDims128>& of_pairs, tile::lds_t scratch_at,
                          int wave_index, int lane_index)
       : pairs(of_pairs),

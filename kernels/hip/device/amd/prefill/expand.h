@@ -16,7 +16,8 @@
 
 namespace mla::kernels::hip {
 
-// Codes stores keys and values as codes (CodeResults); void: they are stored as bf16.
+// If Codes is not void, it stores keys and values as codes (CodeResults); otherwise they are stored
+// as bf16.
 template <class C, ExpandedDims kDims, KvFormat kFormat, class Codes = void>
 class Expand {
  public:
@@ -31,7 +32,7 @@ class Expand {
   static constexpr int kTurns = kDims.value / 128;
   static constexpr int kKeyColumns = kDims.nope / kTurns;  // columns of a turn
   static constexpr int kValueColumns = kDims.value / kTurns;
-  // The operands of a stage: rows, then W_UK, then W_UV.
+  // A stage holds its operands in this order: rows, then W_UK, then W_UV.
   static constexpr int kKeysAt = kExpandedRows * 128;
   static constexpr int kValuesAt = kKeysAt + kKeyColumns * 128;
   static constexpr int kStageBytes = kValuesAt + kDepth * kValueColumns * 2;

@@ -1,5 +1,5 @@
-// Attention of the expanded form on gfx950 over keys and values of e4m3 (code_results.h): 128 query
-// rows of one head over KV tiles of 64 rows, with 8-bit operands in both products.
+// Computes attention of the expanded form on gfx950 over keys and values of e4m3 (code_results.h):
+// 128 query rows of one head over KV tiles of 64 rows, with 8-bit operands in both products.
 //
 //   keys [64 x 192], values [128 x 64], transposed: kStages deep in shared memory
 //      |                    |
@@ -26,8 +26,8 @@ class ExpandedCodes {
   static constexpr int kThreads = kWaves * tile::kWave;
   static constexpr int kTile = CodeTile::kRows;
   static constexpr int kStages = C::kCodeStages;
-  // Parts of a stage. Each wave copies the exponents for itself, so that it waits only for its own
-  // copies.
+  // The places of the parts of a stage. Each wave copies the exponents for itself, so that it waits
+  // only for its own copies.
   static constexpr int kValuesAt = CodeTile::kKeyBytes;
   static constexpr int kRotatedAt = kValuesAt + CodeTile::kValueBytes;
   static constexpr int kExponentsAt = kRotatedAt + CodeTile::kRotatedBytes;

@@ -1,4 +1,4 @@
-// A wave's state for its query rows in attention of the expanded form.
+// Keeps a wave's state for its query rows in attention of the expanded form.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_EXPANDED_ROWS_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_EXPANDED_ROWS_H_
 
