@@ -25,9 +25,10 @@ def _refused(name: str, got: Any, hint: str = "") -> errors.InvalidArgument:
 
 
 def floats(name: str, array: Any) -> Any:
-    """An array of float32, or of uint16 in this machine's order, which are bf16 patterns: the given
-    one if it is such an array, and None for None. InvalidArgument names what cannot be read as
-    floats. Tensors of PyTorch lie in host memory; their gradients are not followed."""
+    """Returns an array of float32, or of uint16 in this machine's order, which are bf16 patterns:
+    the given one if it is such an array, and None for None. InvalidArgument names what cannot be
+    read as floats. Tensors of PyTorch lie in host memory; their gradients are not followed.
+    """
     if array is None or (type(array) is np.ndarray and array.dtype in (_FLOATS, _PATTERNS)):
         return array
     if _is_torch(array):
@@ -51,7 +52,7 @@ def floats(name: str, array: Any) -> Any:
 
 
 def numbers(name: str, array: Any) -> npt.NDArray[np.float32]:
-    """As floats, but always as float32."""
+    """Does what `floats` does, but always returns float32."""
     found = floats(name, array)
     return bf16.from_bf16(found) if found.dtype == _PATTERNS else found
 

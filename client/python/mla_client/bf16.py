@@ -83,7 +83,7 @@ def from_bf16(patterns: npt.NDArray[np.uint16],
 
 
 def round_to_bf16(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """float32 values after a round trip through bfloat16."""
+    """Returns float32 values after a round trip through bfloat16."""
     return from_bf16(to_bf16(values))
 
 
@@ -109,7 +109,7 @@ def to_e4m3(values: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray[np.uint8
 
 
 def from_e4m3(sent: npt.NDArray[np.uint8], parts: Tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """The vectors [n, dim] that `to_e4m3` wrote."""
+    """Returns the vectors [n, dim] that `to_e4m3` wrote."""
     dim = sum(parts)
     count = len(sent) // (dim + 4 * len(parts))
     codes = sent[:count * dim].reshape(count, dim)
@@ -118,12 +118,12 @@ def from_e4m3(sent: npt.NDArray[np.uint8], parts: Tuple[int, ...]) -> npt.NDArra
 
 
 def numbers_of(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """What codes of e4m3 stand for."""
+    """Returns the numbers for which codes of e4m3 stand."""
     return _NUMBERS[codes]
 
 
 def round_to_e4m3(values: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """float32 values after a round trip through e4m3."""
+    """Returns float32 values after a round trip through e4m3."""
     return from_e4m3(to_e4m3(values, parts), parts).reshape(np.shape(values))
 
 

@@ -195,7 +195,9 @@ class Client(Steps, Pages, Operations, Following):
         self._close(lambda stream: stream.close())
 
     def give_up(self) -> None:
-        """As `close`, for a server that does not answer: waits for nothing of it."""
+        """Closes the connection to a server that does not answer: does what `close` does, and waits
+        for nothing.
+        """
         self._close(lambda stream: stream.fail(errors.Unavailable(
             "the connection was given up: the server does not answer")))
 
@@ -214,32 +216,34 @@ class Client(Steps, Pages, Operations, Following):
     # --- Operation
 
     def server_info(self) -> admin_pb2.GetServerInfoReply:
-        """Versions, device, backends, limits."""
+        """Returns the server's versions, device, backends and limits."""
         return self._call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest())
 
     def stats(self) -> admin_pb2.GetStatsReply:
-        """Counters since start."""
+        """Returns the server's counters since its start."""
         return self._call(self._admin.GetStats, admin_pb2.GetStatsRequest())
 
     def models(self) -> List[ModelSpec]:
-        """The tenant's models."""
+        """Returns the tenant's models."""
         reply = self._call(self._models.List, model_pb2.ListModelsRequest())
         return [messages.spec_from_proto(entry.model) for entry in reply.models]
 
     def sequences(self) -> List[SequenceState]:
-        """This client's open sequences."""
+        """Returns this client's open sequences."""
         request = sequence_pb2.GetRequest(client_id=self.client_id)
         return [state_of(info) for info in self._call(self._sequences.Get, request).sequences]
 
     @property
     def lease_error(self) -> Optional[errors.MlaError]:
-        """Why the last renewal of the leases failed; None if it did not. In a forked child: an
-        error, because no lease is renewed there."""
+        """Says why the last renewal of the leases failed; None if it did not. In a forked child: an
+        error, because no lease is renewed there.
+        """
         return self._home.error() if self._home.left else self._renewer.error
 
     def renew_leases(self, lease_ms: int = 0) -> int:
-        """Renews the leases of all of this client's sequences; returns how many. `lease_ms` is
-        their length from now on; 0: each keeps its own."""
+        """Renews the leases of all of this client's sequences and returns how many there are.
+        `lease_ms` is their length from now on; 0: each keeps its own.
+        """
         request = sequence_pb2.RenewLeaseRequest(client_id=self.client_id, lease_ms=lease_ms)
         renewed = self._call(self._sequences.RenewLease, request).renewed
         if lease_ms:

@@ -15,7 +15,7 @@ DETAIL_KEY = "mla-error-detail-bin"
 
 @dataclasses.dataclass(frozen=True)
 class ErrorDetail:
-    """The fault in terms of the contract; empty fields do not apply."""
+    """Describes the fault in terms of the contract; empty fields do not apply."""
 
     field: str = ""
     limit: str = ""
@@ -63,8 +63,10 @@ class MlaError(Exception):
         self.step_aborted = step_aborted
 
     def again(self) -> "MlaError":
-        """An equal error to raise. One that is kept must not be: it would hold the frames through
-        which it went, and they the memory of a stream that is gone."""
+        """Returns an equal error to raise. An error that an object keeps must not be raised itself:
+        it would hold the frames through which it went, and these the memory of a stream that is
+        gone.
+        """
         return type(self)(self.message, self.detail, self.step_aborted)
 
     def __str__(self) -> str:
@@ -93,12 +95,14 @@ class InvalidArgument(MlaError):
 
 
 class DeadlineExceeded(MlaError):
-    """No answer in time, or the launch did not start in time."""
+    """There was no answer in time, or the launch did not start in time."""
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class NotFound(MlaError):
-    """No such model or sequence: never opened, released, expired, or lost by a restart."""
+    """There is no such model or sequence: it was never opened, was released, has expired, or was
+    lost by a restart.
+    """
     code = grpc.StatusCode.NOT_FOUND
 
 
@@ -113,12 +117,12 @@ class PermissionDenied(MlaError):
 
 
 class ResourceExhausted(MlaError):
-    """Out of pages, queue places or another bound; see `detail.retry_after_ms`."""
+    """Pages, queue places or another bound are used up; see `detail.retry_after_ms`."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class FailedPrecondition(MlaError):
-    """Right request, wrong state: epoch, open step, missing rows or weights."""
+    """The request is right, but the state is wrong: epoch, open step, missing rows or weights."""
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -128,7 +132,7 @@ class Aborted(MlaError):
 
 
 class OutOfRange(MlaError):
-    """A position beyond the sequence."""
+    """A position lies beyond the sequence."""
     code = grpc.StatusCode.OUT_OF_RANGE
 
 
@@ -138,7 +142,7 @@ class Unimplemented(MlaError):
 
 
 class Internal(MlaError):
-    """The server failed, a kernel for example."""
+    """The server failed, for example in a kernel."""
     code = grpc.StatusCode.INTERNAL
 
 
@@ -153,7 +157,7 @@ class DataLoss(MlaError):
 
 
 class Unauthenticated(MlaError):
-    """No acceptable credentials."""
+    """The credentials are missing or not accepted."""
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -176,13 +180,14 @@ _BY_CODE: Dict[int, Type[MlaError]] = {
 
 def from_code(code: int, message: str, detail: Optional[ErrorDetail] = None,
               step_aborted: bool = False) -> MlaError:
-    """The exception of a numeric status code; unknown codes become Unknown."""
+    """Returns the exception for a numeric status code; unknown codes become Unknown."""
     return _BY_CODE.get(code, Unknown)(message, detail, step_aborted)
 
 
 def from_rpc(error: grpc.RpcError) -> MlaError:
-    """The exception of a failed call, with the detail from its trailing metadata. A detail that
-    cannot be read, as a proxy may send one, counts as none."""
+    """Returns the exception of a failed call, with the detail from its trailing metadata. A detail
+    that cannot be read, as a proxy may send one, counts as none.
+    """
     detail = None
     for key, value in error.trailing_metadata() or ():
         if key == DETAIL_KEY:

@@ -30,7 +30,7 @@ MOST_ROWS = 2**62
 
 
 def name_of(number: int, names: Seq[str]) -> str:
-    """The name of an enum's number; its digits, if a newer server sends another."""
+    """Returns the name of an enum's number; its digits, if a newer server sends another."""
     return names[number] if 0 <= number < len(names) else str(number)
 
 
@@ -44,14 +44,16 @@ def _number_of(name: str, names: Tuple[str, ...], field: str) -> int:
 
 
 def wrong_answer(call: str, what: str, got: Any, wanted: Any) -> errors.DataLoss:
-    """An answer that contradicts the request."""
+    """Returns the error for an answer that contradicts the request."""
     return errors.DataLoss(f"{call}: the server's answer has {what} {got}, must be {wanted}",
                            errors.ErrorDetail(field=what, got=str(got), limit=str(wanted),
                                               reason="wrong_answer"))
 
 
 def prefix_to_proto(prefix: Prefix) -> sequence_pb2.Prefix:
-    """`max_rows` 0 cannot be said: callers do without the prefix then."""
+    """Returns the message for a prefix; it cannot say `max_rows` 0, for which callers leave out the
+    prefix.
+    """
     if prefix.max_rows is not None and prefix.max_rows < 1:
         raise errors.InvalidArgument(
             f"prefix.max_rows: got {prefix.max_rows}, must be 1 or more, or None")
@@ -76,7 +78,7 @@ def probe_from_proto(reply: Any) -> Probe:
 
 
 def state_of(info: Any, call: str = "sequence", sequence_id: Optional[int] = None) -> SequenceState:
-    """The state of a sequence in a reply; with `sequence_id`, it must be that sequence."""
+    """Returns the state of a sequence in a reply; with `sequence_id`, it must be that sequence."""
     if sequence_id is not None and info.sequence_id != sequence_id:
         raise wrong_answer(call, "sequence_id", f"{info.sequence_id:#x}", f"{sequence_id:#x}")
     if info.length > MOST_ROWS:
@@ -90,8 +92,9 @@ def state_of(info: Any, call: str = "sequence", sequence_id: Optional[int] = Non
 
 
 def only_of(reply: Any, sequence_id: int) -> SequenceState:
-    """The sequence that was asked for. Raises NotFound; with the reason "moved", it names the
-    server that has the sequence."""
+    """Returns the sequence that was asked for. Raises NotFound; with the reason "moved", it names
+    the server that has the sequence.
+    """
     if reply.sequences:
         return state_of(reply.sequences[0], "get", sequence_id)
     peer = next((one.peer for one in reply.moved if one.sequence_id == sequence_id), "")
@@ -103,7 +106,7 @@ def only_of(reply: Any, sequence_id: int) -> SequenceState:
 
 
 def lengths_of(reply: Any, wanted: Seq[int]) -> List[int]:
-    """The lengths that a step has left, one for each of its sequences."""
+    """Returns the lengths that a step has left, one for each of its sequences."""
     lengths = list(reply.end_step.lengths)
     if len(lengths) != len(wanted):
         raise wrong_answer("end_step", "lengths", f"of {len(lengths)} sequences", len(wanted))
@@ -187,7 +190,7 @@ def check_in_force(asked: ModelSpec, got: ModelSpec) -> None:
 
 def projected_chunks(model_id: str, layer: int, head_begin: int, weights: ProjectedWeights,
                      chunk_bytes: int) -> Iterator[Any]:
-    """As weight_chunks, for W_UQ and then W_O."""
+    """Does what `weight_chunks` does, for W_UQ and then W_O."""
     Request = model_pb2.UploadWeightsRequest
     yield Request(header=Request.Header(model_id=model_id))
     digest = hashlib.sha256()
@@ -209,7 +212,7 @@ def projected_chunks(model_id: str, layer: int, head_begin: int, weights: Projec
 
 def weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,
                    w_uv: npt.NDArray, chunk_bytes: int) -> Iterator[Any]:
-    """The messages of one upload: header, chunks of whole heads within the bound, digest."""
+    """Yields the messages of one upload: header, chunks of whole heads within the bound, digest."""
     Request = model_pb2.UploadWeightsRequest
     yield Request(header=Request.Header(model_id=model_id))
     digest = hashlib.sha256()

@@ -25,8 +25,9 @@ MOST_MOVES = 3
 
 
 class Moves:
-    """The servers that a client's sequences have moved to, and the connections there. Thread-safe;
-    a Sequence still belongs to one thread at a time."""
+    """Keeps the servers to which a client's sequences have moved, and the connections to them.
+    Thread-safe; a Sequence still belongs to one thread at a time.
+    """
 
     def __init__(self, connect: Callable[[str], "Following"],
                  on_peer: Optional[Callable[[Model], None]] = None) -> None:
@@ -43,7 +44,7 @@ class Moves:
         self.last_peer = ""  # the server to which sequences have moved last
 
     def client_of(self, peer: str) -> "Following":
-        """The client of the server at HOST:PORT."""
+        """Returns the client of the server at HOST:PORT."""
         with self._lock:
             if self._closed:
                 raise errors.Unavailable("the client is closed")
@@ -60,7 +61,7 @@ class Moves:
         self._prepare[model_id] = prepare
 
     def model_of(self, peer: str, model: Model) -> Model:
-        """The model as that server has it, which came with the sequences."""
+        """Returns the model as that server has it, which came with the sequences."""
         client = self.client_of(peer)
         with self._lock:
             there = self._models.get((peer, model.spec.model_id))
@@ -112,7 +113,7 @@ class Moves:
         return model, self.client_of(peer).attach(model, sequence.id)
 
     def forget(self, peer: str, error: errors.MlaError) -> None:
-        """Another process answers there now, says the error."""
+        """Drops a connection because, as the error says, another process answers there now."""
         with self._lock:
             client = self._clients.pop(peer, None)
             for key in [one for one in self._models if one[0] == peer]:
@@ -130,8 +131,9 @@ class Moves:
 
 
 class Following(Service):
-    """A Client's handling of sequences that have moved to another server; it does nothing until
-    `_moves` is set (Client.connect(follow_moves=...))."""
+    """Lets a Client follow sequences that have moved to another server; it does nothing until
+    `_moves` is set (Client.connect(follow_moves=...)).
+    """
 
     _call: Callable[..., Any]
     _sequences: Any
@@ -141,11 +143,11 @@ class Following(Service):
 
     @abc.abstractmethod
     def models(self) -> List[ModelSpec]:
-        """The tenant's models."""
+        """Returns the tenant's models."""
 
     @abc.abstractmethod
     def attach(self, model: Model, sequence_id: int, *, lease_ms: int = 0) -> Sequence:
-        """A sequence that is open already."""
+        """Returns a sequence that is already open."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -44,7 +44,9 @@ def _quota(message: Any) -> TenantQuota:
 
 
 class Operations:
-    """Mixed into Client. All but `quota` of the own tenant are for operators."""
+    """The calls of operators, mixed into Client. Any caller may ask for the `quota` of its own
+    tenant; all other calls are for operators.
+    """
 
     _admin: Any
     _sequences: Any
@@ -56,11 +58,13 @@ class Operations:
 
     def drain(self, deadline_ms: int = 0, exit: bool = False,
               to: Union[str, Sequence[str]] = "") -> admin_pb2.DrainReply:
-        """Refuses new work and waits for open steps; 0: the server's own deadline. The call itself
-        is given that time and the client's timeout more. `to`: "HOST:PORT" of a server that gets
-        the sequences, over TLS, or up to 16 of them: each sequence goes to the one with the most
-        free bytes that takes it. A server without the capability "hand_over_many" uses the first
-        one alone. The reply says what became of each sequence."""
+        """Makes the server refuse new work and wait for open steps until the deadline; 0: the
+        server's own. The call itself may take that time plus the client's timeout. `to` is the
+        "HOST:PORT" of a server that gets the sequences, over TLS, or up to 16 of them: each
+        sequence goes to the one with the most free bytes that takes it. A server without the
+        capability "hand_over_many" uses only the first one. The reply says what became of each
+        sequence.
+        """
         peers = [to] if isinstance(to, str) else list(to)
         request = admin_pb2.DrainRequest(deadline_ms=deadline_ms, exit=exit,
                                          to=peers[0] if peers else "", also_to=peers[1:])
@@ -68,26 +72,29 @@ class Operations:
                           timeout_s=self.timeout_s + deadline_ms / 1e3)  # type: ignore
 
     def cancel_drain(self) -> None:
-        """Takes new work again after a drain, or ends one that is under way."""
+        """Makes the server take new work again after a drain, or ends a drain that is under way."""
         self._call(self._admin.CancelDrain, admin_pb2.CancelDrainRequest(), idempotent=False)
 
     def quota(self, tenant: str = "") -> TenantQuota:
-        """Use and bounds of one tenant; "": the caller's own."""
+        """Returns use and bounds of one tenant; "": the caller's own."""
         reply = self._call(self._admin.GetQuota, admin_pb2.GetQuotaRequest(tenant=tenant))
         if len(reply.tenants) != 1:
             raise messages.wrong_answer("quota", "tenants", len(reply.tenants), 1)
         return _quota(reply.tenants[0])
 
     def quotas(self) -> Tuple[List[TenantQuota], Dict[str, ResourceUsage]]:
-        """Quotas of every tenant that uses something or has its own quota, and the use of all
-        together."""
+        """Returns the quotas of every tenant that uses something or has its own quota, and the use
+        of all together.
+        """
         reply = self._call(self._admin.GetQuota, admin_pb2.GetQuotaRequest(all=True))
         return [_quota(entry) for entry in reply.tenants], _usage(reply.server)
 
     def set_quota(self, tenant: str, bounds: Mapping[str, int], *, weight: int = 0,
                   reset: bool = False) -> TenantQuota:
-        """Changes bounds until the server ends; only its configuration is kept. Others stay as they
-        are. `reset` first undoes all earlier calls for this tenant; `weight` 0 keeps it."""
+        """Changes bounds of a tenant until the server ends, which keeps only its configuration.
+        Other bounds stay as they are. `reset` first undoes all earlier calls for this tenant;
+        `weight` 0 keeps it.
+        """
         known = admin_pb2.QuotaResource.keys()
         unknown = [name for name in bounds if _PREFIX + name.upper() not in known]
         if unknown:
@@ -101,10 +108,11 @@ class Operations:
         return _quota(self._call(self._admin.SetQuota, request).quota)
 
     def all_sequences(self, client_id: str = "") -> List[SequenceState]:
-        """The open sequences of all tenants, each with its tenant, ordered by id; with `client_id`,
-        those of clients with that id. It asks for one part after another, so sequences that are
-        opened or end meanwhile may or may not be in the list. Unimplemented from servers without
-        the capability "all_sequences"."""
+        """Returns the open sequences of all tenants, each with its tenant, ordered by id; with
+        `client_id`, only those of clients with that id. It asks for one part after another, so
+        sequences that are opened or end meanwhile may or may not be in the list. Unimplemented from
+        servers without the capability "all_sequences".
+        """
         info = self._call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest())
         if "all_sequences" not in info.capabilities:
             # An older server does not know the field: it would list the caller's own as all.

@@ -33,12 +33,14 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the running server."""
+        """Returns the process id of the running server."""
         assert self._process is not None, "not started"
         return self._process.pid
 
     def start(self) -> "ServerProcess":
-        """Starts it and waits until it answers. RuntimeError with its log if it does not answer."""
+        """Starts the server and waits until it answers. RuntimeError with its log if it does not
+        answer.
+        """
         # The server takes MLA_* of the environment as configuration; ours is on the command line.
         environment = {name: value for name, value in os.environ.items()
                        if not name.startswith("MLA_")}
@@ -58,19 +60,21 @@ class ServerProcess:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """Ends it at once, as a crash does. It may be started again, with the same target."""
+        """Ends the server at once, as a crash does. It may be started again, with the same target.
+        """
         assert self._process is not None, "not started"
         self._process.kill()
         self._process.wait()
         self._process = None
 
     def wait(self, timeout_s: float) -> int:
-        """Waits until it has ended by itself, as after a drain; returns its exit status."""
+        """Waits until the server has ended by itself, as after a drain; returns its exit status."""
         assert self._process is not None, "not started"
         return self._process.wait(timeout_s)
 
     def stop(self) -> int:
-        """Asks it to drain and end; returns its exit status. Killed if it takes too long."""
+        """Asks the server to drain and end; returns its exit status. Killed if it takes too long.
+        """
         status = 0
         if self._process is not None:
             self._process.terminate()
@@ -84,7 +88,7 @@ class ServerProcess:
         return status
 
     def log(self) -> str:
-        """Its log up to now."""
+        """Returns the server's log up to now."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def __enter__(self) -> "ServerProcess":

@@ -15,7 +15,7 @@ _F4: np.dtype = np.dtype("<f4")
 
 
 class Profile(enum.IntEnum):
-    """Contents of a worker's request and reply; see proto/README.md."""
+    """Says what a worker sends in a request and gets in the reply; see proto/README.md."""
 
     ABSORBED = 1     # q [rows, heads, lora + rope] -> o [rows, heads, lora]
     EXPANDED = 2     # q [rows, heads, nope + rope] -> o [rows, heads, v]
@@ -25,7 +25,7 @@ class Profile(enum.IntEnum):
 
 
 class DType(enum.IntEnum):
-    """Element type on the wire."""
+    """The type of a tensor's elements on the wire."""
 
     BF16 = 1
     F32 = 2
@@ -35,18 +35,20 @@ class DType(enum.IntEnum):
 
     @property
     def size(self) -> int:
-        """Bytes of an element; of F8_E4M3 of one before it is encoded."""
+        """Returns the bytes of an element; for F8_E4M3 the bytes of an element before it is
+        encoded.
+        """
         return 4 if self is DType.F32 else 2
 
     @property
     def numpy(self) -> np.dtype:
-        """Element type of an array: bf16 patterns are uint16."""
+        """Returns the element type of an array of this type: bf16 patterns are uint16."""
         return _F4 if self is DType.F32 else _U2
 
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Dimensions of one attention layer, in elements."""
+    """The dimensions of one attention layer, in elements."""
 
     num_heads: int
     kv_lora_rank: int
@@ -61,11 +63,13 @@ class Geometry:
 
     @property
     def row_dim(self) -> int:
-        """Elements of a KV row: latent, then rotated part."""
+        """Returns the elements of a KV row: the latent part, then the rotated part."""
         return self.kv_lora_rank + self.rope_dim
 
     def q_dim(self, profile: Profile) -> int:
-        """Elements of a query head; of PROJECTED, where heads share them, of a row."""
+        """Returns the elements of a query head; for PROJECTED, where heads share them, those of a
+        row.
+        """
         if profile == Profile.ABSORBED:
             return self.row_dim
         if profile == Profile.PROJECTED:
@@ -73,13 +77,13 @@ class Geometry:
         return self.nope_dim + self.rope_dim if profile == Profile.EXPANDED else 0
 
     def q_parts(self, profile: Profile) -> Tuple[int, ...]:
-        """Values of a query head that share a scale in F8_E4M3."""
+        """Returns how many values of a query head share each scale in F8_E4M3."""
         if profile == Profile.EXPANDED:
             return (self.q_dim(profile),)
         return tuple(part for part in (self.kv_lora_rank, self.rope_dim) if part > 0)
 
     def o_dim(self, profile: Profile) -> int:
-        """Elements of an output head; of PROJECTED of a row."""
+        """Returns the elements of an output head; for PROJECTED those of a row."""
         if profile == Profile.ABSORBED:
             return self.row_dim if self.wide_output else self.kv_lora_rank
         if profile == Profile.PROJECTED:
@@ -139,14 +143,15 @@ class ModelSpec:
 
     @property
     def kv_parts(self) -> Tuple[int, ...]:
-        """Values of a KV row as it is sent that share a scale in F8_E4M3."""
+        """Returns how many values of a KV row, as it is sent, share each scale in F8_E4M3."""
         parts = (self.geometry.kv_lora_rank, self.geometry.rope_dim, self.index_dim)
         return tuple(part for part in parts if part > 0)
 
     def entry_ends(self, layer: int, starts: Sequence[int], rows: Sequence[int]
                    ) -> npt.NDArray[np.int64]:
-        """How many entries the first 0, 1, ... rows of a step make whole at a layer, where its
-        sequences have `starts` rows before it and get `rows`."""
+        """Returns how many entries the first 0, 1, ... rows of a step complete at a layer, if its
+        sequences have `starts` rows before it and get `rows`.
+        """
         ratio = self.ratios[layer] if self.ratios else 0
         whole = [((start + np.arange(1, count + 1)) % ratio == 0) if ratio
                  else np.zeros(count, bool) for start, count in zip(starts, rows)]
@@ -154,7 +159,7 @@ class ModelSpec:
 
     @property
     def sent_row_dim(self) -> int:
-        """Elements of a KV row as it is sent: the row, then its index key."""
+        """Returns the elements of a KV row as it is sent: the row, then its index key."""
         return self.geometry.row_dim + self.index_dim
 
 
@@ -182,8 +187,10 @@ class SequenceState:
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """Contents of rows, so that sequences can share them: ids of tokens, a row each, or 32 bytes
-    for each whole page of the model's page_size rows, equal where the page's tokens are."""
+    """Says what rows stand for, so that sequences can share them: ids of tokens, one for each row,
+    or 32 bytes for each whole page of the model's page_size rows, equal where the page's tokens
+    are.
+    """
 
     token_ids: Sequence[int] = ()
     page_keys: Sequence[bytes] = ()
@@ -193,14 +200,15 @@ class Prefix:
     max_rows: Optional[int] = None
 
     def first(self, rows: int, page_size: int) -> "Prefix":
-        """The declaration of the first rows."""
+        """Returns the declaration of the first rows."""
         return dataclasses.replace(self, token_ids=self.token_ids[:rows],
                                    page_keys=self.page_keys[:rows // page_size])
 
     def followed_by(self, other: "Prefix", first_row: int,
                     page_size: int) -> Tuple["Prefix", int]:
-        """The declaration of the rows before `first_row`, followed by `other`, and the first row of
-        the result. Only `other` if the two cannot be joined."""
+        """Returns the declaration of the rows before `first_row`, followed by `other`, and the
+        first row of the result. Only `other` if the two cannot be joined.
+        """
         said = self.first(first_row, page_size)
         by_key = len(self.page_keys) > 0
         whole = (first_row == len(said.page_keys) * page_size if by_key
@@ -212,7 +220,7 @@ class Prefix:
 
 
 class PrefixMatch(NamedTuple):
-    """Rows that a sequence took from the prefix cache."""
+    """The rows that a sequence took from the prefix cache."""
 
     rows: int = 0
     # "all", or why the next row was not found: "absent", "diverged" (other rows follow), "evicted",
@@ -223,7 +231,7 @@ class PrefixMatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightsStatus:
-    """Answer to an upload."""
+    """The answer to an upload."""
 
     complete: bool
     missing_layers: List[int]
@@ -231,7 +239,7 @@ class WeightsStatus:
 
 
 class Timings(NamedTuple):
-    """Times of one request in microseconds; the server measures all except the first."""
+    """The times of one request in microseconds; the server measures all except the first."""
 
     round_trip_us: int = 0  # sent to received, by this client
     queue_us: int = 0
@@ -245,14 +253,15 @@ class Timings(NamedTuple):
 
     @property
     def network_us(self) -> int:
-        """Time that the server did not measure: both transports and both codecs."""
+        """Returns the time that the server did not measure: both transports and both codecs."""
         known = self.queue_us + self.plan_us + self.kernel_us + self.write_us
         return max(0, self.round_trip_us - known)
 
 
 class AttendResult(NamedTuple):
-    """Output of `Step.attend`. Arrays are float32 whatever travelled on the wire, except that with
-    `out=` they are the buffers' own."""
+    """The output of `Step.attend`. Arrays are float32 whatever travelled on the wire, except that
+    with `out=` they are the buffers' own.
+    """
 
     # [rows, heads, o dim], or [rows, hidden_size] for PROJECTED; None for APPEND_ONLY
     o: Optional[npt.NDArray]
@@ -264,7 +273,7 @@ class AttendResult(NamedTuple):
 
 
 class Buffers:
-    """Memory for the tensors of attend calls of one shape, where the transport wants them.
+    """Memory for the tensors of attend calls of one shape, in the place that the transport prefers.
 
     Made by `Service.buffers`. Write `kv` and `q`, pass them and the object itself to
     `Step.attend(layer, buffers.q, buffers.kv, profile, out=buffers)`, read `o` and `lse`. Over
@@ -339,12 +348,12 @@ class AttendArgs(NamedTuple):
 
     @property
     def q_dtype(self) -> DType:
-        """Type of the queries as sent."""
+        """Returns the type of the queries as they are sent."""
         return DType.F8_E4M3 if self.q_parts else self.dtype
 
 
 def fill_of(free: int, total: int) -> float:
-    """Part of `total` that is taken; 0 if it is not known."""
+    """Returns the part of `total` that is taken; 0 if it is not known."""
     return 0.0 if total <= 0 else min(1.0, max(0.0, 1.0 - free / total))
 
 
@@ -367,10 +376,10 @@ class Probe:
 
     @property
     def rows(self) -> int:
-        """Rows that need not be computed again."""
+        """Returns the number of rows that need not be computed again."""
         return self.rows_in_pool + self.rows_in_host + self.rows_in_file
 
     @property
     def fill(self) -> float:
-        """Part of the pool, 0 to 1, that has rows of sequences or cached rows."""
+        """Returns the part of the pool, 0 to 1, that has rows of sequences or cached rows."""
         return fill_of(self.bytes_free - self.bytes_cached, self.bytes_total)

@@ -32,7 +32,7 @@ GONE_S = 0.5
 
 
 class FleetStats(NamedTuple):
-    """Some of what Admin.GetStats has, of several servers."""
+    """Some of the numbers of Admin.GetStats, of several servers."""
 
     kv_bytes_total: int = 0
     kv_bytes_used: int = 0
@@ -134,8 +134,9 @@ class ClusterClient:
         return placement.subset_of(self.client_id, usable, 1)[0]
 
     def gone(self, addresses: Seq[str]) -> None:
-        """Members have left the registry, or have restarted. Each is asked itself; one that does
-        not answer is given up, so that steps that wait for it end at once."""
+        """Handles members that have left the registry, or have restarted. Each is asked itself; one
+        that does not answer is given up, so that steps that wait for it end at once.
+        """
         now = {one.address: one.boot_id for one in self.members.all()}
         for address in addresses:
             owner = self.owners.at(address)
@@ -147,7 +148,7 @@ class ClusterClient:
                 owner.drop()
 
     def address_of(self, sequence: Sequence) -> str:
-        """The server that has a sequence; "": its connection was given up."""
+        """Returns the server that has a sequence; "" if its connection was given up."""
         owner = self.owners.of(sequence)
         return owner.address if owner is not None else ""
 
@@ -160,7 +161,9 @@ class ClusterClient:
 
     def register_model(self, spec: ModelSpec, *, lease_ms: int = 0, kv_scales: Seq[float] = (),
                        sinks: Any = ()) -> ClusterModel:
-        """As Client's: on the home now, on other servers when sequences of it come there."""
+        """Registers a model as Client does: on the home now, and on other servers when sequences of
+        it come there.
+        """
         extras: Dict[str, Any] = {}
         if len(kv_scales) > 0:
             extras["kv_scales"] = kv_scales
@@ -229,7 +232,7 @@ class ClusterClient:
             owner.client._hand_over(sequence_id)
 
     def stats(self) -> FleetStats:
-        """Sums over the servers that this worker uses, as far as they answer."""
+        """Returns sums over the servers that this worker uses, as far as they answer."""
         total = FleetStats()
         for address in placement.subset_of(self.client_id, [one.address for one in self.usable()],
                                            self._subset):
@@ -294,8 +297,9 @@ class ClusterClient:
     def step(self, rows: Seq[Tuple[Sequence, int]], *, participants: int = 1, lease_ms: int = 0,
              step_id: Optional[int] = None, stream: Optional[ClusterStream] = None,
              partial: bool = False, rotations: Optional[npt.NDArray] = None) -> Step:
-        """As Client's. Where sequences have several owners, a step on each of them: see
-        ClusterStep for `partial`. Where they have one, its own."""
+        """Makes a step as Client does. If the sequences have several owners, it is a step on each
+        of them: see ClusterStep for `partial`. If they have one, it is that server's own step.
+        """
         if not rows:
             raise errors.InvalidArgument("step: needs at least one sequence")
         owner = rows[0][0].model.service
@@ -308,13 +312,14 @@ class ClusterClient:
                     rotations)
 
     def open_stream(self) -> ClusterStream:
-        """A stream on every server that steps use."""
+        """Opens a stream on every server that steps use."""
         return ClusterStream()
 
     def buffers(self, model: Model, rows: int, profile: Profile = Profile.EXPANDED, *,
                 stream: Optional[ClusterStream] = None, **options: Any) -> Buffers:
-        """As Client's, in memory of the home: steps there use them where they lie, others send
-        them."""
+        """Returns buffers as Client does, in memory of the home: steps there use them in place,
+        steps elsewhere send them.
+        """
         client = self.owners.at(self.home).client
         made: Buffers = client.buffers(model, rows, profile,
                                        stream=None if stream is None else stream.of(client),
@@ -322,7 +327,7 @@ class ClusterClient:
         return made
 
     def attach(self, model: ClusterModel, sequence_id: int, *, lease_ms: int = 0) -> Sequence:
-        """A sequence that is open already on some server. NotFound if none has it."""
+        """Returns a sequence that is already open on some server. NotFound if none has it."""
         return self._where(model, lambda there: _service_of(there).attach(there, sequence_id,
                                                                           lease_ms=lease_ms))
 
@@ -331,20 +336,20 @@ class ClusterClient:
         return self._where(model, lambda there: there.adopt_sequence(sequence_id))
 
     def sequences(self) -> List[SequenceState]:
-        """This client's open sequences, of all servers that it has used."""
+        """Returns this client's open sequences, on all servers that it has used."""
         return [one for owner in self._used() for one in owner.client.sequences()]
 
     # --- Rows out and in, each by the server that has the sequence
 
     def export_rows(self, sequence: Sequence, first_row: int = 0,
                     end_row: Optional[int] = None) -> Iterator[bytes]:
-        """As Client's."""
+        """Exports rows as Client does."""
         rows: Iterator[bytes] = _service(sequence).export_rows(sequence, first_row, end_row)
         return rows
 
     def import_rows(self, model: ClusterModel, parts: Iterable[bytes], *,
                     behind: Optional[Sequence] = None, lease_ms: int = 0) -> Sequence:
-        """As Client's; a new sequence is the home's."""
+        """Imports rows as Client does; a new sequence belongs to the home."""
         if behind is not None:
             into: Sequence = _service(behind).import_rows(behind.model, parts, behind=behind)
             return into
@@ -353,7 +358,7 @@ class ClusterClient:
         return made
 
     def checkpoint(self, sequences: Seq[Sequence]) -> List[Any]:
-        """As Client's, on each owner of some of them."""
+        """Makes checkpoints as Client does, on each owner of some of the sequences."""
         groups: Dict[int, List[Sequence]] = {}
         for sequence in sequences:
             groups.setdefault(id(sequence.model.service), []).append(sequence)
@@ -361,7 +366,9 @@ class ClusterClient:
                 for one in _service(group[0]).checkpoint(group)]
 
     def hint(self, kind: int, target: Any, **options: Any) -> Any:
-        """As Client's: a sequence's owner gets it, and for a prefix the server that had it last."""
+        """Gives a hint as Client does: to a sequence's owner, and for a prefix to the server that
+        had it last.
+        """
         if isinstance(target, Sequence):
             return _service(target).hint(kind, target, **options)
         model, prefix = target
@@ -376,28 +383,30 @@ class ClusterClient:
         return self._first(lambda client: client.server_info())
 
     def models(self) -> List[ModelSpec]:
-        """The tenant's models, as the first server that answers has them."""
+        """Returns the tenant's models, as the first server that answers has them."""
         found: List[ModelSpec] = self._first(lambda client: client.models())
         return found
 
     @property
     def transport(self) -> str:
-        """How steps travel to the home."""
+        """Says how steps travel to the home."""
         name: str = self._first(lambda client: client.transport)
         return name
 
     @property
     def lease_error(self) -> Optional[errors.MlaError]:
-        """Why a renewal of leases failed the last time, on any server; None if none did."""
+        """Says why a renewal of leases failed the last time, on any server; None if none did."""
         return next((one.connected.lease_error for one in self._used()
                      if one.connected is not None and one.connected.lease_error), None)
 
     def renew_leases(self, lease_ms: int = 0) -> int:
-        """As Client's, on all servers that were used; returns how many sequences."""
+        """Renews leases as Client does, on all servers that were used; returns the number of
+        sequences.
+        """
         return sum(one.client.renew_leases(lease_ms) for one in self._used())
 
     def model_at(self, address: str, model: ClusterModel) -> Model:
-        """The model as a server has it."""
+        """Returns the model as a server has it."""
         return self.owners.at(address).model(model.spec, model.lease_ms, model.extras)
 
     # --- For adapters and moves

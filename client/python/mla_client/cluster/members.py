@@ -27,7 +27,7 @@ KEEP_S = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A server. All but the address may be unknown, and is empty or 0 then."""
+    """A server of the cluster. All but the address may be unknown, and is empty or 0 then."""
 
     address: str                 # HOST:PORT, or unix:PATH
     boot_id: int = 0
@@ -43,7 +43,7 @@ class Member:
     models: Tuple[str, ...] = ()  # digests of their weights, in hex
 
     def to_json(self) -> str:
-        """As a registry keeps it."""
+        """Returns the member in the form in which a registry keeps it."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -147,8 +147,9 @@ class MemberList:
         return True
 
     def all(self) -> List[Member]:
-        """The members, by address. Unavailable (reason "registry_away") where the registry has
-        never answered, or not for `keep_s`."""
+        """Returns the members, by address. Unavailable (reason "registry_away") where the registry
+        has never answered, or not for `keep_s`.
+        """
         with self._lock:
             if self._at is not None and self._now() - self._at <= self._keep_s:
                 return sorted(self._members.values(), key=lambda one: one.address)
@@ -160,13 +161,13 @@ class MemberList:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the registry has answered; infinite if it never did."""
+        """Returns the seconds since the registry has answered; infinite if it never did."""
         with self._lock:
             return float("inf") if self._at is None else self._now() - self._at
 
     @property
     def error(self) -> Optional[errors.MlaError]:
-        """Why the registry did not answer the last time; None: it did."""
+        """Says why the registry did not answer the last time; None if it did."""
         with self._lock:
             return self._error
 

@@ -56,8 +56,9 @@ class _FrameMac:
 
 
 def write(file: BinaryIO, parts: Iterable[bytes], key: Optional[bytes] = None) -> int:
-    """Writes the parts of an export as a file of rows; returns the bytes. With a key of 32 bytes a
-    MAC goes with each part, which others cannot make."""
+    """Writes the parts of an export as a file of rows; returns the number of bytes. With a key of
+    32 bytes a MAC goes with each part, which others cannot make.
+    """
     mac = _FrameMac(key)
     written = file.write(MAGIC + struct.pack("<I", KEYED_VERSION if key else VERSION))
     for part in parts:
@@ -68,8 +69,9 @@ def write(file: BinaryIO, parts: Iterable[bytes], key: Optional[bytes] = None) -
 
 
 def read(file: BinaryIO, key: Optional[bytes] = None) -> Iterator[bytes]:
-    """The parts of a file of rows. DataLoss gives the reason: it is not such a file, it ends too
-    early, it was changed, or it was written under another key, or without one."""
+    """Yields the parts of a file of rows. DataLoss gives the reason: it is not such a file, it ends
+    too early, it was changed, or it was written under another key, or without one.
+    """
     mac = _FrameMac(key)
     if file.read(len(MAGIC)) != MAGIC:
         raise errors.DataLoss("it is not a file of rows: it does not begin with MLAPAGES")
@@ -119,7 +121,7 @@ def _checkpoint(info: Any) -> Checkpoint:
 
 
 class Pages(Events, Hints):
-    """Mixed into Client."""
+    """The calls for rows that leave and come, mixed into Client."""
 
     timeout_s: float
     client_id: str
@@ -133,8 +135,9 @@ class Pages(Events, Hints):
 
     def export_rows(self, sequence: Sequence, first_row: int = 0,
                     end_row: Optional[int] = None) -> Iterator[bytes]:
-        """The committed rows [first_row, end_row) of a sequence, as parts. `first_row` is the first
-        of a page; absent `end_row`: all rows. The sequence may be used during the export."""
+        """Yields the committed rows [first_row, end_row) of a sequence, as parts. `first_row` is
+        the first of a page; absent `end_row`: all rows. The sequence may be used during the export.
+        """
         request = cache_pb2.ExportRequest(sequence_id=sequence.id, expected_epoch=sequence.epoch,
                                           first_row=first_row)
         if end_row is not None:
@@ -190,9 +193,10 @@ class Pages(Events, Hints):
         return Sequence(model, self._keep(state, lease_ms))
 
     def attach(self, model: Model, sequence_id: int, *, lease_ms: int = 0) -> Sequence:
-        """A sequence that is open already: opened by another client of the tenant, or handed over
-        to this server. NotFound; with the reason "moved", `detail.peer` names the server that has
-        it."""
+        """Returns a sequence that is already open: opened by another client of the tenant, or
+        handed over to this server. NotFound; with the reason "moved", `detail.peer` names the
+        server that has it.
+        """
         reply = self._call(self._sequences.Get,
                            sequence_pb2.GetRequest(sequence_ids=[sequence_id]))
         return Sequence(model, self._keep(messages.only_of(reply, sequence_id), lease_ms))
@@ -217,7 +221,7 @@ class Pages(Events, Hints):
                 for info in reply.sequences]
 
     def checkpoints(self) -> List[Checkpoint]:
-        """The tenant's checkpoints."""
+        """Returns the tenant's checkpoints."""
         reply = self._call(self._cache.ListCheckpoints, cache_pb2.ListCheckpointsRequest())
         return [_checkpoint(info) for info in reply.checkpoints]
 

@@ -14,7 +14,7 @@ from mla_client.connection.channels import Channels
 from mla_client.gen import cache_pb2, cache_pb2_grpc
 
 class EventKind(enum.IntEnum):
-    """Kinds of events. Newer servers may send kinds that are not named here."""
+    """The kinds of events. Newer servers may send kinds that are not named here."""
 
     STORED = 1    # rows of a page can be found from now on
     EVICTED = 2   # dropped because their room was needed
@@ -42,7 +42,7 @@ class CacheEvent(NamedTuple):
 
 
 class CacheMiss(NamedTuple):
-    """A match that has not found all rows it asked for."""
+    """A match that has not found all rows that it asked for."""
 
     model_id: str
     sequence_id: int
@@ -102,7 +102,7 @@ class EventWatch(Iterator[List[CacheEvent]]):
 
 
 class Events:
-    """Mixed into Client."""
+    """The calls for events, mixed into Client."""
 
     boot_id: int
     _cache: Any
@@ -113,10 +113,12 @@ class Events:
 
     def watch_events(self, after: Optional[int] = None, *,
                      all_tenants: bool = False) -> EventWatch:
-        """Events of the tenant after number `after`, as they happen; the first ones are events that
-        the server still knows. None: from now on. The first list comes at once, and may be empty.
-        Close the iterator to end the watch. ServerRestarted when another server answers. Operators
-        may see events of all tenants, each with its own numbers; `after` is 0 or None then."""
+        """Yields lists of the tenant's events after number `after`, as they happen; the first ones
+        are events that the server still knows. None: from now on. The first list comes at once, and
+        may be empty. Close the iterator to end the watch. ServerRestarted when another server
+        answers. Operators may see events of all tenants, each with its own numbers; `after` is 0 or
+        None then.
+        """
         self._home.check()
         request = cache_pb2.WatchEventsRequest(all_tenants=all_tenants)
         if after is not None:
@@ -126,8 +128,9 @@ class Events:
         return EventWatch(stub.WatchEvents(request, metadata=self._metadata), self.boot_id, held)
 
     def explain(self, most: int = 0, *, all_tenants: bool = False) -> List[CacheMiss]:
-        """The tenant's latest matches that have missed, the latest first; operators may see those
-        for all tenants. `most`: 0 means 100."""
+        """Returns the tenant's latest matches that have missed, the latest first; operators may see
+        those of all tenants. `most`: 0 means 100.
+        """
         reply = self._call(self._cache.Explain, cache_pb2.ExplainRequest(
             most=most, all_tenants=all_tenants))
         return [CacheMiss(miss.model_id, miss.sequence_id, miss.first_row, miss.rows_asked,

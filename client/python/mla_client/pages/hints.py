@@ -16,7 +16,7 @@ from mla_client.types import Prefix
 
 
 class HintKind(enum.IntEnum):
-    """Kinds of hints."""
+    """The kinds of hints."""
 
     PIN = 1       # stays in the pool for ttl_ms; 0 ends the pin
     RETAIN = 2    # goes later than others: `priority` times it is passed over
@@ -25,7 +25,7 @@ class HintKind(enum.IntEnum):
 
 
 class HintOutcome(enum.IntEnum):
-    """Result of a hint. Newer servers may send outcomes that are not named here."""
+    """The result of a hint. Newer servers may send outcomes that are not named here."""
 
     ACCEPTED = 1  # for all rows
     CLIPPED = 2   # done for some of the rows
@@ -46,7 +46,7 @@ class HintAnswer(NamedTuple):
 
 
 class Hints:
-    """Mixed into Client."""
+    """The call for hints, mixed into Client."""
 
     _cache: Any
     _call: Callable[..., Any]

@@ -38,8 +38,9 @@ class AttendFuture(abc.ABC):
 
     @abc.abstractmethod
     def done(self) -> bool:
-        """True if `result` would not wait any more. Takes replies that have come, and waits for
-        none. Has no deadline; `result` has."""
+        """Returns True if `result` would not wait any more. Takes replies that have come, and waits
+        for none. Has no deadline; `result` has.
+        """
 
 
 class Service(abc.ABC):
@@ -215,20 +216,22 @@ class Service(abc.ABC):
 
     def capture(self, out: Buffers, profile: Profile = Profile.EXPANDED, *, head_offset: int = 0,
                 stream: Any = None) -> Any:
-        """Chained calls with the tensors of `out` in a graph of the GPU's runtime: an object with
-        `attend(layer, stream)` as Step.chain has it, to be called while `stream` captures the
-        graph. Nothing is sent then. Before each launch of the graph `Step.replay` sends all calls.
-        The buffers must stay as long as the graph is used. None where calls can not be chained."""
+        """Makes chained calls with the tensors of `out` for a graph of the GPU's runtime. Returns
+        an object with `attend(layer, stream)`, like that of Step.chain, which is called while
+        `stream` captures the graph. Nothing is sent then. Before each launch of the graph
+        `Step.replay` sends all calls. The buffers must stay as long as the graph is used. None
+        where calls can not be chained.
+        """
         return self._capture(out, Profile(profile), head_offset, stream)
 
     def buffers(self, model: "Model", rows: int, profile: Profile = Profile.EXPANDED, *,
                 heads: Optional[int] = None, kv: bool = True, want_lse: bool = False,
                 dtype: DType = DType.BF16, o_dtype: DType = DType.BF16,
                 stream: Any = None, device: str = "cpu") -> Buffers:
-        """Memory for the tensors of `rows` rows and `heads` heads (default: all). If the stream has
-        shared memory and room there, the tensors are used in place and not copied; otherwise these
-        are ordinary arrays. `dtype` and `o_dtype` are the types of the arrays. `device="cuda"` or
-        "hip": on the server's GPU (`connect`'s device_bytes), else Unavailable.
+        """Returns memory for the tensors of `rows` rows and `heads` heads (default: all). If the
+        stream has shared memory and room there, the tensors are used in place and not copied;
+        otherwise these are ordinary arrays. `dtype` and `o_dtype` are the types of the arrays.
+        `device="cuda"` or "hip": on the server's GPU (`connect`'s device_bytes), else Unavailable.
         """
         geometry = model.spec.geometry
         profile, dtype, o_dtype = Profile(profile), DType(dtype), wire.output_dtype(o_dtype)
@@ -271,8 +274,9 @@ class Model:
         return f"<Model {self.spec.model_id!r}, {self.spec.layers} layers>"
 
     def upload_scales(self, scales: Seq[float]) -> None:
-        """Sets the scales of kv_format "fp8_tensor", one a layer. Equal ones may be sent again,
-        others while no sequence of the model is open: otherwise AlreadyExists."""
+        """Sets the scales of kv_format "fp8_tensor", one for each layer. Equal ones may be sent
+        again, others while no sequence of the model is open: otherwise AlreadyExists.
+        """
         self.service._upload_scales(self.spec.model_id, arrays.numbers("scales", scales).tolist())
 
     def upload_sinks(self, sinks: Any, layer_begin: int = 0, head_begin: int = 0) -> List[int]:
@@ -352,8 +356,9 @@ class Model:
         return sequence
 
     def adopt_sequence(self, sequence_id: int) -> "Sequence":
-        """A sequence that another client of the same `client_id` has opened and handed over: leases
-        are renewed in that name. NotFound if it is gone."""
+        """Takes over a sequence that another client of the same `client_id` has opened and handed
+        over; its lease is renewed in that name. NotFound if it is gone.
+        """
         try:
             return Sequence(self, self.service._adopt(sequence_id))
         except (errors.NotFound, errors.Unavailable) as error:
@@ -365,7 +370,7 @@ class Model:
 
 
 class Sequence:
-    """One token stream with its rows in the KV cache; released at the end of a `with` block."""
+    """One stream of tokens with its rows in the KV cache; released at the end of a `with` block."""
 
     def __init__(self, model: Model, state: SequenceState) -> None:
         self.model = model
@@ -396,7 +401,8 @@ class Sequence:
 
     def fork(self, length: Optional[int] = None, *, request_id: str = "",
              lease_ms: int = 0) -> "Sequence":
-        """A new sequence that shares the first `length` rows (default: all), copy-on-write."""
+        """Returns a new sequence that shares the first `length` rows (default: all), copy-on-write.
+        """
         if length is not None:
             wire.check_number("length", length, wire.LARGEST_POSITION)
         wire.check_number("lease_ms", lease_ms)
@@ -435,15 +441,17 @@ class Sequence:
         self._said = self._said_first(length)
 
     def read_tail(self) -> Tuple[int, bytes]:
-        """The last tail that a step has left (Step.end), and the length that it belongs to: a
-        worker that continues from there first truncates the sequence to it. NotFound if none was
-        stored, or if the sequence was truncated below it."""
+        """Returns the last tail that a step has left (Step.end), and the length to which it
+        belongs. A worker that continues from there first truncates the sequence to that length.
+        NotFound if none was stored, or if the sequence was truncated below it.
+        """
         return self._call(lambda service: service._read_tail(self.id, self.epoch,
                                                              self.model.spec.tail_bytes))
 
     def hand_over(self) -> int:
-        """Leaves the sequence to the caller of Model.adopt_sequence with the returned id: its lease
-        is not renewed here any more, and the object must not be used."""
+        """Leaves the sequence to a caller of Model.adopt_sequence with the returned id: its lease
+        is not renewed here any more, and the object must not be used.
+        """
         self.released = True
         self.model.service._hand_over(self.id)
         return self.id
@@ -455,7 +463,9 @@ class Sequence:
             self.model.service._release([self.id])
 
     def refresh(self) -> SequenceState:
-        """Asks the service, and takes over epoch and length. NotFound if it is gone."""
+        """Asks the service for the sequence, and takes over its epoch and length. NotFound if it is
+        gone.
+        """
         self.model.service._look(self)
         state = self.model.service._found(self.id)
         self.epoch, self.length = state.epoch, state.length

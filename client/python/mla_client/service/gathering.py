@@ -28,9 +28,11 @@ def _open_again(sequence: Sequence, model: Model) -> None:
 
 
 def gather(sequences: Seq[Sequence], deadline: float) -> None:
-    """Waits until all are on one server, and makes them its. FailedPrecondition where some stay
-    elsewhere; in a cluster, whose drains have many targets, at once, with reason APART. Sequences
-    without rows do not move: others are opened for them next to those with rows."""
+    """Waits until all sequences are on one server, and makes them objects of that server.
+    FailedPrecondition if some stay elsewhere; in a cluster, whose drains have many targets, it
+    comes at once, with reason APART. Sequences without rows do not move: new ones are opened in
+    their place on the server of the others.
+    """
     while True:
         for sequence in sequences:
             sequence.model.service._look(sequence)

@@ -16,8 +16,9 @@ BLOCK = 128  # rows and columns of a block with one scale
 
 @dataclasses.dataclass(frozen=True)
 class ProjectedWeights:
-    """W_UQ and W_O of some heads of a layer: floats or bf16 patterns, or e4m3 codes with the scales
-    of the whole matrices."""
+    """Holds W_UQ and W_O of some heads of a layer: floats or bf16 patterns, or e4m3 codes with the
+    scales of the whole matrices.
+    """
 
     w_uq: npt.NDArray  # [heads, nope + rope, q_lora_rank]
     w_o: npt.NDArray   # [hidden_size, heads, v_dim], as w_uq
@@ -29,7 +30,7 @@ class ProjectedWeights:
         return len(self.w_uq)
 
     def decoded(self, head_begin: int) -> Tuple[npt.NDArray, npt.NDArray]:
-        """W_UQ and W_O without scales."""
+        """Returns W_UQ and W_O without scales."""
         if self.w_uq_scales is None or self.w_o_scales is None:
             return self.w_uq, self.w_o
         q_dim, v_dim = self.w_uq.shape[1], self.w_o.shape[2]
@@ -42,12 +43,14 @@ class ProjectedWeights:
         return w_uq, w_o
 
     def head_bytes(self, queries: bool) -> int:
-        """Bytes of one head as it is sent, without scales."""
+        """Returns the bytes of one head as it is sent, without scales."""
         values = self.w_uq[0] if queries else self.w_o[:, 0]
         return values.size * (2 if self.w_uq_scales is None else 1)
 
     def payload(self, queries: bool, begin: int, end: int, head_begin: int) -> bytes:
-        """Heads [begin, end) of one of the two; `head_begin` is the number of their first head."""
+        """Returns heads [begin, end) of one of the two; `head_begin` is the number of their first
+        head.
+        """
         values = self.w_uq[begin:end] if queries else self.w_o[:, begin:end]
         scales = self.w_uq_scales if queries else self.w_o_scales
         if scales is None:
@@ -93,14 +96,14 @@ def weights_of(geometry: Geometry, w_uq: Any, w_o: Any, w_uq_scales: Any,
 
 
 def check_call(want_lse: bool, head_offset: int, dtype: DType) -> None:
-    """Refuses what an attend of PROJECTED does not have."""
+    """Refuses the options that an attend of PROJECTED does not have."""
     if want_lse or head_offset or dtype == DType.F8_E4M3:
         raise errors.InvalidArgument("attend: PROJECTED takes neither want_lse, head_offset "
                                      "nor queries in F8_E4M3")
 
 
 def rotations_of(spec: ModelSpec, rotations: Any, rows: int) -> Optional[npt.NDArray[np.float32]]:
-    """The rotations of a step of `rows` rows, checked; None without them."""
+    """Returns the rotations of a step of `rows` rows, checked; None if there are none."""
     if rotations is None:
         return None
     if not spec.rope_layout:

@@ -91,8 +91,8 @@ class Step:
             raise
 
     def begin(self, ahead: bool = False) -> Step:
-        """Reserves pages for all rows of all layers, or fails as a whole. After an interrupt
-        (Ctrl-C) it is not open: if it had begun, it ends soon.
+        """Begins the step: the server reserves pages for all rows of all layers, or fails as a
+        whole. After an interrupt (Ctrl-C) it is not open: if it had begun, it ends soon.
 
         With `ahead` it does not wait for the answer where calls can be chained: `collect`, `end` or
         `finish` raises a refusal, and the step's calls have failed then. Sequences that have moved
@@ -181,11 +181,11 @@ class Step:
 
     def chain(self, out: Buffers, profile: Profile = Profile.EXPANDED, *,
               head_offset: int = 0) -> Any:
-        """Calls with the tensors of `out` that a GPU's stream waits for and no thread: an object
-        with `attend(layer, stream)` for one layer after another, where `stream` is a handle as
-        `torch.cuda.Stream.cuda_stream`. Put the work that writes kv and q on the stream before the
-        call, and the work that reads o after it. Only when `end` or `collect` has returned is it
-        known that all outputs are good; until then no result made from them may leave the worker.
+        """Returns an object that makes calls with the tensors of `out`, for which a GPU's stream
+        waits and no thread. Call its `attend(layer, stream)` for one layer after another; `stream`
+        is a handle like `torch.cuda.Stream.cuda_stream`. Put the work that writes kv and q on the
+        stream before the call, and the work that reads o after it. The outputs are known to be good
+        once `end` or `collect` has returned; until then no result of them may leave the worker.
 
         None where calls can not be chained: without the C library (mla_client.native), or with
         buffers in memory for which the server or the GPU's driver offers none. All calls of a
@@ -382,9 +382,9 @@ class Step:
             raise
 
     def end_ahead(self, committed: Optional[Seq[int]] = None) -> None:
-        """As `end`, without waiting for the answer where calls can be chained. `finish` waits for
-        it; until then the sequences' lengths are those of before, and nothing else may be done with
-        the sequences."""
+        """Ends the step like `end`, without waiting for the answer where calls can be chained.
+        `finish` waits for it; until then the sequences' lengths are those of before, and nothing
+        else may be done with the sequences."""
         self._check_begun("end")
         try:
             self._keeps_all = committed is None
