@@ -267,8 +267,8 @@ class AttentionBackend {
   }
 
   // W_UK [heads, nope_dim, kv_lora_rank] and W_UV [heads, kv_lora_rank, v_dim] of heads
-  // [head_begin, head_end), bf16 row-major. May repack; the source is free after the call.
-  // Blocking; not for the steady state.
+  // [head_begin, head_end), bf16 row-major. May repack; the source is free after the call. The call
+  // blocks, so it is not for the steady state.
   virtual absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                    int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
   // Loads W_UQ of one head [nope_dim + rope_dim, q_lora_rank], or its columns of W_O [hidden_size,
@@ -282,7 +282,7 @@ class AttentionBackend {
   }
   // Copy the weights of one head back, bit for bit as LoadWeights and LoadProjected got them, in
   // the same shapes. FAILED_PRECONDITION if the slot does not hold the head's weights for this
-  // geometry and shape. Blocking; not for the steady state.
+  // geometry and shape. The calls block, so they are not for the steady state.
   virtual absl::Status ReadWeights(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk,
                                    Bf16* w_uv) {
     static_cast<void>(slot), static_cast<void>(geometry), static_cast<void>(head);
@@ -315,8 +315,8 @@ class AttentionBackend {
     static_cast<void>(slot);
     return false;
   }
-  // Returns true if the device has stored all signals of the launch. Meaningful only if it was not
-  // late.
+  // Returns true if the device has stored all signals of the launch. The answer has a meaning only
+  // if the launch was not late.
   virtual bool Signalled(int32_t slot) const {
     static_cast<void>(slot);
     return false;

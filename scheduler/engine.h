@@ -60,10 +60,11 @@ struct EngineOptions {
   // false in tests that move the clock by hand.
   bool notes_pauses = true;
   EngineObserver* observer = nullptr;  // may be null; outlives the engine
-  // Yields sequence ids. Null, as production needs: unpredictable ids. Set it for runs that must
-  // repeat exactly.
+  // Yields sequence ids. If it is null, ids are unpredictable, as production needs. Set it for runs
+  // that must repeat exactly.
   std::function<uint64_t()> ids;
-  // The secret of the prefix keys. None, as production needs: an unpredictable one.
+  // The secret of the prefix keys. Without a value the secret is unpredictable, as production
+  // needs.
   std::optional<kvcache::PrefixSecret> prefix_secret;
   // File of the slowest tier (Limits::file_tier_bytes), in an existing folder; empty: no file tier.
   std::string tier_path;
@@ -147,7 +148,7 @@ class Engine {
   // registered it since or a sequence of it is open.
   void WithdrawModel(const std::string& tenant, const std::string& id);
   // For operators: returns the models of all tenants that have all their weights, or all their
-  // sinks. Of models that share their weights, one.
+  // sinks. If several models share their weights, one of them is in the list.
   std::vector<HeldWeights> AllWeights();
   // Copy weights of one head out, bit for bit as LoadWeights (W_UK, then W_UV) and LoadProjected
   // got them; `weights` has exactly ModelSpec::head_elements. NOT_FOUND if `model` is not
@@ -261,8 +262,8 @@ class Engine {
   absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id);
   // Aborts all open steps and returns their number.
   int32_t AbortAllSteps();
-  // Runs all ready work and due timers in the calling thread; returns true if there was any. For
-  // dedicated_thread = false.
+  // Runs all ready work and due timers in the calling thread; returns true if there was any. Call
+  // it only with dedicated_thread = false.
   bool Poll();
   // Checks the accounts of the cache; returns an empty string if they are consistent, else a
   // description of the fault. For tests.

@@ -83,8 +83,8 @@ struct ClientOptions {
   int device = 0;  // the GPU that this process uses, as numbered by the GPU's runtime
   // Library of the GPU's runtime; empty: looked for under its usual names.
   std::string device_library;
-  // Returns the W3C Trace Context header `traceparent` of the calling thread's span, or "". Called
-  // for each unary call and each step, on the caller's thread. Empty: no trace.
+  // Returns the W3C Trace Context header `traceparent` of the calling thread's span, or "". It is
+  // called for each unary call and each step, on the caller's thread. Empty: no trace.
   std::function<std::string()> traceparent;
   uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
   // For kUcx: the path of its library (empty: libucp.so.0 where the loader finds it), and its
@@ -100,8 +100,8 @@ struct ClientOptions {
   // container's quota, else 0.
   int32_t stream_spin_us = -1;
   // The number of threads of a session that copy large tensors into shared memory and out of it,
-  // the caller's included. They copy tensors that were not made in place (Session::Allocate). At
-  // least 1, and at most 64 and the CPUs that this process may use; larger numbers are reduced to
+  // the caller's included. They copy tensors that were not made in place (Session::Allocate). Must
+  // be at least 1; numbers above 64, or above the CPUs that this process may use, are reduced to
   // that bound. If the system has no more threads, sessions use fewer. With four CPUs or more, the
   // other threads spin for a millisecond after each such copy before they sleep.
   int32_t copy_threads = 1;

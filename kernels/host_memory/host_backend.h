@@ -28,7 +28,7 @@ struct PoolView {
   int64_t bytes = 0;
   const uint32_t* page_tables = nullptr;
 
-  // Returns the first byte of row `position` of a sequence. Computed in 64 bits throughout.
+  // Returns the first byte of row `position` of a sequence. All arithmetic has 64 bits.
   std::byte* Row(int64_t page_table, int64_t layer_offset, int64_t row_stride, int32_t page_size,
                  int32_t position) const {
     const int64_t granule = page_tables[page_table + position / page_size];
@@ -117,7 +117,7 @@ class HostBackend : public AttentionBackend {
   virtual void UnpackWeights(const Geometry& geometry, const std::byte* packed, Bf16* w_uk,
                              Bf16* w_uv) const = 0;
   // The same for the weights of PROJECTED of all heads, into which PackProjected packs one head.
-  // Called only if Info().projects.
+  // They are called only if Info().projects.
   virtual int64_t PackedProjectedBytes(const Geometry&, const ProjectedShape&) const { return 0; }
   virtual void PackProjected(const Geometry&, const ProjectedShape&, ProjectedPart, int32_t,
                              const Bf16*, std::byte*) const {}

@@ -56,8 +56,8 @@ struct AttentionDesc {
   // The dtype of the products over 8-bit rows: kBf16 or kFp8E4m3. For kFp8E4m3 a kernel may round
   // queries and probabilities, and in the expanded form keys and values too.
   DType products = DType::kBf16;
-  // Queries arrive, and outputs leave, while the launch runs, in the order of segments. Planned
-  // with traits of its own. In the absorbed form.
+  // Queries arrive, and outputs leave, while the launch runs, in the order of segments. Such a
+  // launch is planned with traits of its own, and has the absorbed form.
   bool streamed = false;
 
   // Returns the number of elements of one head's output row.

@@ -60,7 +60,8 @@ struct HostOutput {
 };
 
 // Bytes of the pool that a launch fills with zeros, or with a copy of as many bytes from elsewhere
-// in the pool. Filled once, or at `count` places that lie `stride` apart in target and source.
+// in the pool. It fills them once, or at `count` places that lie `stride` apart in target and
+// source.
 struct PageRange {
   static constexpr int64_t kZeros = -1;
   int64_t target_offset = 0;
@@ -179,8 +180,8 @@ struct Launch {
   std::span<const PageTransfer> page_writes, page_reads;
   // The list takes effect as if its ranges were carried out one after another, so a range may read
   // or overwrite the bytes of an earlier one. Ranges whose extents share no bytes run in parallel.
-  // The extent of a source may not overlap that of its own target. At most limits.page_ranges
-  // places.
+  // The extent of a source may not overlap that of its own target. The list has at most
+  // limits.page_ranges places.
   std::span<const PageRange> pages;
   // The page tables of the engine, for all sequences. A backend with unified memory reads them in
   // place. Other backends keep a copy, and copy the entries of `table_changes` during Submit.

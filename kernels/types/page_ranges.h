@@ -28,7 +28,7 @@ absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> 
 absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,
                               size_t entries);
 
-// Owns scratch memory only. One thread at a time.
+// Owns only scratch memory. Only one thread at a time may use it.
 class PageRangeRuns {
  public:
   // Holds lists of at most `ranges` ranges. Allocates; Next does not.

@@ -28,7 +28,8 @@ inline constexpr int32_t kExpandedRows = 128;
 inline constexpr int32_t kPanelColumns = 64;
 inline constexpr int32_t kPanelRowBytes = 128;
 inline constexpr int32_t kRotatedPanels = kExpandedRope / kPanelColumns;
-// Most rounds of a launch: a round is two kernels, and a launch has a bounded number of them.
+// A launch has at most this number of rounds: a round is two kernels, and a launch has a bounded
+// number of kernels.
 inline constexpr int32_t kMostRounds = 1024;
 inline constexpr int64_t kRestPanelBytes = int64_t{kExpandedRows} * kPanelRowBytes;
 

@@ -27,7 +27,7 @@ namespace mla::wire {
 using Fragment = std::span<const std::byte>;
 
 inline constexpr int kPayloadField = 2047;
-// Most header bytes of one message; a BeginStep of 65536 sequences fits.
+// A message has at most this number of header bytes; a BeginStep of 65536 sequences fits.
 inline constexpr size_t kMaxHeaderBytes = size_t{4} << 20;
 
 struct PayloadRange {

@@ -39,7 +39,8 @@ struct LaunchUnits {
 };
 
 // Returns the workspace of a row of PROJECTED: its queries and outputs, and at most as much for
-// both in latent space. Batches of that profile have no other tensors there. 0 for other profiles.
+// both in latent space. Batches of that profile have no other tensors there. Returns 0 for other
+// profiles.
 int64_t ProjectedRowBytes(const StreamRequest& request);
 
 // Returns the number of KV rows that `rows` query rows see on average, if the first of them sees

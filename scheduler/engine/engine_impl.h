@@ -89,7 +89,7 @@ class Engine::Impl {
       }
     }
     // Makes the destructor set `left` to true if work is left, instead of waking the engine's
-    // thread. For a caller that goes on with that work itself.
+    // thread. This is for a caller that goes on with that work itself.
     void ComeBack(bool* left) { left_ = left; }
     Role(const Role&) = delete;
     Role& operator=(const Role&) = delete;

@@ -61,7 +61,8 @@ struct ProjectionRecords {
 };
 
 struct BatchLaunch {
-  // Takes the memory for any launch within the limits. Called once, when the backend is configured.
+  // Takes the memory for any launch within the limits. It is called once, when the backend is
+  // configured.
   absl::Status Create(const Limits& limits, kernels::AttentionBackend& backend, int32_t index);
   // Empties everything except the batch, the records, and `launch`, in which the launcher sets
   // every field.

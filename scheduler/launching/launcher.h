@@ -55,8 +55,8 @@ class Launcher {
   Launcher(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
            std::span<const uint32_t> page_tables, const ModelTable* models, const Clock* clock);
   absl::Status Plan(BatchLaunch* launch);
-  // Plans all rows in the absorbed form, which does not need rounds. Called if the expanded form
-  // needs more rounds than a plan holds.
+  // Plans all rows in the absorbed form, which does not need rounds. It is called if the expanded
+  // form needs more rounds than a plan holds.
   absl::Status PlanAbsorbedAlone(BatchLaunch* launch);
   absl::Status PlanRecords(FormRecords& form, BatchLaunch* launch,
                            kernels::AttentionParams* params);

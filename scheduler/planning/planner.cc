@@ -38,9 +38,9 @@ void Count(const PlanSegment& segment, const PlanTraits& traits, int64_t times, 
   });
 }
 
-// As above, for the common batch: each segment is valid and makes at most one tile, and all tiles
-// are charged alike. Returns false for any other batch; the tally is then meaningless. kFewRows:
-// tiles have a separate bound on query rows.
+// Does the same for the common batch: each segment is valid and makes at most one tile, and all
+// tiles are charged alike. Returns false for any other batch; the tally is then meaningless.
+// kFewRows: tiles have a separate bound on query rows.
 template <bool kFewRows>
 bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& traits, Tally& tally) {
   const int64_t tile_rows = traits.tile_rows;

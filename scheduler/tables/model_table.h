@@ -78,8 +78,8 @@ class ModelTable {
   }
   ModelInfo Info(const Model& model) const;
   std::vector<Model*> OfTenant(TenantKey tenant) const;
-  // Returns the models whose weights or sinks are complete. Of models that share contents, which
-  // have the same weights, only the first.
+  // Returns the models whose weights or sinks are complete. If several models share contents, and
+  // so have the same weights, only the first is in the list.
   std::vector<HeldWeights> AllWeights() const;
   int32_t size() const;
 

@@ -251,7 +251,7 @@ absl::Status CheckRotations(const ModelSpec& spec, int64_t rows, const BeginStep
   if (spec.projected.present() && static_cast<int64_t>(args.rotations->size) == want) {
     return absl::OkStatus();
   }
-  // The transport checks them, so another model has taken the name since.
+  // The transport has checked the rotations, so another model has taken the name since then.
   return RefuseField("begin_step.model_id", spec.id, "the model that the rotations were sized for",
                      "step_reused", absl::StatusCode::kFailedPrecondition);
 }

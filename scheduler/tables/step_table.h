@@ -154,7 +154,7 @@ absl::Status CheckRotations(const ModelSpec& spec, int64_t rows, const BeginStep
 // Returns true if both have equal contents: a repeat by the same stream or a join by another one.
 bool SameStep(const Step& step, const BeginStepArgs& args);
 // Returns the most rows and entries that a row of the request attends to, whatever its context is.
-// INT64_MAX if only the context limits them.
+// Returns INT64_MAX if only the context limits them.
 int64_t MostPlaces(const StreamRequest& request);
 // Return the first row of the step that the request still has to compute, and the end of these
 // rows.

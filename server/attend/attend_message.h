@@ -95,8 +95,8 @@ class AttendMessage final : public scheduler::StreamRequest {
   absl::Status PointInto(const TensorMemory& memory, const wire::AttendLayout& layout,
                          uint64_t in_offset, uint64_t out_offset, const char* prefix);
   // Does what PointInto does, for tensors in a region's device memory, which the client has
-  // finished writing. Also INVALID_ARGUMENT for index lists and 8-bit floats, which the server has
-  // to read itself.
+  // finished writing. Also returns INVALID_ARGUMENT for index lists and 8-bit floats, which the
+  // server has to read itself.
   absl::Status PointIntoDevice(const kernels::SharedDeviceMemory& memory,
                                const wire::AttendLayout& layout, uint64_t in_offset,
                                uint64_t out_offset);

@@ -60,7 +60,7 @@ class AttendRequestBuilder final {
   static bool HasPayload(const v1::AttendStreamRequest& header) {
     return header.begin_step().rotations() || header.end_step().tails_size() > 0;
   }
-  // As above, for those, whose payload has `bytes`; `read` copies bytes from `offset` on.
+  // Prepares such a message, whose payload has `bytes`; `read` copies bytes from `offset` on.
   // INVALID_ARGUMENT if their number differs from the number that the step's model asks for, or a
   // rotation is not finite.
   using ReadPayload = std::function<void(size_t offset, std::span<std::byte> to)>;

@@ -56,8 +56,8 @@ struct CompletionPollerOptions {
 };
 
 // Returns how long to spin by default: `cpus` is the number of CPUs of this process;
-// `computes_on_cpus` says whether the backend needs them for itself. 0 below four CPUs, where a
-// spinning thread takes its core from a thread that has work.
+// `computes_on_cpus` says whether the backend needs them for itself. Returns 0 below four CPUs,
+// where a spinning thread takes its core from a thread that has work.
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
 
 class CompletionPoller final {

@@ -51,8 +51,8 @@ std::string UnixTenant(const std::string& unix_tenant, const std::string& name);
 bool IsLocalPeer(const std::string& peer);
 
 // Returns OK if `who` may call operator RPCs: authenticated tenants of the policy, callers without
-// TLS on this host or others as far as the policy says so. Otherwise PERMISSION_DENIED with the
-// reason "not_an_operator".
+// TLS on this host or others as far as the policy says so. Otherwise returns PERMISSION_DENIED with
+// the reason "not_an_operator".
 absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy);
 
 // Returns the trace context that a caller sent in metadata; invalid if there is none.

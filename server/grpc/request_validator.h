@@ -63,10 +63,10 @@ inline constexpr int64_t kTensorsElsewhere = -1;
 absl::Status ParseBeginStep(const v1::BeginStep& message, const scheduler::Limits& limits,
                             scheduler::BeginStepArgs* args, int32_t* total_rows);
 
-// `total_rows` are the step's rows. Checks slices, profile and dtypes. Checks that `payload_bytes`
-// agrees with them (unless it is kTensorsElsewhere), and that the reply stays within
-// `message_bytes`. REQUIRES: `*args` is as constructed; its pointers stay null. `positions` of the
-// step's rows; REQUIRES them for models with a window, whose rows bring entries.
+// Checks slices, profile and dtypes of an Attend in a step of `total_rows` rows. Checks that
+// `payload_bytes` agrees with them (unless it is kTensorsElsewhere), and that the reply stays
+// within `message_bytes`. `positions` are those of the step's rows; models with a window, whose
+// rows bring entries, need them. REQUIRES: `*args` is as constructed; its pointers stay null.
 // FAILED_PRECONDITION if the model does not have an expanded form.
 absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& model,
                          int32_t total_rows, int64_t payload_bytes, int64_t message_bytes,

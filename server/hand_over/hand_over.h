@@ -104,8 +104,8 @@ class HandOver final {
 
   // Does the work of the thread, for tests without one.
   void Run();
-  // The first part of Stop, before it waits for the thread. From any thread, also from calls of the
-  // peer.
+  // Does the first part of Stop, before Stop waits for the thread. Any thread may call it, also
+  // from calls of the peer.
   void Interrupt();
 
  private:

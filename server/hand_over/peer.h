@@ -1,5 +1,5 @@
-// The server that gets the sequences of a drain, as HandOver sees it. Either a server reached over
-// gRPC (grpc_peer.h) or one made by a test.
+// The server that gets the sequences of a drain, as HandOver sees it. It is either a server that is
+// reached over gRPC (grpc_peer.h), or one that a test has made.
 //
 // Threading: one call at a time, except that any thread may call Cancel.
 #ifndef MLA_SERVER_HAND_OVER_PEER_H_

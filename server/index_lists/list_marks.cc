@@ -128,7 +128,7 @@ class ByteMarks {
   [[gnu::always_inline]] inline void Add(int32_t position) {
     seen_[static_cast<uint32_t>(position)] = mark_;
   }
-  // Counts positions below the bound; the memory consists of whole lines.
+  // Counts marked positions below the bound. The memory has whole cache lines to read as vectors.
 #if defined(__x86_64__)
   [[gnu::target("avx2,popcnt")]] int32_t Count(uint32_t bound) const {
     const __m256i marks = _mm256_set1_epi8(static_cast<char>(mark_));
@@ -176,7 +176,7 @@ class BitMarks {
 #endif
     words_[at / kWordBits] |= bit;
   }
-  // Counts positions below the bound; the memory consists of whole lines.
+  // Counts marked positions below the bound. The memory has whole cache lines to read as vectors.
   [[gnu::always_inline]] inline int32_t Count(uint32_t bound) const {
     const size_t bytes = (size_t{bound} + 8 * sizeof(uint64_t) - 1) / 64 * sizeof(uint64_t);
     const auto* const memory = reinterpret_cast<const char*>(words_);

@@ -45,7 +45,8 @@ bool IsPlain(const std::string& value) {
   return true;
 }
 
-// Most lines that wait for a reader of standard error; beyond it the oldest are dropped.
+// At most this number of lines waits for a reader of standard error; beyond it the oldest are
+// dropped.
 constexpr size_t kMostQueuedLines = 4096;
 // An error line may delay its caller by this time, so that it is written before the process ends.
 constexpr std::chrono::milliseconds kErrorFlush{200};

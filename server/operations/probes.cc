@@ -18,7 +18,7 @@ HttpReply Probes::Alive() const {
 HttpReply Probes::Ready(const std::string& query) const {
   const ServerState::Snapshot now = state_->Get();
   HttpReply reply;
-  // From then on every new connection over TLS fails.
+  // Once the certificate has expired, every new connection over TLS fails.
   const bool expired = tls_ != nullptr && tls_->CertificateExpired();
   reply.status = now.serving() && !expired ? 200 : 503;
   reply.body = reply.status == 200 ? "ready\n" : "not ready\n";

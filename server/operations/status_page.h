@@ -98,7 +98,8 @@ class RateWindow {
 
   // Begins with the totals at the start, usually zeros.
   explicit RateWindow(Clock::time_point start) { samples_.push_back({start, {}}); }
-  // Records totals now and then, as beginnings of later windows. Cheap to call often.
+  // Records totals now and then, as beginnings of later windows. The call is cheap, so it may be
+  // made often.
   void Note(Clock::time_point now, const StatusTotals& totals);
   // Returns the rates between the beginning of the window and `totals`; sets `window` to its
   // length.

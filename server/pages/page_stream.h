@@ -95,7 +95,7 @@ class PageStreamReader final {
                    DigestKind digests = DigestKind::kSha256);
 
   // Checks the next part. INVALID_ARGUMENT if it does not come next or has a wrong size, DATA_LOSS
-  // if a digest differs. For a chunk, sets `place` to where its payload belongs.
+  // if a digest differs. For a chunk, sets `place` to the place of its payload.
   absl::Status Add(const v1::PagesPart& part, std::optional<PagePlace>* place);
   // Returns OK if all parts have come, else INVALID_ARGUMENT.
   absl::Status Finish() const;

@@ -18,7 +18,8 @@ struct MemoryUse {
 
 // Returns the number of bytes that this process may still take: the kernel's MemAvailable, or less
 // if a control group around the process allows less. Cached files of the group do not count as
-// used. INT64_MAX if nothing is known. Tests set `root`, which is put before /proc and /sys.
+// used. Returns INT64_MAX if nothing is known. Tests set `root`, which is put before /proc and
+// /sys.
 int64_t AvailableMemory(const std::string& root = "");
 
 // Returns RESOURCE_EXHAUSTED with a list of all uses if their sum exceeds `available`.

@@ -21,7 +21,7 @@ ProcessUsage ReadProcessUsage();
 
 // Raises the number of descriptors that this process may have to the most that it may ask for.
 // Shells and containers often allow only 1,024 of many more, which idle connections can use up;
-// then neither tenants nor probes get an answer. Before any thread starts.
+// then neither tenants nor probes get an answer. Call it before any thread starts.
 void RaiseDescriptorLimit();
 
 // Descriptors that connections leave free, so that probes, files and reloads find some: a quarter

@@ -37,8 +37,8 @@ absl::Status CheckSocketPath(const std::string& key, const std::string& path, bo
 absl::Status PrepareSocketFolder(const std::string& key, const std::string& path, bool open_folder);
 
 // Returns true if a server accepts connections at the socket `path` of type SOCK_STREAM or
-// SOCK_SEQPACKET, so that its file must not be replaced. False for a path that is too long for a
-// socket.
+// SOCK_SEQPACKET, so that its file must not be replaced. Returns false for a path that is too long
+// for a socket.
 bool IsServed(const std::string& path, int type);
 
 }  // namespace mla::server

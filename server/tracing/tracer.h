@@ -89,7 +89,7 @@ class Tracer {
   // Records nothing.
   Tracer() = default;
   Tracer(TracerOptions options, std::vector<std::unique_ptr<SpanExporter>> exporters);
-  // Exports what waits, in the time of one export.
+  // Exports the spans that wait, for at most the time of one export.
   ~Tracer();
 
   bool on() const { return !exporters_.empty(); }

@@ -38,14 +38,15 @@ class RelayProcess final {
   std::optional<absl::Status> EndedAfter(std::chrono::milliseconds pause);
   // Asks the relay to end, and waits for its last counts.
   void Finish();
-  // The last that the relay has reported. It is not trusted: numbers may be anything.
+  // Returns the last counts that the relay has reported. They are not trusted: numbers may be
+  // anything.
   const relay::RelayCounts& counts() const { return counts_; }
 
  private:
   RelayProcess() : reply_(std::make_unique<relay::RelayReply>()) {}
   absl::Status Spawn(const std::string& program, int ring);
   enum class Received : uint8_t { kNothing, kCounts, kReply };
-  // An end without words gives a reply with UNAVAILABLE.
+  // If the relay has ended without a reply, sets the reply to UNAVAILABLE.
   Received Receive(std::chrono::milliseconds timeout);
   bool Gone(std::chrono::milliseconds wait);
 

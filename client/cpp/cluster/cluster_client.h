@@ -100,7 +100,8 @@ class ClusterClient final {
   absl::StatusOr<std::shared_ptr<Client>> ServerAt(const std::string& address);
 
   // --- Models. Each is registered with a server when a sequence comes there first.
-  // As Client's: on the home now, or where that does not answer on another server.
+  // Registers the model as Client does: on the home now, or on another server if the home does not
+  // answer.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});

@@ -33,7 +33,7 @@ class Registry {
   virtual absl::Status WriteMoved(const std::vector<uint64_t>& sequence_ids,
                                   const std::string& address) = 0;
   // Writes the value of a member under a lease of so many seconds; the calls after the first one
-  // renew it, and write again what has changed. One thread at a time, for one member.
+  // renew it, and write again what has changed. Only one thread at a time may announce one member.
   // UNIMPLEMENTED for a registry that cannot be written.
   virtual absl::Status Announce(const Member& member, int64_t lease_seconds) = 0;
   // Takes that value out.

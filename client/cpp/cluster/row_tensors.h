@@ -1,5 +1,5 @@
 // Rows of the tensors of an AttendCall: where they lie, and how some of them are taken out and put
-// back. For steps whose rows belong to several servers. Threading: any thread.
+// back. Steps whose rows belong to several servers use this. Threading: any thread.
 #ifndef MLA_CLIENT_CPP_CLUSTER_ROW_TENSORS_H_
 #define MLA_CLIENT_CPP_CLUSTER_ROW_TENSORS_H_
 

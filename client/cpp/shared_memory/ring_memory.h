@@ -91,8 +91,8 @@ class RingMemory {
   virtual absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) = 0;
   // Returns false once either side has given the connection up.
   virtual bool Connected() const = 0;
-  // Returns the number of requests whose completions have not been given back; of the submitting
-  // thread.
+  // Returns the number of requests whose completions have not been given back. Only the submitting
+  // thread may call it.
   virtual uint64_t in_flight() const = 0;
 
   // Gives the connection up and returns once the server has ended its side (the ring's steps are

@@ -15,14 +15,14 @@ namespace mla::client {
 class RowCopier final {
  public:
   // Loads the kernel and launches it once without work, so that no later call loads anything.
-  // Waits for that. Null if the driver lacks a call for it or refuses the kernel.
+  // Waits for that. Returns null if the driver lacks a call for it or refuses the kernel.
   static std::unique_ptr<RowCopier> Create(const DeviceRuntime& api, int device);
   ~RowCopier();
 
   // Returns true if a kernel on the device can make these copies, and takes fewer launches than
   // they are: there are several, they consist of aligned pieces, and their sources are memory of
-  // this device, which the driver is asked for unless the copy says so. The caller answers for the
-  // targets.
+  // this device, which the driver is asked for unless the copy says so. The caller must make
+  // sure that the kernel may write the targets.
   bool Takes(std::span<const DeviceCopy> copies) const;
   // Gives `stream` the copies. REQUIRES: Takes. Returns the driver's code; 0 is success.
   int Copy(std::span<const DeviceCopy> copies, void* stream) const;

@@ -307,7 +307,7 @@ void SharedMemory::MapDevice(int descriptor) {
   if (mapped.ok()) device_ = *std::move(mapped);
 }
 
-// As above: a client whose GPU does without waits with a thread.
+// This fails nothing either: a client whose memory is not pinned waits for its calls with a thread.
 void SharedMemory::Pin() {
   if (device_ == nullptr && options_.device_mib == 0) {
     auto made = DeviceRegion::WithoutMemory(options_.device);

@@ -56,7 +56,7 @@ class SharedMemory final : public RingMemory {
   // `shm_path` is the server's shm.path. UNAVAILABLE if the server does not exist, or does not
   // accept and reply within connect_timeout_ms. UNIMPLEMENTED if the memory is not sealed, sized
   // and laid out as proto/wire/ring_layout.h requires. PERMISSION_DENIED for a socket of another
-  // user (socket_owner.h). Otherwise the status with which the server refused.
+  // user (socket_owner.h). Otherwise returns the status with which the server refused.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const std::string& shm_path,
                                                                const SharedMemoryOptions& options);
   // Like Connect, for a socket that is connected to the server's listener already. Takes the socket

@@ -15,8 +15,8 @@ struct BenchRun {
   BenchPoint point;
   std::string transport;  // the transport used: "inline", "shm", "ring" or "ucx"
   LoadResult result;
-  // The payload bytes that the server copied for each attend. Computed from its counters, which
-  // include other clients.
+  // The payload bytes that the server copied for each attend. It is computed from the server's
+  // counters, which include other clients.
   double copied_bytes_per_attend = 0;
 };
 

@@ -122,8 +122,8 @@ class Program final {
   Command Add(const CommandText& text);
 
   // Parses `words` (without the program's name), runs the command and returns its exit code.
-  // kUsageError, with all faults on standard error, when the words are wrong. REQUIRES: called
-  // once.
+  // If the words are wrong, writes all faults to standard error and returns kUsageError. REQUIRES:
+  // called once.
   int Run(std::span<const char* const> words);
 
   // Returns the help of the program, or of one command.

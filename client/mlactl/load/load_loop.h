@@ -94,7 +94,7 @@ struct LoadOptions {
   double warmup_s = 1, duration_s = 10;
 };
 
-// Measures one worker. Written by its thread.
+// Measures one worker. Only that worker's thread writes it.
 class LoadRecorder final {
  public:
   // True when the run has ended: a step should return early, with any status.

@@ -117,7 +117,7 @@ struct ArchTraits {
   bool widens_lists = false;
   bool indexer = false;  // there are kernels for an indexer
   int32_t index_logits_threads = 256;
-  // For mla_index_logits, without the queries, which may lie in shared memory too
+  // The shared memory of mla_index_logits without the queries, which may lie in shared memory too
   // (index_query_bytes).
   int32_t index_logits_shared_bytes = 0;
   bool index_queries_shared = false;

@@ -57,7 +57,7 @@ class LaunchBuilder final {
   absl::StatusOr<LaunchForm> Choose(LaunchRecording& recording, int32_t index,
                                     const Launch& launch);
   // Adds the kernels of a launch after recording.Begin; the builder holds the launch's plans under
-  // `index` until Release. Errors as Choose, and RESOURCE_EXHAUSTED beyond the limits.
+  // `index` until Release. Returns the errors of Choose, and RESOURCE_EXHAUSTED beyond the limits.
   absl::Status Build(LaunchRecording& recording, int32_t index, const Launch& launch,
                      const LaunchForm& form);
   // Call when the slot's launch has ended, or was refused and no part of it runs.

@@ -43,7 +43,7 @@ class PageWork final {
   // Adds the digests of transfers that ask for them. REQUIRES: both lists have passed
   // CheckPageTransfers.
   absl::Status AddDigests(LaunchRecording& recording, const Launch& launch);
-  // Adds no kernel if there are no tensors. `begun` and `lasted` as in CopyTensorsArgs.
+  // Adds no kernel if there are no tensors. `begun` and `lasted` are those of CopyTensorsArgs.
   absl::Status AddTensors(LaunchRecording& recording, std::span<const TensorMove> moves,
                           uint64_t* begun, uint64_t* lasted);
 

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t kQueryDim = 576, kOutputDim = 512;
 constexpr uintptr_t kAlignment = 16;  // alignment of addresses and sizes that kernels copy
-// Most new rows of a segment that its items' blocks append; each block appends all that its items
-// see.
+// At most this number of new rows of a segment is appended by its items' blocks; each block appends
+// all that its items see.
 constexpr int32_t kMostOwnRows = 4;
 
 // Counters for tiles with this many partial rows: each share of a tile has one within these.

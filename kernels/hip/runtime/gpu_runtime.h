@@ -66,8 +66,8 @@ struct FoundRuntime {
 
 class GpuRuntime final {
  public:
-  // Finds the runtime and lists its devices without using one: no context is made. `libraries` as
-  // for Open. UNAVAILABLE if no library can be opened, or it lacks an entry point.
+  // Finds the runtime and lists its devices without using one: no context is made. `libraries` is
+  // what it is for Open. UNAVAILABLE if no library can be opened, or it lacks an entry point.
   static absl::StatusOr<FoundRuntime> Find(Vendor vendor, std::span<const std::string> libraries);
 
   // `libraries` empty: RuntimeLibraries. UNAVAILABLE if no library can be opened (with names and

@@ -122,7 +122,8 @@ class LaunchRecording final {
   // earlier launch had. The kernels wait for them up to a limit and then end without them
   // (StreamArgs).
   struct Arrivals {
-    // In the order of device addresses, copied after all other inputs. Valid until the submission.
+    // These copies are in the order of device addresses, and come after all other inputs. They are
+    // valid until the submission.
     std::span<const TensorMove> copies;
     DevicePtr word = 0;
     uint32_t ticket = 0;

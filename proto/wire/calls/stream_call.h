@@ -43,8 +43,8 @@ class StreamCall final {
   bool Write(const google::protobuf::MessageLite& message, bool more = false);
   // Sends a serialized message.
   bool Write(const grpc::ByteBuffer& bytes, bool more = false);
-  // Waits for the server's initial metadata, which the context has then. False if the call has
-  // ended without. At most once, before Read and Finish.
+  // Waits for the server's initial metadata, which the context has then. Returns false if the call
+  // has ended without it. At most once, before Read and Finish.
   bool AwaitInitialMetadata();
   // Tells the server that no message follows. Call it once at most.
   void WritesDone();

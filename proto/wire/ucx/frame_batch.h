@@ -39,7 +39,8 @@ class FrameBatch final {
   bool Add(std::span<const std::byte> header, std::span<const std::byte> payload) {
     return Append(header, payload, static_cast<uint16_t>(payload.size()));
   }
-  // Adds the frame whose payload the message carries. False also if there is one.
+  // Adds the frame whose payload the message carries. Also returns false if there is already such a
+  // frame.
   bool AddCarried(std::span<const std::byte> header) {
     if (carries_ || !Append(header, {}, kPayloadFollows)) return false;
     carries_ = true;

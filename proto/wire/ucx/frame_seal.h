@@ -41,8 +41,8 @@ class FrameSeal final {
   // `sealed_payload` for the payload.
   void Seal(std::span<const std::byte> header, std::span<const std::byte> payload,
             std::byte* sealed_header, std::byte* sealed_payload);
-  // `header` has room for kOverhead bytes fewer than `sealed`. False if it was not sealed with this
-  // secret for this direction.
+  // `header` has room for kOverhead bytes fewer than `sealed`. Returns false if it was not sealed
+  // with this secret for this direction.
   bool OpenHeader(std::span<const std::byte> sealed, std::byte* header, Opening* opening);
   // Decrypts in place. False, with zeros in the payload, if it is not the header's.
   bool OpenPayload(const Opening& opening, std::span<std::byte> payload);

@@ -41,8 +41,8 @@ class GroupMac final {
   GroupMac();  // with an unpredictable key
 
   GroupSeal Seal(std::span<const std::byte> bytes);
-  // Returns the seal of bytes with this digest, or nullopt if they have another digest. One pass
-  // over memory.
+  // Returns the seal of bytes with this digest, or nullopt if they have another digest. Reads the
+  // memory once.
   std::optional<GroupSeal> SealIf(const GroupDigest& digest, std::span<const std::byte> bytes);
   bool Holds(const GroupSeal& seal, std::span<const std::byte> bytes) const;
 

@@ -33,7 +33,7 @@ MLA_DEVICE void block_barrier() { __syncthreads(); }
 MLA_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 MLA_DEVICE void wait_for_loads() {}
 // Programmatic dependent launch: a kernel may be resident before its predecessor has ended. It
-// waits here before it reads the predecessor's results. A no-op in an ordinary launch.
+// waits here before it reads the predecessor's results. In an ordinary launch this does nothing.
 MLA_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 MLA_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
