@@ -91,27 +91,32 @@ class Engine {
   static int64_t KvCacheBytes(const Limits& limits, const kernels::AttentionBackend& backend);
   ~Engine();
 
-  // --- Streams. Closing aborts the steps that the stream began or takes part in; requests not yet
-  // answered are answered with CANCELLED. Returns once the engine owns none of the stream's
-  // requests and has delivered all their answers. Not from Done. `steps` (may be null) receives the
+  // --- Streams.
+  // Opens a stream, to which the steps that it begins belong. `steps` (may be null) receives the
   // stream's open steps.
   StreamId OpenStream(const std::string& tenant,
                       std::shared_ptr<const StreamSteps>* steps = nullptr);
+  // Aborts the steps that the stream began or takes part in, and answers requests that are not yet
+  // answered with CANCELLED. Returns once the engine owns none of the stream's requests and has
+  // delivered all their answers. Must not be called from Done.
   void CloseStream(StreamId stream);
 
   // Hands a request over. On RESOURCE_EXHAUSTED (the queue of the tenant or of the server is full)
   // and UNAVAILABLE (stopped) the engine has not taken the request and will not call Done.
   absl::Status Submit(StreamRequest* request);
 
-  // --- Models (scoped to the tenant). `lease_ms`: how long the model stays without a call or a
-  // sequence that uses it; as Limits::model_lease_ms says. `kv_scales`: see SetScales; may be
-  // empty. `sinks`, for a model with a window: one logit for each layer and head, [layers,
-  // num_heads].
+  // --- Models of one tenant.
+  // Registers a model; a repeat with equal contents succeeds. `lease_ms` says how long the model
+  // stays without a call or a sequence that uses it, as Limits::model_lease_ms does. `kv_scales`
+  // are those of SetScales, or empty. `sinks`, for a model with a window, has one logit for each
+  // layer and head, [layers, num_heads].
   absl::StatusOr<ModelInfo> RegisterModel(const std::string& tenant, const ModelSpec& spec,
                                           int64_t lease_ms = 0,
                                           std::span<const float> kv_scales = {},
                                           std::span<const float> sinks = {});
+  // Forgets the model. FAILED_PRECONDITION while sequences of it are open.
   absl::Status UnregisterModel(const std::string& tenant, const std::string& id);
+  // Returns the tenant's models.
   std::vector<ModelInfo> ListModels(const std::string& tenant);
   // For operators: returns the models of all tenants, sorted by tenant and id. Takes FindModel's
   // lock.
@@ -159,7 +164,10 @@ class Engine {
                              int32_t head, std::span<kernels::Bf16> weights);
 
   // --- Sequences.
+  // Opens a sequence, with the cached rows of its prefix if args has one. A repeat of the request
+  // id gives the same sequence.
   absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args);
+  // Opens a sequence that shares the first rows of another one, copy-on-write.
   absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args);
   // Declares the contents of a sequence's rows from first_row on, and appends cached rows to the
   // committed ones as far as they are found. A repeat gives the same answer.
@@ -200,10 +208,12 @@ class Engine {
   // Drops the rows, and the sequence if the import opened it.
   void AbortImport(const std::string& tenant, const MovingPages& pages);
 
+  // Drops the rows from `length` on; the sequence gets another epoch. FAILED_PRECONDITION if the
+  // epoch is not the expected one.
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
                                                 int64_t length, uint64_t expected_epoch);
-  // `page` counts only if the selection names no ids. Of all tenants, `selection.tenant` is not
-  // looked at.
+  // Returns the sequences of the selection. `page` counts only if the selection names no ids. If it
+  // selects all tenants, `selection.tenant` is ignored.
   SequenceList GetSequences(const SequenceSelection& selection, const SequencePage& page = {});
   // Returns memory for a tail, which the caller fills. RESOURCE_EXHAUSTED (tails_exhausted) names
   // `field`. Does not take the role.
@@ -212,7 +222,8 @@ class Engine {
   // Returns the tail that the sequence keeps. NOT_FOUND (no_tail) if it has none.
   absl::StatusOr<SequenceTail> ReadTail(const std::string& tenant, SequenceId id,
                                         uint64_t expected_epoch);
-  // `not_found` receives the absent ids. Both return the number of sequences released or renewed.
+  // Release sequences, or renew their leases, and return the number of those sequences. `not_found`
+  // receives the ids that are absent.
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);
   int32_t RenewLeases(const SequenceSelection& selection, int64_t lease_ms,

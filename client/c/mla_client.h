@@ -268,8 +268,11 @@ MLA_API mla_code mla_upload_weights(mla_client* client, const char* model_id,
 MLA_API mla_code mla_upload_projected(mla_client* client, const char* model_id,
                                       const mla_projected_weights* weights, int32_t* complete,
                                       mla_error** error);
+// Sets the scales of a model whose format has one for each layer; `count` is the number of layers.
+// Other values than the present ones are refused while a sequence of the model is open.
 MLA_API mla_code mla_upload_scales(mla_client* client, const char* model_id, const float* scales,
                                    size_t count, mla_error** error);
+// Forgets the model. MLA_FAILED_PRECONDITION while sequences of it are open.
 MLA_API mla_code mla_unregister_model(mla_client* client, const char* model_id, mla_error** error);
 
 // --- Sequences
@@ -329,7 +332,8 @@ typedef struct mla_prefix_match {
   mla_match_end end;
 } mla_prefix_match;
 
-// If `prefix` is not NULL, the sequence starts with as many of its rows as are cached.
+// Opens a sequence, which the caller frees. If `prefix` is not NULL, the sequence starts with as
+// many of its rows as are cached.
 MLA_API mla_code mla_sequence_open(mla_client* client, const char* model_id,
                                    const mla_prefix* prefix, mla_sequence** out, mla_error** error);
 MLA_API uint64_t mla_sequence_id(const mla_sequence* sequence);
@@ -344,7 +348,9 @@ MLA_API mla_code mla_sequence_fork(mla_sequence* sequence, uint64_t length, mla_
 // `match` may be NULL.
 MLA_API mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* prefix,
                                     uint64_t first_row, mla_prefix_match* match, mla_error** error);
+// Drops the rows from `length` on. The sequence gets another epoch.
 MLA_API mla_code mla_sequence_truncate(mla_sequence* sequence, uint64_t length, mla_error** error);
+// Asks the server for the sequence's epoch and length.
 MLA_API mla_code mla_sequence_refresh(mla_sequence* sequence, mla_error** error);  // epoch, length
 // Returns the address of the server that has a cluster's sequence; "" for sequences of one server.
 // It lives until the sequence is recovered or freed.
@@ -444,6 +450,7 @@ typedef struct mla_attend_times {
   uint32_t plan_reused;  // 1: the launch was planned as the one before it
 } mla_attend_times;
 
+// Opens a stream of steps, which the caller frees. Sessions do not depend on each other.
 MLA_API mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** error);
 // Returns "inline", "shm", "ring" or "ucx".
 MLA_API const char* mla_session_transport(const mla_session* session);
@@ -455,16 +462,19 @@ MLA_API void mla_session_deallocate(mla_session* session, void* block);
 // Aborts open steps.
 MLA_API void mla_session_free(mla_session* session);
 
-// Sequences must stay until the step has ended.
+// Begins a step that adds rows to `count` sequences: the server reserves pages for all rows at all
+// layers, or refuses the whole step. The caller frees the step. Sequences must stay until the step
+// has ended.
 MLA_API mla_code mla_step_begin(mla_session* session, const char* model_id,
                                 const mla_step_rows* rows, size_t count,
                                 const mla_step_options* options, mla_step** out, mla_error** error);
 MLA_API uint64_t mla_step_id(const mla_step* step);
 MLA_API uint32_t mla_step_total_rows(const mla_step* step);
-// Returns when o and lse are written. `times` may be NULL.
+// Stores KV rows and computes attention at one layer. Returns when o and lse are written. `times`
+// may be NULL.
 MLA_API mla_code mla_step_attend(mla_step* step, const mla_attend* call, mla_attend_times* times,
                                  mla_error** error);
-// Sends it and returns. Its tensors are in use until mla_pending_wait has returned.
+// Sends such a call and returns. The call's tensors are in use until mla_pending_wait has returned.
 MLA_API mla_code mla_step_attend_async(mla_step* step, const mla_attend* call, mla_pending** out,
                                        mla_error** error);
 // Returns 1 if mla_pending_wait would not wait for the server any more, else 0. Takes replies that
@@ -473,8 +483,9 @@ MLA_API int mla_pending_ready(mla_pending* pending);
 // Waits for the reply and frees `pending`. Call it once.
 MLA_API mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times, mla_error** error);
 // Commits the step's rows, `committed` of each sequence (NULL: all), and sets the lengths of its
-// sequences. It stays to be freed.
+// sequences. The caller must still free the step.
 MLA_API mla_code mla_step_end(mla_step* step, const uint32_t* committed, mla_error** error);
+// Drops the step: its sequences are as they were before it.
 MLA_API mla_code mla_step_abort(mla_step* step, mla_error** error);
 // For steps of a cluster: returns MLA_OK unless the server of the step's sequence at this place has
 // failed, and otherwise that server's error.

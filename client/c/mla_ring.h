@@ -118,15 +118,15 @@ MLA_API void mla_ring_deallocate(mla_ring* ring, uint64_t offset, int32_t on_dev
 // none became free; nothing was sent then.
 MLA_API mla_code mla_ring_attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms,
                                  mla_request** out, mla_error** error);
-// Chained attends that differ in step, layer and addresses alone, in fewer of the caller's
-// microseconds: what `entry` says is read and checked once. Its step_id, layer and stream count for
-// nothing, nor do the addresses that `in` copies from and `out` copies to. A chain belongs to one
-// thread at a time.
+// A chain sends chained attends that differ only in step, layer and addresses, in less time of the
+// caller: it reads and checks `entry` once. The entry's step_id, layer and stream are ignored, and
+// so are the addresses from which `in` copies and to which `out` copies. Only one thread at a time
+// may use a chain.
 typedef struct mla_chain mla_chain;
 MLA_API mla_code mla_chain_new(mla_ring* ring, const mla_ring_entry* entry, mla_chain** out,
                                mla_error** error);
-// As mla_ring_attend. `addresses`: of the memory that each copy of `in` copies from, then of the
-// memory that each copy of `out` copies to; NULL where there are no copies.
+// Sends an attend as mla_ring_attend does. `addresses` are those from which each copy of `in`
+// copies, then those to which each copy of `out` copies; NULL if there are no copies.
 MLA_API mla_code mla_chain_attend(mla_chain* chain, uint64_t step_id, uint32_t layer, void* stream,
                                   void* const* addresses, int64_t room_ms, mla_error** error);
 // Begins a step as mla_ring_message does, and leaves the reply to mla_chain_wait. `message`: a
@@ -140,10 +140,11 @@ MLA_API mla_code mla_chain_begin_next(mla_chain* chain, uint64_t step_id, int64_
                                       mla_error** error);
 // Ends the open step with all of its rows, and leaves the reply to mla_chain_wait.
 MLA_API mla_code mla_chain_end(mla_chain* chain, int64_t room_ms, mla_error** error);
-// Waits for all calls since the last wait that did not return "no_reply_yet". As mla_requests_wait.
+// Waits for all calls since the last wait that did not return "no_reply_yet", and returns what
+// mla_requests_wait returns.
 // MLA_DATA_LOSS if the server's answer to a begin or end is not the one that it must be.
 MLA_API mla_code mla_chain_wait(mla_chain* chain, int64_t wait_ms, mla_error** error);
-// May come before the replies, as mla_request_free.
+// Frees the chain. The call may come before the replies, as for mla_request_free.
 MLA_API void mla_chain_free(mla_chain* chain);
 // Captures chained requests in a graph of the GPU's runtime. While `entry->stream` captures a graph
 // (CUDA's or HIP's), mla_graph_capture captures the copies and the words of one attend; nothing is
@@ -156,9 +157,10 @@ typedef struct mla_graph mla_graph;
 MLA_API mla_code mla_graph_new(mla_ring* ring, mla_graph** out, mla_error** error);
 MLA_API mla_code mla_graph_capture(mla_graph* graph, const mla_ring_entry* entry,
                                    mla_error** error);
-// Attends that were captured: mla_graph_send writes so many requests to `out`. If it fails, nothing
-// was sent, and `exec` must not be launched. MLA_FAILED_PRECONDITION: calls of another kind or
-// stream are under way. MLA_RESOURCE_EXHAUSTED: the ring has fewer entries than the graph attends.
+// Returns the number of attends that were captured: mla_graph_send writes as many requests to
+// `out`. If mla_graph_send fails, nothing was sent, and `exec` must not be launched.
+// MLA_FAILED_PRECONDITION: calls of another kind or stream are under way. MLA_RESOURCE_EXHAUSTED:
+// the ring has fewer entries than the graph attends.
 MLA_API size_t mla_graph_size(const mla_graph* graph);
 MLA_API mla_code mla_graph_send(mla_graph* graph, uint64_t step_id, void* exec, void* stream,
                                 int64_t room_ms, mla_request** out, mla_error** error);
@@ -169,17 +171,19 @@ MLA_API void mla_graph_free(mla_graph* graph);
 MLA_API mla_code mla_ring_message(mla_ring* ring, const void* message, size_t bytes,
                                   const void* tails, size_t tail_bytes, int64_t room_ms,
                                   mla_request** out, mla_error** error);
-// MLA_OK: the request has succeeded. MLA_DEADLINE_EXCEEDED with reason "no_reply_yet": `wait_ms`
-// has passed; wait again. Any other code: it has failed, or the ring has ended.
+// Waits for the reply to a request. MLA_OK: the request has succeeded. MLA_DEADLINE_EXCEEDED with
+// reason "no_reply_yet": `wait_ms` has passed; wait again. Any other code: it has failed, or the
+// ring has ended.
 MLA_API mla_code mla_request_wait(mla_request* request, int64_t wait_ms, mla_error** error);
 // Sets `times` for a request whose wait succeeded. Both may be NULL.
 MLA_API void mla_request_times(const mla_request* request, mla_attend_times* times);
 // Returns the reply to a message, a serialised mla.v1.AttendStreamReply; as long as the request.
 MLA_API const void* mla_request_reply(mla_request* request, size_t* bytes);
-// May come before the reply: the memory of its tensors must stay as it is until then.
+// Frees the request. The call may come before the reply: the memory of its tensors must stay as it
+// is until the reply has come.
 MLA_API void mla_request_free(mla_request* request);
-// As mla_request_wait, for all of them: MLA_OK if all have succeeded, else the error of the first
-// that has failed. None may be NULL.
+// Waits for all requests as mla_request_wait does: MLA_OK if all have succeeded, else the error of
+// the first that has failed. No request may be NULL.
 MLA_API mla_code mla_requests_wait(mla_request* const* requests, size_t count, int64_t wait_ms,
                                    mla_error** error);
 MLA_API void mla_requests_free(mla_request* const* requests, size_t count);

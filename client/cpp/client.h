@@ -139,7 +139,9 @@ class Client final {
 
   const v1::GetServerInfoReply& info() const;  // as of Connect; sends no request
   const std::string& client_id() const;
+  // Asks the server for its version, backend, limits and boot id.
   absl::StatusOr<v1::GetServerInfoReply> GetServerInfo();
+  // Returns the server's counters and gauges.
   absl::StatusOr<v1::GetStatsReply> GetStats();
   // Asks grpc.health.v1: returns true if `service` ("" for the whole server) takes new work.
   absl::StatusOr<bool> IsServing(const std::string& service = "");
@@ -148,9 +150,11 @@ class Client final {
   // watch.
   absl::Status WatchStatus(uint32_t interval_ms,
                            const std::function<bool(const v1::StatusUpdate&)>& update);
-  // `deadline_ms`: 0 means the server's default. The call may take this long plus call_timeout_ms.
-  // `to`: HOST:PORT of the servers that take over the sequences, over TLS, at most kMostDrainPeers;
-  // empty: they stay. A server without the capability "hand_over_many" uses the first one alone.
+  // Makes the server refuse new work and wait for open steps; with `exit` its process then ends.
+  // Only operators may call it. `deadline_ms` 0 means the server's default; the call may take this
+  // long plus call_timeout_ms. `to` has HOST:PORT of the servers that take over the sequences, over
+  // TLS, at most kMostDrainPeers; if it is empty, the sequences stay. A server without the
+  // capability "hand_over_many" uses only the first one.
   absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit,
                                        const std::vector<std::string>& to = {});
   // Ends a drain, whether it is under way or done, so that the server takes new work again.
@@ -178,6 +182,8 @@ class Client final {
   // Returns the model as this client registered it; FAILED_PRECONDITION if it has not. A shape that
   // only the server reports says nothing about the size of a caller's tensors.
   absl::StatusOr<v1::ModelSpec> RegisteredModel(const std::string& model_id) const;
+  // Sets the scales of a model with KV_FORMAT_FP8_TENSOR, one for each layer. Present values may be
+  // sent again, other values only while no sequence of the model is open: else ALREADY_EXISTS.
   absl::Status UploadScales(const std::string& model_id, std::span<const float> scales);
   // Sets sinks for the layers and heads of `slice`, [layer_count, head_count], layer by layer.
   // Present values may be sent again, other values only while no sequence of the model is open:
@@ -189,7 +195,9 @@ class Client final {
   // A chunk has at most info().limits().weight_chunk_bytes() bytes.
   absl::StatusOr<v1::UploadWeightsReply> UploadWeights(
       const std::string& model_id, const std::function<std::optional<WeightsChunk>()>& next);
+  // Returns the tenant's models.
   absl::StatusOr<v1::ListModelsReply> ListModels();
+  // Forgets the model. FAILED_PRECONDITION while sequences of it are open.
   absl::Status UnregisterModel(const std::string& model_id);
 
   // `request_id` makes a retry safe. Empty: a random one; the call is then repeated once if the
@@ -217,7 +225,10 @@ class Client final {
   // end meanwhile may or may not be in the list. UNIMPLEMENTED from servers without the capability
   // "all_sequences".
   absl::StatusOr<v1::GetReply> GetAllSequences();
+  // Releases the sequences; steps that hold them are aborted. The reply names ids that were not
+  // found.
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
+  // Renews the leases of all sequences that this client opened.
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases();
 
   // --- Rows out of a server and into one (docs/cache/page_groups.md, pages_file.h).
@@ -289,6 +300,7 @@ class Sequence final {
   // Declares the contents of the rows from `first_row` on, and appends the cached ones to the
   // committed rows. FAILED_PRECONDITION if it contradicts the declaration of committed rows.
   absl::StatusOr<v1::PrefixMatch> Match(const v1::Prefix& prefix, uint64_t first_row = 0);
+  // Drops the rows from `length` on. The sequence gets another epoch.
   absl::Status Truncate(uint64_t length);
   // The tail that the last step with a tail left (Step::End), and the length to which it belongs.
   // NOT_FOUND without a tail, or if the sequence was truncated below it. ABORTED: it was repeatedly
@@ -300,6 +312,7 @@ class Sequence final {
   absl::StatusOr<Tail> ReadTail();
   // Asks for epoch and length. NOT_FOUND as of Client::Attach.
   absl::Status Refresh();
+  // Ends the sequence at the server; a step that holds it is aborted.
   absl::Status Release();
   void Detach() { client_ = nullptr; }  // from now on only the lease ends it
 

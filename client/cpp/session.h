@@ -175,6 +175,8 @@ class Step final {
   // models with a window.
   uint64_t EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) const;
 
+  // Sends the KV rows and queries of a call and returns without waiting for the outputs. A fault of
+  // the call is the result of Wait.
   PendingAttend AttendAsync(const AttendCall& call);
   absl::StatusOr<AttendTimes> Attend(const AttendCall& call) { return AttendAsync(call).Wait(); }
   // Sends a call with index lists, like AttendAsync.
@@ -193,6 +195,7 @@ class Step final {
   // there is a number for each sequence.
   absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows,
                                             std::span<const SequenceTail> tails = {});
+  // Drops the step: the sequences are as they were before it.
   absl::Status Abort();
 
  private:
@@ -217,6 +220,9 @@ class Step final {
 class Session final {
  public:
   ~Session();
+  // Begins a step that adds rows to sequences of one model: the server reserves pages for all rows
+  // at all layers, or refuses the whole step (RESOURCE_EXHAUSTED). Waits for the answer, unless
+  // BeginOptions::pipelined. The sequences must outlive the step.
   absl::StatusOr<std::unique_ptr<Step>> Begin(const std::string& model_id,
                                               const std::vector<StepRows>& rows,
                                               const BeginOptions& options = {});
@@ -228,6 +234,7 @@ class Session final {
   // of 64 bytes. A call whose tensors are all placed like this is one message, whatever its size.
   // Empty if the session is inline, or without room. Lives as long as the session.
   std::span<std::byte> Allocate(uint64_t bytes);
+  // Gives a block back. REQUIRES: no call that uses it is under way.
   void Free(std::span<std::byte> block);
   // Returns memory of a GPU (ClientOptions::device_bytes) for tensors that kernels write and read,
   // so that no tensor is copied. All tensors of a call lie there or none, and the call has no index
@@ -235,6 +242,7 @@ class Session final {
   // (DeviceStatus has the reason), or if it is full. DeviceWarning: a reason for slowness here, in
   // words for people, or empty.
   std::span<std::byte> AllocateOnDevice(uint64_t bytes);
+  // Gives a block back. REQUIRES: no call that uses it is under way.
   void FreeOnDevice(std::span<std::byte> block);
   absl::Status DeviceStatus() const;
   std::string DeviceWarning() const;
