@@ -2,6 +2,7 @@
 // with a fake HIP runtime that executes kernels by name.
 #include <cstdlib>
 #include <memory>
+#include <set>
 #include <string>
 
 #include "gmock/gmock.h"
@@ -158,6 +159,42 @@ TEST_F(HipBackendTest, ConformsThroughTheFakeDevice) {
     for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
     EXPECT_EQ(report.comparisons, cases) << arch;
   }
+}
+
+std::set<std::string> launched;  // kernels
+
+// The copy engine brings rows if pages allow it and the driver can describe them.
+TEST_F(HipBackendTest, RowsComeInBoxesWhereTheyCan) {
+  control_->arch = "sm_90";
+  HipBackendOptions options = Options();
+  options.vendor = Vendor::kNvidia;
+  options.images = {Image("sm_90", kImage90)};
+  control_->on_launch = [](const char* kernel) { launched.insert(kernel); };
+  struct Case {
+    int32_t page_size, other_page_size, layer;
+    bool encodes, boxes;
+  };
+  for (const Case& c :
+       {Case{64, 64, 0, true, true}, Case{128, 128, 1, true, true}, Case{16, 16, 1, true, true},
+        Case{24, 24, 0, true, true}, Case{4, 4, 0, true, false}, Case{3, 3, 0, true, false},
+        Case{64, 16, 0, true, false}, Case{64, 64, 1, false, false}}) {
+    conformance::CaseSpec spec;
+    spec.geometry = {64, 512, 64, 128, 128};
+    spec.inputs = conformance::InputKind::kHostile;
+    spec.units = 7;
+    spec.requests = {{2, 203, 64, 0, c.page_size, c.layer, true},
+                     {0, 8, 64, 0, 1, 0, true},
+                     {1, 150, 64, 0, c.other_page_size, c.layer, true}};
+    control_->encodes_maps = c.encodes;
+    launched.clear();
+    const conformance::SuiteReport report = RunCases(options, {spec});
+    for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
+    EXPECT_EQ(report.comparisons, 1);
+    EXPECT_EQ(launched.count("mla_attend_64_boxes"), c.boxes ? 1u : 0u) << c.page_size;
+    EXPECT_EQ(launched.count("mla_attend_64"), c.boxes ? 0u : 1u) << c.page_size;
+  }
+  control_->on_launch = nullptr;
+  control_->encodes_maps = true;
 }
 
 // The workspaces hold all heads, a few heads, and less than one head's context.

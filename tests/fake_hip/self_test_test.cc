@@ -81,6 +81,7 @@ std::vector<std::string> KernelsOf(const ArchTraits& arch) {
   }
   for (const AttendVariant& v : arch.attend) kernels.push_back(v.kernel);
   for (const SplitVariant& v : arch.split) kernels.push_back(v.kernel);
+  for (const RowsVariant& v : arch.boxes) kernels.push_back(v.kernel);
   for (const ExpandedVariant& v : arch.expanded) {
     if (v.products == DType::kBf16) kernels.push_back(v.kernel);
   }

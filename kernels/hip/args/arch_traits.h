@@ -42,7 +42,7 @@ struct SplitVariant {
   int32_t threads;
   int32_t shared_bytes;
 };
-struct StreamVariant {
+struct RowsVariant {  // of boxes and of streams
   const char* kernel;
   int32_t rows, threads, shared_bytes;
 };
@@ -77,7 +77,8 @@ inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_R
 inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
 inline constexpr SplitVariant kSm90Split[] = {MLA_SPLIT_SM90(MLA_SPLIT_ROW)};
-inline constexpr StreamVariant kSm90Stream[] = {MLA_STREAM_SM90(MLA_STREAM_ROW)};
+inline constexpr RowsVariant kSm90Boxes[] = {MLA_BOXES_SM90(MLA_STREAM_ROW)};
+inline constexpr RowsVariant kSm90Stream[] = {MLA_STREAM_SM90(MLA_STREAM_ROW)};
 inline constexpr ExpandVariant kGfx950Expand[] = {MLA_EXPAND_GFX950(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kGfx942Expand[] = {MLA_EXPAND_GFX942(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kSm90Expand[] = {MLA_EXPAND_SM90(MLA_EXPAND_ROW)};
@@ -96,7 +97,7 @@ struct ArchTraits {
   std::span<const ExpandVariant> expand;
   std::span<const ExpandedVariant> expanded;
   std::span<const SplitVariant> split = {};
-  std::span<const StreamVariant> stream = {};
+  std::span<const RowsVariant> boxes = {}, stream = {};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // kind in the architecture's pools
   // Text of BackendInfo::fp8_compute: says for which rows and packed rows the absorbed form uses
   // 8-bit products. Empty if neither form has any.
@@ -163,6 +164,7 @@ inline constexpr ArchTraits kSm90Traits{
     .expand = kSm90Expand,
     .expanded = kSm90Expanded,
     .split = kSm90Split,
+    .boxes = kSm90Boxes,
     .stream = kSm90Stream,
     .fp8_compute =
         "8-bit products from 17 packed rows (heads x query rows) on, where they take half the time "

@@ -76,7 +76,7 @@ enum class PartOrder : int32_t {
 // gives. The block processes the packed rows [s * R, (s + 1) * R) of each work item, with R the
 // kernel's tile rows.
 struct AttendArgs {
-  static constexpr bool kSplit = false, kStreams = false;
+  static constexpr bool kSplit = false, kStreams = false, kBoxes = false;
   const SegmentRecord* segments;
   const uint32_t* page_tables;
   const uint8_t* pool;
@@ -94,6 +94,27 @@ struct AttendArgs {
   int32_t few_tiles;  // not 0: items are short (AttendsFewTiles)
 };
 
+// Absorbed attention whose copy engine brings KV rows of bf16, by boxes of a tensor map: 64 columns
+// of `box_rows` rows of a page. The map has the dimensions [granule of the pool, row of a page,
+// column] from the layer's first byte on. All segments have one page size, a multiple of box_rows,
+// one row stride and one layer offset, and items begin at multiples of box_rows.
+inline constexpr int32_t kMostBoxRows = 64;
+inline constexpr int32_t kLeastBoxRows = 8;  // rows after which the swizzle repeats
+struct
+#ifdef __CUDACC__
+    alignas(64)  // as the copy engine reads it, in the kernel's arguments
+#endif
+    TensorMap {
+  uint64_t words[16];  // as the driver encodes it
+};
+struct BoxArgs : AttendArgs {
+  static constexpr bool kBoxes = true;
+  int32_t box_rows;  // a power of two, kLeastBoxRows .. kMostBoxRows
+  int32_t padding[5];
+  TensorMap rows;
+};
+static_assert(sizeof(BoxArgs) == 256, "equal on the host, which does not align the map");
+
 // Absorbed attention to one tile of one segment, cut into pieces of equally many KV rows. The
 // blocks merge the parts themselves. A block serves unit b / blocks_per_unit and share b %
 // blocks_per_unit; unit u attends to KV rows [u * piece_rows, (u + 1) * piece_rows), the last one
@@ -103,7 +124,7 @@ struct AttendArgs {
 inline constexpr int32_t kMostSplitPieces = 160;
 inline constexpr int32_t kMostSplitShares = 8;
 struct SplitArgs {
-  static constexpr bool kSplit = true, kStreams = false;
+  static constexpr bool kSplit = true, kStreams = false, kBoxes = false;
   SegmentRecord segment;
   const uint32_t* page_tables;
   const uint8_t* pool;
@@ -360,6 +381,7 @@ struct IndexArgs {
 };
 
 static_assert(std::is_trivially_copyable_v<AttendArgs>);
+static_assert(std::is_trivially_copyable_v<BoxArgs>);
 static_assert(std::is_trivially_copyable_v<SplitArgs>);
 static_assert(std::is_trivially_copyable_v<StreamArgs>);
 static_assert(std::is_trivially_copyable_v<StreamedTensors>);

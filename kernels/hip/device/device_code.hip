@@ -33,6 +33,7 @@
 #else
 #include "kernels/hip/device/sm90/decode/rows16_fp8/attend_fp8.h"
 #include "kernels/hip/device/sm90/decode/rows64_bf16/attend_wgmma.h"
+#include "kernels/hip/device/sm90/decode/rows64_bf16/box_producer.h"
 #include "kernels/hip/device/sm90/decode/rows64_codes/attend_e4m3.h"
 #include "kernels/hip/device/sm90/decode/rows64_codes/attend_rows.h"
 #include "kernels/hip/device/sm90/decode/rows64_widened/attend_wide.h"
@@ -155,6 +156,18 @@ struct SplitKernelOf<64, KvFormat::kFp8Row, DType::kFp8E4m3> {
     Of_##kernel::run(args);                                                         \
   }
 MLA_SPLIT_SM90(MLA_SPLIT_KERNEL)
+
+#define MLA_BOXES_KERNEL(kernel, rows, threads, shared)                                          \
+  using Of_##kernel = AttendWgmma<AttendConfig<rows>, BoxArgs, BoxProducer<AttendConfig<rows>>>; \
+  static_assert(Of_##kernel::kThreads == threads);                                               \
+  static_assert(Of_##kernel::kSharedBytes == shared);                                            \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                          \
+      kernel(const MLA_KERNEL_ARGUMENT BoxArgs args) {                                           \
+    if (came_late(args)) return;                                                                 \
+    wait_for_previous_kernel();                                                                  \
+    Of_##kernel::run(args);                                                                      \
+  }
+MLA_BOXES_SM90(MLA_BOXES_KERNEL)
 
 #define MLA_STREAM_KERNEL(kernel, rows, threads, shared)                   \
   static_assert(AttendStream<AttendConfig<rows>>::kThreads == threads);    \

@@ -67,7 +67,10 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
   for (const SplitVariant& v : arch.split) {
     find(v.kernel, v.shared_bytes, &kernels->split.emplace_back());
   }
-  for (const StreamVariant& v : arch.stream) {
+  for (const RowsVariant& v : arch.boxes) {
+    find(v.kernel, v.shared_bytes, &kernels->boxes.emplace_back());
+  }
+  for (const RowsVariant& v : arch.stream) {
     find(v.kernel, v.shared_bytes, &kernels->stream.emplace_back());
   }
   for (const ExpandVariant& v : arch.expand) {

@@ -18,7 +18,8 @@ struct KernelSet {
   Function index_logits = nullptr, index_select = nullptr, widen = nullptr;
   Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
   Function pack_rows = nullptr, few_rows = nullptr, many_rows = nullptr, finish_rows = nullptr;
-  std::vector<Function> attend, split, stream, expand, expanded;  // by index, as in ArchTraits
+  std::vector<Function> attend, split, boxes, stream, expand,
+      expanded;  // by index, as in ArchTraits
 };
 
 // Finds all kernels except those for FindPrefillKernels, loads their code, and raises their limit

@@ -25,7 +25,8 @@ constexpr host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(mla_index_logits),
     MLA_HOST_KERNEL(mla_index_select),
 #if MLA_SM90
-    MLA_SPLIT_SM90(MLA_HOST_ROW) MLA_STREAM_SM90(MLA_HOST_ROW) MLA_HOST_KERNEL(mla_widen_rows),
+    MLA_SPLIT_SM90(MLA_HOST_ROW) MLA_BOXES_SM90(MLA_HOST_ROW) MLA_STREAM_SM90(MLA_HOST_ROW)
+        MLA_HOST_KERNEL(mla_widen_rows),
     MLA_HOST_KERNEL(mla_project_row_wide),
     MLA_HOST_KERNEL(mla_project_row_deep),
 #endif

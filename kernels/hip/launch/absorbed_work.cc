@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <span>
 
 #include "base/status_macros.h"
 #include "kernels/hip/launch/combine.h"
@@ -11,7 +12,8 @@ namespace mla::kernels::hip {
 namespace {
 
 constexpr int32_t kRowsOfBlock = 8;
-constexpr int32_t kOnePage = 1 << 30;  // rows a page: a segment's rows are contiguous
+constexpr int64_t kMostGranules = int64_t{1} << 31;  // coordinates in a tensor map are signed
+constexpr int32_t kOnePage = 1 << 30;                // rows a page: a segment's rows are contiguous
 
 int64_t KvRows(const AttentionParams& params) {
   int64_t rows = 0;
@@ -71,6 +73,37 @@ int32_t EqualPieces(const PlanView& plan, int32_t packed_rows) {
     }
   }
   return rows;
+}
+
+// Returns the index in arch.boxes of the kernel that replaces `v` where the copy engine brings
+// rows, or arch.boxes.size() if there is none.
+size_t FindBoxes(const ArchTraits& arch, const AttendVariant& v) {
+  size_t i = 0;
+  if (!v.Serves(KvFormat::kBf16, DType::kBf16, AttentionKind::kDense)) return arch.boxes.size();
+  while (i < arch.boxes.size() && arch.boxes[i].rows != v.rows) ++i;
+  return i;
+}
+
+// Returns a segment whose pages and rows lie as those of all segments with queries, at the layer of
+// the first one; null if there is none.
+const SegmentRecord* CommonLayout(std::span<const SegmentRecord> segments) {
+  const SegmentRecord* common = nullptr;
+  for (const SegmentRecord& r : segments) {
+    if (r.q_rows == 0) continue;
+    if (common == nullptr) common = &r;
+    if (r.page_size != common->page_size || r.row_stride != common->row_stride ||
+        r.layer_offset != segments[0].layer_offset) {
+      return nullptr;
+    }
+  }
+  return common;
+}
+
+// Returns the most rows of a box that divide a tile, a page, and the begins of all items.
+int32_t BoxRowsOf(int32_t page_size, const PlanView& plan) {
+  int32_t bits = page_size | kMostBoxRows;
+  for (const WorkInfo& w : plan.work_info) bits |= w.kv_begin;
+  return bits & -bits;  // the lowest bit
 }
 
 }  // namespace
@@ -142,7 +175,7 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
   const size_t chosen = ChooseAttend(*device_.arch, rows.format, rows.products,
                                      params.desc.attention, packed_rows, units.busy, device_units);
   const AttendVariant& variant = device_.arch->attend[chosen];
-  AttendArgs args = {};
+  BoxArgs args = {};
   args.segments = rows.segments;
   if (!params.windows.empty()) {
     auto windows = recording.metadata().PutEach(params.windows, [layer](WindowRecord record) {
@@ -170,12 +203,35 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
                           .threads = static_cast<uint32_t>(variant.threads),
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
                           .overlap_predecessor = true};
-  MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.attend[chosen], shape, args));
+  const size_t boxes = FindBoxes(*device_.arch, variant);
+  if (boxes < device_.arch->boxes.size() && PutBoxes(params, rows, &args)) {
+    MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.boxes[boxes], shape, args));
+  } else {
+    const AttendArgs& plain = args;
+    MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.attend[chosen], shape, plain));
+  }
   const Attended run{.segments = rows.segments,
                      .windows = args.windows,
                      .order = variant.order,
                      .idle_units = std::max(0, device_units - units.busy * args.blocks_per_unit)};
   return AddCombine(recording, device_, params, plan, run);
+}
+
+bool AbsorbedWork::PutBoxes(const AttentionParams& params, const Rows& rows, BoxArgs* args) const {
+  const SegmentRecord* const common = CommonLayout(params.segments);
+  if (common == nullptr) return false;
+  args->box_rows = BoxRowsOf(common->page_size, params.plan);
+  const int64_t granules = device_.pool.bytes() / kPageGranuleBytes;
+  if (args->box_rows < kLeastBoxRows || granules > kMostGranules) return false;
+  const BoxedRows boxed{.first = reinterpret_cast<uint64_t>(rows.pool),
+                        .pages = granules,
+                        .page_stride = kPageGranuleBytes,
+                        .rows = common->page_size,
+                        .row_stride = common->row_stride,
+                        .columns = kWidenedRowBytes / int32_t{sizeof(uint16_t)},
+                        .box_rows = args->box_rows,
+                        .box_columns = 64};
+  return device_.runtime->EncodeMap(boxed, args->rows.words);
 }
 
 bool AbsorbedWork::Widens(const AttentionParams& params, const Rows& rows,

@@ -50,6 +50,10 @@ class AbsorbedWork final {
   };
   // Returns true if the rows are to be widened first, for work items of at most `packed_rows`.
   bool Widens(const AttentionParams& params, const Rows& rows, int32_t packed_rows) const;
+  // Completes the arguments of the kernel whose copy engine brings rows of `rows.pool`. Returns
+  // false if it cannot: pages or layers differ between segments, boxes would have too few rows, or
+  // the driver has no tensor maps.
+  bool PutBoxes(const AttentionParams& params, const Rows& rows, BoxArgs* args) const;
   // Widens the rows and updates `rows` to the result.
   absl::Status AddWiden(LaunchRecording& recording, const AttentionParams& params,
                         Rows* rows) const;

@@ -347,7 +347,7 @@ void StreamWork::AddArrivals(LaunchRecording& recording, int32_t index) {
 absl::Status StreamWork::Add(LaunchRecording& recording, int32_t index,
                              const AttentionParams& params, const DevicePlan& plan) {
   const Taken& taken = taken_[static_cast<size_t>(index)];
-  const StreamVariant& variant = device_->arch->stream.front();
+  const RowsVariant& variant = device_->arch->stream.front();
   MLA_ASSIGN_OR_RETURN(auto segments, PutSegments(recording, *device_, params, taken.host_queries));
   auto tensors = recording.metadata().PutEach(std::span<const StreamedTensors>(taken.tensors),
                                               [](const StreamedTensors& t) { return t; });

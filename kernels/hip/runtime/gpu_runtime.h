@@ -50,6 +50,18 @@ struct LaunchShape {
   bool operator==(const LaunchShape&) const = default;
 };
 
+// Rows of 16-bit elements in device memory as a tensor map describes them, for copies of boxes of
+// `box_columns` columns and `box_rows` rows of one page.
+struct BoxedRows {
+  uint64_t first = 0;       // address, a multiple of 16
+  int64_t pages = 0;        // places where a page may begin, page_stride bytes apart
+  int64_t page_stride = 0;  // a multiple of 16; pages may overlap
+  int64_t rows = 0;         // of a page
+  int64_t row_stride = 0;   // bytes, a multiple of 16
+  int32_t columns = 0;
+  int32_t box_rows = 0, box_columns = 0;  // 128 bytes of columns
+};
+
 // Entry points as the vendors' libraries export them; runtime_table.h has them.
 struct RuntimeTable;
 
@@ -96,6 +108,10 @@ class GpuRuntime final {
   int64_t graph_launches() const { return graph_launches_; }
   void NoteGraphLaunch() { ++graph_launches_; }
   bool stores_words() const;  // StoreWord; some drivers lack it
+
+  // Encodes a tensor map, whose boxes have the 128-byte swizzle. Returns false if the runtime has
+  // no such maps or refuses this one.
+  bool EncodeMap(const BoxedRows& of, std::span<uint64_t, 16> map) const;
 
   // --- For calls that are not in this class.
   SymbolTable Symbols() const { return SymbolTable(opened_); }

@@ -52,6 +52,8 @@ absl::Status FindEntryPoints(Vendor vendor, void* library, RuntimeTable* table) 
   need(nullptr, "cuLaunchKernelEx", &table->nvidia_launch);
   symbols.Want(vendor == Vendor::kAmd ? "hipStreamWriteValue32" : "cuStreamWriteValue32_v2",
                &table->store_word);
+  symbols.Want(vendor == Vendor::kAmd ? nullptr : "cuTensorMapEncodeTiled",
+               &table->nvidia_encode_map);
   return symbols.Check("the GPU runtime");
 }
 

@@ -83,6 +83,9 @@ struct RuntimeTable {
   int (*nvidia_set_context)(void*);
   int (*nvidia_copy_rows)(const NvidiaCopyRows*, Stream);
   int (*nvidia_function_attribute)(Function, int, int);
+  // Null if the driver is older than CUDA 12.
+  int (*nvidia_encode_map)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*,
+                           const uint32_t*, const uint32_t*, int, int, int, int);
   int (*nvidia_launch)(const NvidiaLaunchConfig*, Function, void**, void**);
 };
 

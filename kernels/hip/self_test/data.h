@@ -54,12 +54,12 @@ struct Shape {
 // Two query rows make a tile for one block of the smallest attention kernel; twenty make one for
 // the largest, if all units are busy (ChooseAttend). The other shapes run loops for several
 // iterations: at least 12 tiles of 64 KV rows in every piece, pages of three rows, more query rows
-// than a tile.
-inline constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
-                                    {150, 64, 96, 20, 20, true, false},
-                                    {1600, 3, 800, 2, 0, false, true},
-                                    {1600, 3, 800, 20, 0, true, true},
-                                    {850, 3, 0, 0, 130, true, true}};
+// than a tile. Pages of 64 rows and of 24 are copied in boxes where an architecture has them
+// (BoxArgs).
+inline constexpr Shape kShapes[] = {
+    {150, 64, 96, 2, 2, false, false},  {150, 64, 96, 20, 20, true, false},
+    {1600, 3, 800, 2, 0, false, true},  {1600, 3, 800, 20, 0, true, true},
+    {1600, 24, 800, 20, 0, true, true}, {850, 3, 0, 0, 130, true, true}};
 // These shapes are run at the dims of kWideGeometry, in the expanded form. In the second shape some
 // rows see few keys.
 inline constexpr Shape kWideShapes[] = {kShapes[0], {200, 3, 0, 0, 130, true, true}};

@@ -8,6 +8,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "kernels/hip/emulator/block/tensor_map.h"
 #include "tests/fake_hip/runtime/fake_control.h"
 #include "tests/fake_hip/runtime/shared_event.h"
 
@@ -359,6 +360,36 @@ int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** parameters, v
   }
   return cuLaunchKernel(function, c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
                         c->block_z, c->shared_bytes, c->stream, parameters, extra);
+}
+// Only maps that copies of boxes of rows need.
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* first, const uint64_t* dims,
+                           const uint64_t* strides, const unsigned* box, const unsigned* steps,
+                           int interleave, int swizzle, int, int fill) {
+  using mla::kernels::hip::host::TensorMap;
+  if (!fake_hip_control()->encodes_maps) return kInvalidValue;
+  constexpr int kOfBf16 = 9, kSwizzle128 = 3;
+  constexpr unsigned kMostOfBox = 256;
+  constexpr uint64_t kMostOfDim = uint64_t{1} << 32, kMostStride = uint64_t{1} << 40;
+  if (type != kOfBf16 || rank != 3 || interleave != 0 || swizzle != kSwizzle128 || fill != 0 ||
+      reinterpret_cast<uintptr_t>(map) % 64 != 0 || reinterpret_cast<uintptr_t>(first) % 16 != 0 ||
+      box[0] * 2 != TensorMap::kRowBytes || box[2] != 1) {
+    return kInvalidValue;
+  }
+  TensorMap made = {};
+  made.mark = TensorMap::kMark;
+  made.first = static_cast<const char*>(first);
+  for (unsigned i = 0; i < rank; ++i) {
+    if (dims[i] == 0 || dims[i] > kMostOfDim || box[i] == 0 || box[i] > kMostOfBox || steps[i] != 1)
+      return kInvalidValue;
+    made.dims[i] = dims[i];
+    made.box[i] = box[i];
+  }
+  for (unsigned i = 0; i + 1 < rank; ++i) {
+    if (strides[i] % 16 != 0 || strides[i] >= kMostStride) return kInvalidValue;
+    made.strides[i] = strides[i];
+  }
+  std::memcpy(map, &made, sizeof(made));
+  return kSuccess;
 }
 int cuGraphCreate(void** graph, unsigned flags) { IN_CONTEXT(hipGraphCreate(graph, flags)); }
 int cuGraphDestroy(void* graph) { IN_CONTEXT(hipGraphDestroy(graph)); }

@@ -51,6 +51,21 @@ MLA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_
       : "memory");
 }
 
+// Copies a box of a tensor map: from row `row` of the page at `granule` on, and from `column` on,
+// to the places that chunk_at gives. Rows past the page become zeros. `barrier` counts the bytes.
+MLA_DEVICE void box_copy(uint32_t to, const TensorMap& map, int column, int row, uint32_t granule,
+                         uint32_t barrier, CachePolicy policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(granule), "r"(barrier), "l"(policy)
+      : "memory");
+}
+// Brings the map itself to the copy engine.
+MLA_DEVICE void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // bulk_store copies `bytes` (a multiple of 16) to global memory, which later kernels see. Ordinary
 // writes to `from` must have been published. The next function waits until all copies of this
 // thread have read their sources.

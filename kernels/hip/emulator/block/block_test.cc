@@ -10,6 +10,7 @@
 #include "gtest/gtest.h"
 #include "kernels/hip/emulator/block/counted_barrier.h"
 #include "kernels/hip/emulator/block/products.h"
+#include "kernels/hip/emulator/block/tensor_map.h"
 
 namespace mla::kernels::hip::host {
 namespace {
@@ -258,6 +259,74 @@ TEST(CountedBarrierTest, BulkCopiesAreCountedInBytes) {
                 Poll(CountedPhaseEnded, 512, 0);
               }),
               HasSubstr("all lanes wait for each other"));
+}
+
+// Pages of three rows of 128 columns that begin every 64 bytes, and boxes of four rows and 64
+// columns.
+std::vector<uint16_t> tensor;
+TensorMap map;
+void MakeMap() {
+  tensor.resize(1024);
+  for (size_t i = 0; i < tensor.size(); ++i) tensor[i] = static_cast<uint16_t>(i);
+  map = {.mark = TensorMap::kMark,
+         .first = reinterpret_cast<const char*>(tensor.data()),
+         .dims = {128, 3, 4},
+         .strides = {512, 64},
+         .box = {64, 4, 1}};
+}
+
+TEST(CountedBarrierTest, BoxesArriveSwizzledWithZerosPastThePage) {
+  MakeMap();
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 0) return;
+                InitCounted(960, 1);
+                ArriveCounted(960, 512);
+                StartBoxCopy(Shared(128), &map, {64, 1, 2}, 960);
+                tensor[64 + 256 + 64] = 9999;  // the source is read when the copy lands
+                Poll(CountedPhaseEnded, 960, 0);
+                for (int i = 0; i < 128; ++i) results.push_back(Load(128 + i * 4));
+              }),
+              IsEmpty());
+  const auto* const words = results.data() + kWave;
+  for (int row = 0; row < 4; ++row) {
+    for (int word = 0; word < 32; ++word) {
+      // Row 0 of the box lies in row 1 of the eight after which the swizzle repeats.
+      const int at = row * 32 + (word / 4 ^ (row + 1)) * 4 + word % 4;
+      const int first = 2 * 32 + (1 + row) * 256 + 64 + 2 * word;
+      const int low = first == 64 + 256 + 64 ? 9999 : first;
+      EXPECT_EQ(words[at], row < 2 ? low | (first + 1) << 16 : 0) << row << " " << word;
+    }
+  }
+}
+
+TEST(CountedBarrierTest, BoxesOutsideOfTheTensorAreZerosAndOthersAreFaults) {
+  MakeMap();
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 0) return;
+                InitCounted(960, 1);
+                ArriveCounted(960, 512);
+                StartBoxCopy(Shared(0), &map, {0, 0, 4}, 960);
+                Poll(CountedPhaseEnded, 960, 0);
+                results[0] = Load(0);
+              }),
+              IsEmpty());
+  EXPECT_EQ(results[0], 0);
+  EXPECT_THAT(Launch([](const void*) {
+                InitCounted(960, 1);
+                StartBoxCopy(Shared(0), &map, {128, 0, 0}, 960);
+              }),
+              HasSubstr("a box that begins with column 128"));
+  EXPECT_THAT(Launch([](const void*) {
+                InitCounted(960, 1);
+                StartBoxCopy(Shared(64), &map, {0, 0, 0}, 960);
+              }),
+              HasSubstr("a box at 64 of shared memory"));
+  map.mark = 0;
+  EXPECT_THAT(Launch([](const void*) {
+                InitCounted(960, 1);
+                StartBoxCopy(Shared(0), &map, {0, 0, 0}, 960);
+              }),
+              HasSubstr("that the driver has not encoded"));
 }
 
 TEST(CountedBarrierTest, MoreArrivalsThanCountedAreAFault) {

@@ -1,9 +1,11 @@
 #include "kernels/hip/emulator/block/counted_barrier.h"
 
+#include <cstring>
 #include <map>
 #include <vector>
 
 #include "kernels/hip/emulator/block/block.h"
+#include "kernels/hip/emulator/block/tensor_map.h"
 
 namespace mla::kernels::hip::host {
 namespace {
@@ -93,6 +95,29 @@ void ArriveAfterCopies(uint32_t at) {
 void StartBulkCopy(char* to, const void* from, uint32_t bytes, uint32_t barrier) {
   the_block->shared.StartCopy(Find(barrier).bulk, to, from, static_cast<int>(bytes),
                               the_lane->wave->index);
+}
+
+void StartBoxCopy(char* to, const void* map, const int (&place)[3], uint32_t barrier) {
+  TensorMap of;
+  std::memcpy(&of, map, sizeof(of));
+  if (of.mark != TensorMap::kMark) Fault("a copy by a tensor map that the driver has not encoded");
+  SharedMemory& shared = the_block->shared;
+  const auto offset = static_cast<uint64_t>(to - shared.base());
+  if (offset % TensorMap::kRowBytes != 0) Fault("a box at %lu of shared memory", offset);
+  const bool page = place[2] >= 0 && static_cast<uint32_t>(place[2]) < of.dims[2];
+  if (place[0] < 0 || place[0] + of.box[0] > of.dims[0]) {
+    Fault("a box that begins with column %d", place[0]);
+  }
+  for (uint32_t i = 0; i < of.box[1]; ++i) {
+    const int64_t row = place[1] + int64_t{i};
+    const bool there = page && row >= 0 && row < static_cast<int64_t>(of.dims[1]);
+    const char* const from = of.first + static_cast<int64_t>(of.strides[1]) * place[2] +
+                             row * static_cast<int64_t>(of.strides[0]) + place[0] * 2;
+    // The swizzle acts on bits of the address.
+    const uint64_t at = offset + uint64_t{i} * TensorMap::kRowBytes;
+    shared.StartCopy(Find(barrier).bulk, shared.base() + at, there ? from : nullptr,
+                     TensorMap::kRowBytes, the_lane->wave->index, at / TensorMap::kRowBytes % 8);
+  }
 }
 
 bool CountedPhaseEnded(uint32_t at, uint32_t parity) {

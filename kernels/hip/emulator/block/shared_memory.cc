@@ -114,14 +114,15 @@ void SharedMemory::Update(const void* at, size_t bytes, int wave) {
   }
 }
 
-void SharedMemory::StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave) {
+void SharedMemory::StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave,
+                             int turn) {
   const auto size = static_cast<size_t>(bytes);
   Write(to, size, wave);
   size_t count = 0;
   Word* const words = Words(to, size, "a copy", &count);
   for (size_t i = 0; i < count; ++i) words[i].in_flight = true;
   std::memset(to, kNaN, size);
-  queue.Add({static_cast<char*>(to), from, bytes, queue.open_group()});
+  queue.Add({static_cast<char*>(to), from, bytes, queue.open_group(), turn});
 }
 
 void SharedMemory::Land(CopyQueue& queue, int wave) {
@@ -134,7 +135,17 @@ void SharedMemory::Land(CopyQueue& queue, int wave) {
     words[i].written = interval_;
     words[i].writer = static_cast<uint8_t>(wave);
   }
-  std::memcpy(copy.to, copy.from, size);
+  if (copy.from == nullptr) {
+    std::memset(copy.to, 0, size);
+  } else if (copy.turn == 0) {
+    std::memcpy(copy.to, copy.from, size);
+  } else {
+    constexpr size_t kChunk = 16;
+    for (size_t at = 0; at < size; at += kChunk) {
+      const size_t place = at ^ static_cast<size_t>(copy.turn) * kChunk;
+      std::memcpy(copy.to + place, static_cast<const char*>(copy.from) + at, kChunk);
+    }
+  }
   queue.DropOldest();
 }
 

@@ -23,9 +23,10 @@ class CopyQueue {
  public:
   struct Copy {
     char* to;
-    const void* from;
+    const void* from;  // null: zeros
     int bytes;
     uint64_t group;  // of copies that are waited for together
+    int turn;        // chunk c of 16 bytes lands in place c ^ turn
   };
   void Add(const Copy& copy);
   int count() const { return count_; }
@@ -40,7 +41,7 @@ class CopyQueue {
   }
 
  private:
-  static constexpr int kMost = 128;
+  static constexpr int kMost = 256;
   int first_ = 0, count_ = 0;
   int64_t bytes_ = 0;
   uint64_t group_ = 0;
@@ -61,7 +62,7 @@ class SharedMemory {
   // Call before an atomic operation; its order with atomic operations of other waves is free.
   void Update(const void* at, size_t bytes, int wave);
 
-  void StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave);
+  void StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave, int turn = 0);
   // Lands the oldest copies until `younger` are left, or all of groups before `group`.
   void LandAllBut(CopyQueue& queue, int younger, int wave);
   void LandBefore(CopyQueue& queue, uint64_t group, int wave);

@@ -31,6 +31,12 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
   host::StartBulkCopy(shared_bytes() + to, from, bytes, barrier);
 }
 
+inline void box_copy(uint32_t to, const TensorMap& map, int column, int row, uint32_t granule,
+                     uint32_t barrier, CachePolicy) {
+  host::StartBoxCopy(shared_bytes() + to, &map, {column, row, static_cast<int>(granule)}, barrier);
+}
+inline void prefetch_map(const TensorMap&) {}
+
 // A store reads its source as late as is allowed: when it is waited for.
 inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   host::the_lane->stores.push_back({shared_bytes() + from, to, bytes});

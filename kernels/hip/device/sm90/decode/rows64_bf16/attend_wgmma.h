@@ -26,8 +26,8 @@
 
 namespace mla::kernels::hip {
 
-// Args is AttendArgs, or SplitArgs or StreamArgs if the kernel merges the parts as well. Producer
-// is the group that copies queries and KV rows.
+// Args is AttendArgs, BoxArgs with BoxProducer, or SplitArgs or StreamArgs if the kernel merges the
+// parts as well. Producer is the group that copies queries and KV rows.
 template <class C, class Args = AttendArgs, class Producer = WgmmaProducer<C, Args>>
 class AttendWgmma {
  public:
@@ -45,7 +45,7 @@ class AttendWgmma {
         tile::store_word(shared.begun(), static_cast<uint32_t>(realtime_ns()));
       }
     }
-    shared.init_barriers();
+    shared.init_barriers(Producer::kTileArrivals, Producer::kQueryArrivals);
     let_next_kernel_start();
     const int group = tile::wave_index() >> 2;
     if (group == 2) {

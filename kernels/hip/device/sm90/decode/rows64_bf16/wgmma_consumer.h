@@ -9,7 +9,8 @@
 
 namespace mla::kernels::hip {
 
-// Group kGroup of the two groups that compute. Args is AttendArgs, SplitArgs or StreamArgs.
+// Group kGroup of the two groups that compute. Args is AttendArgs, BoxArgs, SplitArgs or
+// StreamArgs.
 template <class C, int kGroup, class Args = AttendArgs>
 class WgmmaConsumer {
  public:
@@ -130,7 +131,8 @@ class WgmmaConsumer {
       const bool unseen = some_unseen();
       const Shift shift = make_probabilities(s, p, masks, first, unseen, state);
       const bool hide =
-          L::kLists ? unseen : masks.ragged && first + C::kTileKv > masks.unmasked_end;
+          L::kLists ? unseen
+                    : (Args::kBoxes || masks.ragged) && first + C::kTileKv > masks.unmasked_end;
       publish(p, hide, L::kLists ? 0 : masks.unmasked_end - first, state);
       if (kGroup == 1) finish_other(state);
       move_outputs(shift, state);
@@ -178,7 +180,8 @@ class WgmmaConsumer {
         tile::barrier_wait(shared.queries_filled(query_part), query_phase);
       }
       tile::barrier_wait(shared.filled(kGroup, part), phase);
-      tile::publish_shared();
+      // The copy engine writes as products read: through the async proxy. Queries come otherwise.
+      if (!Args::kBoxes || first) tile::publish_shared();
       tile::wgmma_begin();
       constexpr int kSteps = 8;
 #pragma unroll
@@ -265,7 +268,7 @@ class WgmmaConsumer {
 
   // Passes the own tile's probabilities, origins and values to the other group. If `hide`, values
   // of rows from `first_hidden` on that are not finite are zeroed first, because some packed rows
-  // do not see them.
+  // do not see them, or because they came with a box past the item's end.
   MLA_DEVICE void publish(const uint32_t (&p)[kScores / 2], bool hide, int first_hidden,
                           const State& state) const {
     // P overwrites the rope columns, so all warps' scores must be complete.

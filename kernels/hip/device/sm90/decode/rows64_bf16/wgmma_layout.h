@@ -87,10 +87,12 @@ struct WgmmaLayout {
   MLA_DEVICE lds_t summed() const { return barrier(kBarriers - 2); }
   MLA_DEVICE lds_t queries_emptied() const { return barrier(kBarriers - 1); }
 
-  MLA_DEVICE void init_barriers() const {
+  // Arrivals that fill a part of a tile, and one of the queries. Each warp that widens writes a
+  // part in two halves.
+  static constexpr int kTileArrivals = kWidens ? 2 * kGroupWarps : kGroupThreads;
+  static constexpr int kQueryArrivals = kGroupThreads;
+  MLA_DEVICE void init_barriers(int bringing = kTileArrivals, int asking = kQueryArrivals) const {
     if (thread_index() == 0) {
-      // Each warp that widens writes a part in two halves.
-      const int bringing = kWidens ? 2 * kGroupWarps : kGroupThreads;
       for (int part = 0; part < kParts; ++part) {
         // The first part includes the bits of seen list rows.
         const int more = kLists && !kWidens && part == 0 ? kGroupWarps : 0;
@@ -98,7 +100,7 @@ struct WgmmaLayout {
           const int copies = kDirect && part == direct_part(s) ? 2 * kGroupThreads : 0;
           tile::barrier_init(filled(s, part), bringing + more + copies);
         }
-        tile::barrier_init(queries_filled(part), kGroupThreads);
+        tile::barrier_init(queries_filled(part), asking);
       }
       for (int s = 0; s < 2; ++s) {
         // The group that owns a tile may read values by thread; the other group never does.

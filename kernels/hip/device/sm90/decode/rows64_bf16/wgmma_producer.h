@@ -19,6 +19,7 @@ class WgmmaProducer {
   using lds_t = tile::lds_t;
   using Source = RowSource<C::kAttention>;
   static constexpr int kRegisters = 56;  // of a thread
+  static constexpr int kTileArrivals = L::kTileArrivals, kQueryArrivals = L::kQueryArrivals;
 
   MLA_DEVICE WgmmaProducer(const Args& a, const L& layout)
       : args(a), shared(layout), lane(tile::lane_index()), warp(tile::wave_index() & 3) {}

@@ -21,6 +21,7 @@ class WideningProducer {
   using L = WgmmaLayout<C>;
   using lds_t = tile::lds_t;
   static constexpr int kRegisters = 72;  // of a thread
+  static constexpr int kTileArrivals = L::kTileArrivals, kQueryArrivals = L::kQueryArrivals;
 
   MLA_DEVICE WideningProducer(const AttendArgs& a, const L& layout)
       : args(a), shared(layout), warp(tile::wave_index() & 3), lane(tile::lane_index()) {}
