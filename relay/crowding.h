@@ -1,9 +1,10 @@
 // Tells whether other programs compute on the core of a relay that polls.
 //
-// A yield returns at once on a core that nobody else wants, and after a time slice of the other
-// program where one computes. A sleeper, by contrast, is woken ahead of such a program. So a relay
-// sleeps in place of yielding for kPause after each yield that took kLongYield or more. Only yields
-// count: a look at the transport may last as long because it waits for the relay's other thread.
+// A yield returns at once on a core that no other program wants, and after a time slice of the
+// other program where one computes. A sleeper, by contrast, is woken ahead of such a program. So a
+// relay sleeps in place of yielding for kPause after each yield that took kLongYield or more. Only
+// yields count: a look at the transport may last as long because it waits for the relay's other
+// thread.
 //
 // Threading: one thread. It has no clock of its own.
 #ifndef MLA_RELAY_CROWDING_H_

@@ -431,7 +431,7 @@ absl::Status Relay::Run(int control) {
   Crowding crowding;
   absl::Status ended;
   for (;;) {
-    // A relay that is to spin does so whoever else wants its core.
+    // A relay that is to spin does so on a crowded core, too.
     const bool crowded = options_.spin.count() == 0 && crowding.IsCrowded(Clock::now());
     bool moved = false;
     for (int i = 0; i < spins && !moved; ++i) {
