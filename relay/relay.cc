@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "proto/wire/futex.h"
+#include "relay/crowding.h"
 
 namespace mla::relay {
 namespace {
@@ -24,11 +25,6 @@ constexpr int kSpinsPerClock = 32;
 // A relay that has handed on a request stays awake for its completion for that long, and lets
 // others have its core: a wake-up of another thread takes some of this.
 constexpr std::chrono::microseconds kAnswerWait{50};
-// If a look that finds nothing takes longer than kCrowdedLook, other programs compute on this core:
-// each yield costs a time slice of theirs, while the wake-up of a sleeper takes the core from them.
-// So the relay sleeps in place of yielding, until kCrowdedPause has passed.
-constexpr std::chrono::microseconds kCrowdedLook{500};
-constexpr std::chrono::milliseconds kCrowdedPause{100};
 constexpr std::chrono::milliseconds kReportPause{100};
 
 absl::Status Broken(const char* field, const std::string& got, const std::string& limit) {
@@ -432,23 +428,25 @@ absl::Status Relay::Run(int control) {
   // Each look at a transport may be a system call.
   const int spins = options_.spin.count() > 0 ? kSpinsPerClock : 1;
   Clock::time_point last_work = Clock::now(), looked = last_work, reported = last_work;
-  Clock::time_point began = last_work, crowded_until = last_work;
-  bool crowded = false;
+  Crowding crowding;
   absl::Status ended;
   for (;;) {
+    // A relay that is to spin does so on a crowded core, too.
+    const bool crowded = options_.spin.count() == 0 && crowding.IsCrowded(Clock::now());
     bool moved = false;
     for (int i = 0; i < spins && !moved; ++i) {
       moved = Round();
       if (!moved) wire::SpinPause();
       if (!crowded && wanted_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
     }
-    if (!moved && !crowded) std::this_thread::yield();  // the ring may need this core
+    if (!moved && !crowded) {
+      const Clock::time_point begin = Clock::now();
+      std::this_thread::yield();  // the ring may need this core
+      crowding.NoteYield(begin, Clock::now());
+    }
     if (ended = status(); !ended.ok()) break;
     const Clock::time_point now = Clock::now();
     if (moved) last_work = now;
-    if (!moved && now - began >= kCrowdedLook) crowded_until = now + kCrowdedPause;
-    crowded = options_.spin.count() == 0 && now < crowded_until;
-    began = now;
     if (now - reported >= kReportPause) {
       reported = now;
       Report();
@@ -461,7 +459,6 @@ absl::Status Relay::Run(int control) {
     if (now - looked >= std::chrono::milliseconds(kLongestSleepMillis)) LookAtRing();
     looked = now;
     poll(events, std::size(events), sleeps ? kLongestSleepMillis : 0);
-    began = Clock::now();
     if (events[0].revents != 0) break;
     uint64_t wakes = 0;
     if (events[1].revents != 0 && read(wake_, &wakes, sizeof(wakes)) < 0) continue;

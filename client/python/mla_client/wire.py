@@ -351,5 +351,5 @@ class ResultAssembler:
         """The call's result once every chunk was added."""
         o = self._o
         if o is not None and self._args.profile == Profile.PROJECTED:
-            o = o[:, 0]
+            o = o.squeeze(1)  # a tensor of a GPU, too, can do that
         return AttendResult(o, self._lse, self._timings, self._lists)

@@ -7,14 +7,17 @@
 //
 // Both have the same rows, weights and plan; every launch absorbs queries, attends and projects
 // outputs of `batch` sequences. PROJECTED makes the queries of low-rank ones before, and hidden
-// states after. A line a batch: microseconds of both (median, least), of the two products alone
-// (queries, hiddens: a launch with nothing else), what PROJECTED takes in addition, that as a
+// states after. The launches take turns, because the device's clocks fall with the work that it has
+// had: EXPANDED, PROJECTED, and each of the layer's parts as a launch of its own. A line a batch:
+// microseconds of both (median, least), of the parts (queries and hiddens are the two products),
+// what PROJECTED takes in addition, that as a
 // multiple of the products' floor, and the bytes of a token's tensors in both profiles, as the
 // launches' inputs and outputs add up to. The floor is the longer of two times: half the time in
 // which the device copies W_UQ and W_O, because a copy reads and writes; and the time of the
 // products' floating-point operations at --tflops, as measured in large products (0: the first time
 // alone).
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <memory>
 #include <numeric>
@@ -49,8 +52,11 @@ struct Flags {
   std::string json, image;
 };
 
-// The parts of a launch.
-enum class Parts { kExpanded, kProjected, kQueries, kHiddens };
+// The parts of a launch: all of a profile, or one of PROJECTED's.
+enum class Parts { kExpanded, kProjected, kQueries, kAbsorb, kAttend, kProject, kHiddens };
+constexpr Parts kTurns[] = {Parts::kExpanded, Parts::kProjected, Parts::kQueries, Parts::kAbsorb,
+                            Parts::kAttend,   Parts::kProject,   Parts::kHiddens};
+constexpr size_t kKinds = std::size(kTurns);
 
 struct Times {
   double median = 0, least = 0;  // microseconds
@@ -85,7 +91,7 @@ class Bench {
   absl::Status SendTables(int32_t batch);
   absl::Status Launch(int32_t batch, const kernels::PlanView& plan, Parts parts, int64_t* ns,
                       int64_t* bytes);
-  absl::StatusOr<Times> Repeat(int32_t batch, const kernels::PlanView& plan, Parts parts);
+  absl::StatusOr<std::array<Times, kKinds>> TakeTurns(int32_t batch, const kernels::PlanView& plan);
   absl::StatusOr<double> CopyMicros(int64_t bytes);
   void AddAttention(int32_t batch, const void* q, void* o, void* between, void* latent,
                     kernels::Launch& launch);
@@ -267,10 +273,10 @@ absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, Parts p
                           static_cast<Bf16*>(out) + i * out_row, o_row, out_row, 1, 0, nullptr});
     }
     const kernels::RopeLayout rope = kernels::RopeLayout::kInterleaved;
-    if (parts != Parts::kHiddens) {
+    if (parts == Parts::kProjected || parts == Parts::kQueries) {
       launch.queries = {geometry_, rope, DType::kBf16, DType::kBf16, queries_};
     }
-    if (parts != Parts::kQueries) {
+    if (parts == Parts::kProjected || parts == Parts::kHiddens) {
       launch.hiddens = {geometry_, rope, DType::kBf16, DType::kBf16, hiddens_};
     }
     q = made;
@@ -278,10 +284,14 @@ absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, Parts p
   void* const between = at(layout_.Workspace(batch * h * kRowDim * 2));
   void* const latent = at(layout_.Workspace(batch * h * kLora * 4));
   if (!status.ok()) return status;
-  if (expanded || parts == Parts::kProjected) {
+  if (parts != Parts::kQueries && parts != Parts::kHiddens) {
     AddAttention(batch, q, o, between, latent, launch);
     launch.absorbed.plan = plan;
   }
+  const bool all = expanded || parts == Parts::kProjected;
+  if (!all && parts != Parts::kAbsorb) launch.absorb.records = {};
+  if (!all && parts != Parts::kAttend) launch.absorbed.segments = {}, launch.absorbed.plan = {};
+  if (!all && parts != Parts::kProject) launch.project.records = {};
   launch.inputs = layout_.inputs();
   launch.outputs = layout_.outputs();
   // Overwrites the L2 and keeps the device busy while the host enqueues.
@@ -293,17 +303,23 @@ absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, Parts p
   return time.status();
 }
 
-absl::StatusOr<Times> Bench::Repeat(int32_t batch, const kernels::PlanView& plan, Parts parts) {
-  std::vector<int64_t> times;
-  Times result;
+absl::StatusOr<std::array<Times, kKinds>> Bench::TakeTurns(int32_t batch,
+                                                           const kernels::PlanView& plan) {
+  std::vector<int64_t> times[kKinds];
+  std::array<Times, kKinds> result;
   for (int32_t i = -5; i < flags_.iterations; ++i) {  // the first five warm up
-    int64_t ns = 0;
-    if (absl::Status s = Launch(batch, plan, parts, &ns, &result.token_bytes); !s.ok()) return s;
-    if (i >= 0) times.push_back(ns);
+    for (size_t k = 0; k < kKinds; ++k) {
+      int64_t ns = 0;
+      absl::Status s = Launch(batch, plan, kTurns[k], &ns, &result[k].token_bytes);
+      if (!s.ok()) return s;
+      if (i >= 0) times[k].push_back(ns);
+    }
   }
-  std::sort(times.begin(), times.end());
-  result.median = static_cast<double>(times[times.size() / 2]) / 1e3;
-  result.least = static_cast<double>(times[0]) / 1e3;
+  for (size_t k = 0; k < kKinds; ++k) {
+    std::sort(times[k].begin(), times[k].end());
+    result[k].median = static_cast<double>(times[k][times[k].size() / 2]) / 1e3;
+    result[k].least = static_cast<double>(times[k][0]) / 1e3;
+  }
   return result;
 }
 
@@ -348,30 +364,30 @@ absl::Status Bench::Time(int32_t batch) {
   auto read = CopyMicros(projected_bytes());
   if (!read.ok()) return read.status();
   const double operations = OperationMicros(batch), floor = std::max(*read, operations);
-  Times times[4];
-  for (const Parts parts :
-       {Parts::kExpanded, Parts::kProjected, Parts::kQueries, Parts::kHiddens}) {
-    auto repeated = Repeat(batch, *plan, parts);
-    if (!repeated.ok()) return repeated.status();
-    times[static_cast<size_t>(parts)] = *repeated;
-  }
+  auto turns = TakeTurns(batch, *plan);
+  if (!turns.ok()) return turns.status();
+  const std::array<Times, kKinds>& times = *turns;
   const double more = times[1].median - times[0].median;
   std::printf(
       "batch=%d context=%d h=%d: expanded %.1f us (least %.1f), projected %.1f us (least %.1f), "
-      "queries %.1f us, hiddens %.1f us; %.1f us more, %.2f x the floor of %.1f us (reading W_UQ "
-      "and W_O %.1f us, multiplying %.1f us); bytes a token %lld and %lld\n",
+      "queries %.1f us, absorb %.1f us, attend %.1f us, project %.1f us, hiddens %.1f us; %.1f us "
+      "more, %.2f x the floor of %.1f us (reading W_UQ and W_O %.1f us, multiplying %.1f us); "
+      "bytes "
+      "a token %lld and %lld\n",
       batch, flags_.context, flags_.heads, times[0].median, times[0].least, times[1].median,
-      times[1].least, times[2].median, times[3].median, more, more / floor, floor, *read,
-      operations, static_cast<long long>(times[0].token_bytes),
-      static_cast<long long>(times[1].token_bytes));
+      times[1].least, times[2].median, times[3].median, times[4].median, times[5].median,
+      times[6].median, more, more / floor, floor, *read, operations,
+      static_cast<long long>(times[0].token_bytes), static_cast<long long>(times[1].token_bytes));
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
       R"({"bench": "gpu_projected", "batch": %d, "context": %d, "heads": %d, )"
-      R"("expanded_us": %.2f, "projected_us": %.2f, "queries_us": %.2f, "hiddens_us": %.2f, )"
+      R"("expanded_us": %.2f, "projected_us": %.2f, "queries_us": %.2f, "absorb_us": %.2f, )"
+      R"("attend_us": %.2f, "project_us": %.2f, "hiddens_us": %.2f, )"
       R"("more_us": %.2f, "floor_us": %.2f, "read_us": %.2f, "operations_us": %.2f, )"
       R"("token_bytes": %d})",
       batch, flags_.context, flags_.heads, times[0].median, times[1].median, times[2].median,
-      times[3].median, more, floor, *read, operations, times[1].token_bytes));
+      times[3].median, times[4].median, times[5].median, times[6].median, more, floor, *read,
+      operations, times[1].token_bytes));
   return absl::OkStatus();
 }
 

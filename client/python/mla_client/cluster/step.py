@@ -138,7 +138,7 @@ class _Shapes(NamedTuple):
         if self.out is not None:
             o = self.out.o
             if o is not None and self.o is not None and o.ndim > 1 + len(self.o):
-                o = o[:, 0]  # buffers of PROJECTED have one head
+                o = o.squeeze(1)  # buffers of PROJECTED have one head
             return o, self.out.lse, None
         return (None if self.o is None else np.empty((rows, *self.o), np.float32),
                 None if self.heads is None else np.empty((rows, self.heads), np.float32),

@@ -403,6 +403,13 @@ class DeviceArray:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def squeeze(self, axis: int) -> "DeviceArray":
+        """The same memory without an axis of length one, as numpy's. ValueError: it is longer."""
+        if self.shape[axis] != 1:
+            raise ValueError(f"squeeze: axis {axis} of {self.shape} must have length 1")
+        return DeviceArray(self._region, self.address,
+                           self.shape[:axis] + self.shape[axis + 1:], self.dtype)
+
     def __repr__(self) -> str:
         return f"<DeviceArray {self.shape} of {self.dtype} on device {self._region.device}>"
 

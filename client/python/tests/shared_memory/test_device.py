@@ -10,7 +10,7 @@ import unittest
 
 import numpy as np
 import server_binary
-from mla_client import errors
+from mla_client import DType, Geometry, Profile, errors, types, wire
 from mla_client.shm import device
 
 LIBRARY = server_binary.ROOT / ".bazel/bin/tests/fake_hip/libfake_hip.so"
@@ -146,6 +146,29 @@ class DeviceTest(unittest.TestCase):
         self.assertIn(at, device._lent)
         managed.deleter(ctypes.pointer(managed))  # as a consumer does at its end
         self.assertNotIn(at, device._lent)
+
+    def test_an_axis_of_one_is_left_out(self):
+        region = self.region()
+        offset, = region.allocate(3 * 8 * 4)
+        array = region.array(offset, (3, 1, 8), np.float32)
+        whole = array.squeeze(1)
+        self.assertEqual((whole.shape, whole.address, whole.dtype),
+                         ((3, 8), array.address, array.dtype))
+        self.assertEqual(whole.__cuda_array_interface__["data"], (region.address + offset, False))
+        with self.assertRaisesRegex(ValueError, r"axis 2 of \(3, 1, 8\) must have length 1"):
+            array.squeeze(2)
+
+    def test_projected_outputs_have_no_heads(self):
+        region = self.region()
+        offset, = region.allocate(3 * 8 * 2)
+        out = types.Buffers(None, None, region.array(offset, (3, 1, 8), np.uint16), None,
+                            DType.BF16)
+        args = types.AttendArgs(0, Profile.PROJECTED, 0, 3, 0, 1, None, None, False, DType.BF16,
+                                DType.BF16, 1.0, out)
+        geometry = Geometry(4, 16, 4, 8, 8, q_lora_rank=6, hidden_size=8)
+        result = wire.ResultAssembler(args, geometry).result()
+        self.assertIsInstance(result.o, device.DeviceArray)
+        self.assertEqual((result.o.shape, result.o.address), ((3, 8), region.address + offset))
 
     def test_a_tensor_may_outlive_the_module(self):
         program = textwrap.dedent("""

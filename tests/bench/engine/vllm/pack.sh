@@ -3,13 +3,14 @@
 # PyTorch 2.11, and reaches no registry:
 #
 #   bazel build --config=hip //server:mla-server //client/c:libmla_ring.so [//... more programs]
-#   tests/bench/engine/vllm/pack.sh OUT.tar.xz [PROGRAM...]
+#   [VLLM=0.32.0] tests/bench/engine/vllm/pack.sh OUT.tar.xz [PROGRAM...]
 #
 # OUT holds bin/ (mla-server, and the programs, with their libraries in lib/), tree/ (the client and
-# the Python programs, in the folders of this repository) and site/ (vLLM 0.25.1 and the packages
-# that it imports). Of vLLM no compiled part is taken: with attention on a server, eager, with dense
-# layers and unquantised weights none is called, and stand_ins/ has the names that are looked up. So
-# all is small enough to be carried. On the other machine:
+# the Python programs, in the folders of this repository) and site/ (vLLM, 0.25.1 unless VLLM says
+# another release, and the packages that it imports). 0.32.0 asks for PyTorch 2.13, but 2.11 has all
+# that these programs need. No compiled part of vLLM is taken: with attention on a server, eager,
+# with dense layers and unquantised weights none is called, and stand_ins/ has the names that are
+# looked up. So all is small enough to be carried. On the other machine:
 #
 #   tar xf OUT.tar.xz && export PYTHONPATH=$PWD/site MLA_CLIENT_LIBRARY=$PWD/lib/libmla_ring.so
 #   python3 tree/tests/bench/engine/vllm/layer_times.py --server bin/mla-server
@@ -20,6 +21,7 @@ here="$root/tests/bench/engine/vllm"
 [[ $# -ge 1 ]] || { sed -n '2,6p' "$0" >&2; exit 2; }
 out="$(realpath -m "$1")"
 shift
+vllm="${VLLM:-0.25.1}"
 programs=("$root/.bazel/bin/server/mla-server")
 for program in "$@"; do programs+=("$(realpath "$program")"); done
 # Packages that vLLM imports when it is imported or an engine is made, next to those of PyTorch.
@@ -30,9 +32,9 @@ readonly PACKAGES=(
   compressed-tensors==0.17.0 loguru depyf==0.20.0 astor dill ijson jsonschema
   jsonschema-specifications referencing rpds-py nvtx opentelemetry-api opentelemetry-sdk
   opentelemetry-semantic-conventions opentelemetry-semantic-conventions-ai
-  prometheus-fastapi-instrumentator partial-json-parser pybase64 pydantic==2.12.5
+  oss-harmony prometheus-fastapi-instrumentator partial-json-parser pybase64 pydantic==2.12.5
   pydantic-core==2.41.5 annotated-types typing-inspection 'fastapi>=0.133,<0.137'
-  'starlette>=1.0.1' pyzmq blake3 python-multipart uvicorn setproctitle python-json-logger
+  'starlette>=1.0.1' pyzmq blake3 python-multipart uvicorn setproctitle python-json-logger uvloop
 )
 for_there() {  # pip arguments: as pip, for the other machine's Python
   local platforms=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64) number
@@ -49,8 +51,8 @@ cd "$work"
 rm -rf bin lib tree  # of a run before, whose libraries its programs would find
 mkdir -p site bin lib wheel tree
 if [[ ! -d site/vllm ]]; then
-  for_there download -d wheel vllm==0.25.1
-  unzip -q -o wheel/vllm-0.25.1*.whl -d site -x '*.so' vllm/vllm-rs \
+  for_there download -d wheel "vllm==$vllm"
+  unzip -q -o wheel/vllm-"$vllm"*.whl -d site -x '*.so' vllm/vllm-rs \
     'vllm/third_party/deep_gemm/*' 'vllm/third_party/triton_kernels/*' '*/cutlass/include/*'
   touch site/vllm/vllm_flash_attn/_vllm_fa{2,3}_C.py
   for_there install --no-compile --target packages "${PACKAGES[@]}"
