@@ -6,6 +6,9 @@ and `*.status` files of stages that did not end well. Prints each failure, each 
 its reason and, alone on the last line, `N passed, N failed`, or `N passed, N failed, N skipped`.
 Exits 0 if something ran, nothing failed and every stage ended well.
 
+Python cases that passed in an earlier run of the same inputs (runner/unchanged.py) count as passed;
+a line says how many they are.
+
 With --quick, a Bazel test that takes more than LIMIT_S seconds of processor time is a failure,
 because slow tests belong to `./dev test --all`. Python files are listed without a limit, because
 some compile mutants or load engines. With --times it prints the sums and the slowest programs.
@@ -21,6 +24,7 @@ import xml.etree.ElementTree
 
 
 PROCESSOR_TIME = "processor_time:"  # prefix of a property; a test program's name follows
+UNCHANGED = "unchanged:"  # prefix of a property; its value is a number of cases
 LIMIT_S = 60
 # Programs that may take longer, at most five: the name, and why.
 EXCEPTIONS = {
@@ -39,6 +43,7 @@ class Count:
         self.failed = []
         self.skipped = []
         self.seconds = {}  # seconds of processor time, by test program
+        self.unchanged = {}  # cases that passed in an earlier run and did not run, by test program
 
     def add_xml(self, path, prefix):
         """Adds the cases of a JUnit file; an unreadable or empty file is one failed case."""
@@ -65,6 +70,9 @@ class Count:
             if record.get("name", "").startswith(PROCESSOR_TIME):
                 name = record.get("name").removeprefix(PROCESSOR_TIME)
                 self.seconds[f"{prefix} {name}"] = float(record.get("value"))
+            elif record.get("name", "").startswith(UNCHANGED):
+                name = record.get("name").removeprefix(UNCHANGED)
+                self.unchanged[f"{prefix} {name}"] = int(record.get("value"))
         return cases
 
     def add_events(self, path, run):
@@ -171,6 +179,8 @@ def main():
               "test programs")
         for name, seconds in sorted(total.seconds.items(), key=lambda item: -item[1])[:LONGEST]:
             print(f"{seconds:8.1f} s {name}")
+    for name, cases in sorted(total.unchanged.items()):
+        print(f"unchanged: {name}: {cases} cases passed before")
     for name in total.skipped:
         print(f"skipped: {name}")
     for name in total.failed:

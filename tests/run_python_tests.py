@@ -2,16 +2,23 @@
 
 Test programs are the files `test_*.py` below FOLDERS; nothing needs registering. With --filter only
 the cases whose name contains the text run. Each file runs in its own process, --jobs at a time;
-its output is shown when it ends.
+its output is shown when it ends. Constants of a file say how it is run:
 
-A file that has the constant ENVIRONMENT = "transformers", or another engine's name, is run by the
-interpreter of that engine's environment (engines/environments.py), with the newest release. With
---engines only such files run, with every release, including the files with GATE = False.
+  ENVIRONMENT  an engine's name, as "transformers": the file is run by the interpreter of that
+               engine's environment (engines/environments.py), with the newest release. With
+               --engines only such files run, with every release
+  GATE         False: only --engines runs the file
+  WEIGHT       how many jobs the file counts as, because it takes more memory and processors than
+               others; files of engines count as 2
+  RUN_SECONDS  about how long the file runs, if that is long: the longest files begin first
+  INPUTS       paths that the file reads: with --skip-unchanged it is not run again while they are
+               as they were when all of its cases passed (runner/unchanged.py)
 """
 
 import argparse
 import ast
 import concurrent.futures
+import dataclasses
 import json
 import os
 import pathlib
@@ -23,14 +30,16 @@ import unittest
 import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests" / "engines"))
+sys.path += [str(ROOT / "tests/engines"), str(ROOT / "tests/runner")]
 
 # pylint: disable=wrong-import-position
 import environments
+import unchanged
 
 FOLDERS = ["client/python/tests", "client/demo", "client/demo/sharing", "client/demo/trained",
            "client/demo/v32", "client/demo/v4", "tests"]
 MOST_JOBS = 16  # programs at a time; each may start servers of its own
+ENGINE_WEIGHT = 2  # an engine's libraries alone take a gigabyte and use every processor
 
 
 class RecordingResult(unittest.TextTestResult):
@@ -77,13 +86,17 @@ class RecordingResult(unittest.TextTestResult):
         self.records[test.id()][:2] = ["failure", "unexpected success"]
 
 
-def write_xml(path, records, seconds):
-    """Writes the records as a JUnit file, with the processor time of each file of tests."""
+def write_xml(path, records, seconds, kept=()):
+    """Writes the records as a JUnit file, with the processor time of each run of a file. `kept`
+    names those that did not run because nothing had changed, with how many cases each has."""
     suite = xml.etree.ElementTree.Element("testsuite", name="python", tests=str(len(records)))
     properties = xml.etree.ElementTree.SubElement(suite, "properties")
     for name, value in seconds.items():
         xml.etree.ElementTree.SubElement(properties, "property", name=f"processor_time:{name}",
                                          value=f"{value:.1f}")
+    for name, cases in dict(kept).items():
+        xml.etree.ElementTree.SubElement(properties, "property", name=f"unchanged:{name}",
+                                         value=str(cases))
     for name, (kind, text, seconds) in records.items():
         owner, _, method = name.rpartition(".")
         case = xml.etree.ElementTree.SubElement(
@@ -111,6 +124,12 @@ def path_for(path):
 
 def run_file(path, text, results):
     """Runs the file's cases whose name contains `text` and writes their records to `results`."""
+    inputs = constants_of(path).get("INPUTS")
+    watch = None
+    if inputs is not None:
+        # Elsewhere than in the tree: relative paths of the tree could not be told from others.
+        os.chdir(results.parent)
+        watch = unchanged.Watch(path, inputs)
     sys.path[:0] = path_for(path)
     loaded = unittest.defaultTestLoader.loadTestsFromName(path.stem)
     suite = unittest.TestSuite(case for case in cases_of(loaded) if text in case.id())
@@ -119,15 +138,24 @@ def run_file(path, text, results):
         runner = unittest.TextTestRunner(stream=sys.stdout, verbosity=2,
                                          resultclass=RecordingResult)
         records = runner.run(suite).records
+        outside = watch.outside() if watch else []
+        if outside:
+            wrong = f"{path.name} reads what its INPUTS do not name: {', '.join(outside)}"
+            print(wrong)
+            records[f"{path.stem}.inputs"] = ["error", wrong, 0.0]
     results.write_text(json.dumps(records))
 
 
 def constants_of(path):
-    """The simple constants at the top of a file: {name: value}."""
-    return {node.targets[0].id: node.value.value
-            for node in ast.parse(path.read_text(encoding="utf-8")).body
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.Constant)}
+    """The literal constants at the top of a file: {name: value}."""
+    found = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                pass  # computed
+    return found
 
 
 def runs_of(path, engines):
@@ -144,6 +172,64 @@ def runs_of(path, engines):
     return [environments.newest(engine)] if constants.get("GATE", True) else []
 
 
+@dataclasses.dataclass
+class Run:
+    """One file of tests in one environment."""
+
+    path: pathlib.Path
+    environment: str  # "" is this program's interpreter
+    weight: int = 1
+    seconds: float = 0.0  # about how long it takes, as the file says
+    inputs: tuple | None = None
+
+    @property
+    def name(self):
+        """Its name in results: the path, after the environment if it has one."""
+        path = (self.path.relative_to(ROOT) if ROOT in self.path.parents else self.path)
+        return f"{self.environment}:{path}" if self.environment else str(path)
+
+    def key(self):
+        """A hash of all that it depends on; None: it is always run."""
+        if self.inputs is None:
+            return None
+        # pylint: disable=protected-access
+        packages = environments._folder(self.environment).name if self.environment else ""
+        return unchanged.key_of(self.path, self.inputs, packages)
+
+
+def runs(files, engines, only=""):
+    """All runs of these files, the longest first."""
+    found = []
+    for path in files:
+        constants = constants_of(path)
+        for name in runs_of(path, engines):
+            if only in ("", name):
+                weight = constants.get("WEIGHT", ENGINE_WEIGHT if name else 1)
+                found.append(Run(path, name, weight, constants.get("RUN_SECONDS", 0.0),
+                                 constants.get("INPUTS")))
+    return sorted(found, key=lambda run: (-run.seconds, -run.weight, run.name))
+
+
+def run_side_by_side(work, jobs, function):
+    """Calls function(run) for all runs, in their order where there is room: weights of those that
+    run at a time add up to at most `jobs`. Yields (run, result) as each ends."""
+    waiting, running, free = list(work), {}, jobs
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        while waiting or running:
+            for run in list(waiting):
+                taken = min(run.weight, jobs)
+                if taken <= free:
+                    free -= taken
+                    waiting.remove(run)
+                    running[pool.submit(function, run)] = run
+            ended, _ = concurrent.futures.wait(
+                running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in ended:
+                run = running.pop(future)
+                free += min(run.weight, jobs)
+                yield run, future.result()
+
+
 def run_and_time(command, environment):
     """The exit status of a command, what it printed, and the seconds of processor time that it and
     the processes it waited for took."""
@@ -158,34 +244,61 @@ def run_and_time(command, environment):
     return process.returncode, text, usage.ru_utime + usage.ru_stime
 
 
-def run_in_process(path, text, name, plugins):
+def run_in_process(run, text, plugins):
     """The file's records, by case, what it printed and its processor time. A file that leaves no
-    records is a failed case. `name` is the environment, "" for none."""
-    prefix = f"{name}." if name else ""
+    records is a failed case."""
+    path, prefix = run.path, f"{run.name} "
     python, environment = sys.executable, dict(os.environ)
-    if name:
+    if run.environment:
         try:
-            python = environments.make(name)
+            python = environments.make(run.environment)
         except environments.NotMade as error:
-            records = {f"{prefix}{path.stem}.begins": ["error", ascii(str(error)), 0.0]}
-            return records, str(error), 0.0
+            return {f"{prefix}begins": ["error", ascii(str(error)), 0.0]}, str(error), 0.0
         # An engine imports thousands of modules in each of its processes, so what the first one
         # has compiled is kept, even where Python is told to keep nothing.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment |= {"PYTHONPATH": os.pathsep.join([plugins, *path_for(path)]),
                         "PYTHONPYCACHEPREFIX": str(python.parents[1] / "bytecode"),
-                        "MLA_TEST_RELEASE": name.partition("-")[2]}
+                        "MLA_TEST_RELEASE": run.environment.partition("-")[2]}
     with tempfile.TemporaryDirectory() as folder:
         results = pathlib.Path(folder) / "records.json"
         status, printed, seconds = run_and_time(
             [python, __file__, "--file", path, "--filter", text, "--records", results],
             environment)
         if status == 0 and results.exists():
-            records = {f"{prefix}{case}": record
+            records = {prefix + case.removeprefix(f"{path.stem}."): record
                        for case, record in json.loads(results.read_text()).items()}
             return records, printed, seconds
     last = ascii(printed[-4000:])  # XML cannot represent most control characters
-    return {f"{prefix}{path.stem}.ends": ["error", last, 0.0]}, printed, seconds
+    return {f"{prefix}ends": ["error", last, 0.0]}, printed, seconds
+
+
+def run_all(work, jobs, text, skip_unchanged):
+    """Runs all; returns the records of all cases, the processor time of each run by its name, and
+    how many cases each run has that was left out because nothing had changed."""
+    records, seconds, left_out = {}, {}, {}
+    kept = unchanged.Kept()
+    keys = {run.name: run.key() for run in work if not text}
+    if skip_unchanged:
+        for run in list(work):
+            cases = kept.cases(run.name, keys.get(run.name))
+            if cases is not None:
+                work.remove(run)
+                records |= cases
+                left_out[run.name] = len(cases)
+                print(f"{run.name}: {len(cases)} cases passed before (unchanged)")
+    with tempfile.TemporaryDirectory() as plugins:
+        environments.write_plugins(pathlib.Path(plugins))
+        for run, (more, printed, took) in run_side_by_side(
+                work, jobs, lambda run: run_in_process(run, text, plugins)):
+            records |= more
+            seconds[run.name] = took
+            if more:
+                print(printed, end="", flush=True)
+            # An input that changed during the run may have been read before or after.
+            if keys.get(run.name) and run.key() == keys[run.name]:
+                kept.put(run.name, keys[run.name], more)
+    return records, seconds, left_out
 
 
 def main():
@@ -197,6 +310,8 @@ def main():
     parser.add_argument("--jobs", type=int,
                         default=min(2 * len(os.sched_getaffinity(0)), MOST_JOBS))
     parser.add_argument("--list", type=pathlib.Path, help="only the files that this file names")
+    parser.add_argument("--skip-unchanged", action="store_true",
+                        help="count files as passed whose INPUTS are as when they last passed")
     parser.add_argument("--engines", action="store_true",
                         help="only files that run in environments of engines, with all releases")
     parser.add_argument("--environment", default="", help="only files that run in this environment")
@@ -212,21 +327,10 @@ def main():
     if args.list:
         named = set(args.list.read_text(encoding="utf-8").split())
         files = [path for path in files if str(path.relative_to(ROOT)) in named]
-    work = [(path, name) for path in files for name in runs_of(path, engines)
-            if args.environment in ("", name)]
-    records, seconds = {}, {}
-    with tempfile.TemporaryDirectory() as plugins, \
-            concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        environments.write_plugins(pathlib.Path(plugins))
-        running = {pool.submit(run_in_process, path, args.filter, name, plugins):
-                   f"{name}:{path.stem}" if name else path.stem for path, name in work}
-        for ended in concurrent.futures.as_completed(running):
-            more, printed, seconds[running[ended]] = ended.result()
-            records |= more
-            if more:
-                print(printed, end="", flush=True)
+    work = runs(files, engines, args.environment)
+    records, seconds, left_out = run_all(work, args.jobs, args.filter, args.skip_unchanged)
     if args.xml:
-        write_xml(args.xml, records, seconds)
+        write_xml(args.xml, records, seconds, left_out)
     failed = [name for name, (kind, _, _) in records.items() if kind not in (None, "skipped")]
     print(f"{len(records)} cases, {len(failed)} failed", *failed, sep="\n  ")
     return 0 if records and not failed else 1

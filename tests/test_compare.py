@@ -15,6 +15,8 @@ sys.path.insert(0, str(SCRIPT.parent))
 
 import compare  # pylint: disable=wrong-import-position
 
+INPUTS = ("tests/bench",)
+
 # Prints one row whose figure comes from a list, one per run, and notes that it ran.
 PROGRAM = """#!{python} -SE
 import json, pathlib, sys

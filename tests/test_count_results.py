@@ -117,6 +117,15 @@ class CountTest(unittest.TestCase):
         (self.folder / "python.xml").write_text(ONE_FAILED)
         self.assertEqual(self.count(), ("1 passed, 1 failed", 1))
 
+    def test_unchanged_cases_are_told(self):
+        (self.folder / "python.xml").write_text(
+            '<testsuite><properties><property name="unchanged:a/test_a.py" value="1"/>'
+            '</properties><testcase name="A" classname="S"/></testsuite>')
+        result = subprocess.run([sys.executable, str(SCRIPT), str(self.folder)],
+                                capture_output=True, text=True, check=False)
+        self.assertEqual(result.stdout.splitlines(), [
+            "unchanged: python a/test_a.py: 1 cases passed before", "1 passed, 0 failed"])
+
 
 if __name__ == "__main__":
     unittest.main()

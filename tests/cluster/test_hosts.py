@@ -9,6 +9,8 @@ import subprocess
 import sys
 import unittest
 
+RUN_SECONDS = 45
+WEIGHT = 2
 HOSTS = pathlib.Path(__file__).resolve().parent / "hosts"
 LONG = os.environ.get("MLA_TEST_LONG", "") != ""
 SMALL = ("--servers=3", "--workers=4", "--hosts=2", "--kills=16", "--partitions=1",

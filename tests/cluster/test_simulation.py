@@ -8,6 +8,8 @@ import subprocess
 import sys
 import unittest
 
+RUN_SECONDS = 34
+INPUTS = ("client/python", "tests/cluster")
 HERE = pathlib.Path(__file__).resolve().parent
 LONG = os.environ.get("MLA_TEST_LONG", "") != ""
 

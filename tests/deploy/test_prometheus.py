@@ -8,6 +8,7 @@ import unittest
 import promql
 import yaml
 
+INPUTS = ("build/tools/usr/bin/promtool", "deploy", "docs", "server/metrics", "tests/deploy")
 ROOT = promql.ROOT
 FOLDER = ROOT / "deploy/prometheus"
 UNIT_TESTS = ROOT / "tests/deploy/alerts_test.yaml"

@@ -93,8 +93,8 @@ class RunsTest(unittest.TestCase):
     def test_an_environment_that_cannot_be_made_fails_its_file(self):
         with mock.patch.object(environments, "make", side_effect=environments.NotMade("no disk")):
             records, said, seconds = run_python_tests.run_in_process(
-                pathlib.Path("test_x.py"), "", "vllm-0.32", "")
-        self.assertEqual(list(records), ["vllm-0.32.test_x.begins"])
+                run_python_tests.Run(pathlib.Path("test_x.py"), "vllm-0.32"), "", "")
+        self.assertEqual(list(records), ["vllm-0.32:test_x.py begins"])
         self.assertIn("no disk", said)
         self.assertEqual(seconds, 0.0)
 

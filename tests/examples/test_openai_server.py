@@ -31,6 +31,8 @@ from example import PROMPT
 from pool import Busy
 from tests.png import read_png
 
+RUN_SECONDS = 16
+
 
 class OpenAiServerTest(unittest.TestCase):
     @classmethod

@@ -22,6 +22,7 @@ import peers  # noqa: E402
 from mla_client.testing import ServerProcess  # noqa: E402
 from sides import LONG, sides  # noqa: E402
 
+RUN_SECONDS = 21
 PROGRAM = pathlib.Path(__file__).with_name("upgrade_worker.py")
 SMALL = ["--kv-cache-bytes=64MiB", "--limits-weights-bytes=64MiB", "--log-level=info"]
 LIMIT_S = 120

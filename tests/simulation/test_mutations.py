@@ -9,6 +9,7 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import mutation_harness  # noqa: E402
 
+RUN_SECONDS = 22
 AREAS = ("cache", "planner", "queue", "leases", "quotas", "redo", "prefix", "lists", "moves",
          "windows", "tiers", "ahead", "handover", "slabs")
 ALL = os.environ.get("MLA_TEST_LONG", "") != ""

@@ -15,6 +15,8 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent), str(ROOT / "client
 import oracle
 import soak
 
+RUN_SECONDS = 27
+WEIGHT = 2
 SERVER = os.environ.get("SERVER_UNDER_TEST", str(ROOT / ".bazel/bin/server/mla-server"))
 LONG = bool(os.environ.get("MLA_TEST_LONG"))
 SECONDS = 1800 if LONG else 8

@@ -20,6 +20,7 @@ from mla_client import transformers as adapter
 from mla_client.serving.layers import dense
 from mla_client.transformers import attachment, models
 
+INPUTS = ("client/python", "tests/engines", "tests/transformers")
 ENVIRONMENT = "transformers"
 torch.set_num_threads(1)
 # The name of a cache in this release, as an argument and in a model's result.

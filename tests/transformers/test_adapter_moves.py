@@ -11,6 +11,7 @@ from mla_client import transformers as adapter
 from mla_client.serving.batch import RemoteBatch
 from tests import peers
 
+RUN_SECONDS = 25
 ENVIRONMENT = "transformers"
 CACHE = test_adapter.CACHE
 

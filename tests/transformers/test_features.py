@@ -10,6 +10,7 @@ import seeded
 import server_binary
 import torch
 
+RUN_SECONDS = 30
 ENVIRONMENT = "transformers"
 WHY_NO_UCX = server_binary.why_no_ucx()  # before another case loads the client's library
 torch.set_num_threads(1)

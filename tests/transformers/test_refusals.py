@@ -12,6 +12,7 @@ from mla_client import transformers as adapter
 from mla_client.transformers import probe
 from test_adapter import CACHE, cache_of, prompts, run, small
 
+INPUTS = ("client/python", "tests/engines", "tests/transformers")
 ENVIRONMENT = "transformers"
 
 

@@ -4,6 +4,7 @@ import unittest
 
 import cases
 
+RUN_SECONDS = 30
 ENVIRONMENT = "vllm"
 
 

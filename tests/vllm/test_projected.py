@@ -14,6 +14,7 @@ from mla_client.types import Geometry
 from mla_client.vllm.projected import ProjectedLayer, Projections, whole
 from mla_client.vllm.weights import ASKED_COLUMNS, Layer, matrix_of
 
+INPUTS = ("client/python", "tests/engines", "tests/vllm")
 ENVIRONMENT = "vllm"
 HEADS, LORA, ROPE, NOPE, V, Q_LORA, HIDDEN, POSITIONS = 3, 24, 8, 6, 5, 10, 7, 64
 YARN = {"rope_type": "deepseek_yarn", "rope_theta": 10000.0, "factor": 4.0,

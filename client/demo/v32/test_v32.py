@@ -7,6 +7,7 @@ import model as models
 import numpy as np
 from v32 import run, sparse
 
+INPUTS = ("client/demo", "client/python")
 SMALL = models.Config(hidden=64, layers=3, heads=2, q_lora=32, kv_lora=32, nope=16, rope=8, v=16,
                       dense_width=64, expert_width=32, experts=4)
 PROMPT = (list(b"the quick brown fox jumps over the lazy dog, twice") * 7)[:310]

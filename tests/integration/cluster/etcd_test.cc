@@ -91,6 +91,9 @@ class Etcd final {
     etcdserverpb::PutResponse reply;
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(5));
+    // Nothing moves a connection on between calls but gRPC's own look every five seconds, so the
+    // call itself waits until etcd has started.
+    context.set_wait_for_ready(true);
     return etcdserverpb::KV::NewStub(channel_)->Put(&context, request, &reply).ok();
   }
   // As `announce` does. New sequences avoid members that drain, and values that name none.

@@ -12,6 +12,7 @@ import server_binary
 from mla_client import Profile
 from service_contract import GEOMETRY, LAYERS, SCALE
 
+RUN_SECONDS = 19
 LEASE_MS = 4000  # leases of sequences and steps
 PAUSE_S = 7.0
 SEQUENCES = 5

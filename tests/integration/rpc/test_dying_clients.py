@@ -18,6 +18,8 @@ from mla_client import Prefix, Profile
 from mla_client.pages import HintKind
 from service_contract import GEOMETRY, LAYERS, SCALE
 
+RUN_SECONDS = 44
+
 # Points of a client's work, and the error that the client gets after it was stopped there for
 # longer than its leases.
 POINTS = {"connected": "", "opened": "NotFound", "begun": "Aborted", "second_layer": "Aborted",

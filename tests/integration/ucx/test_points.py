@@ -25,6 +25,8 @@ from point_workers import FAILED, IN_A_STEP, OK, POINTS
 from test_two_hosts import HERE, SERVER_ADDRESS, THERE, ip, two_hosts
 from test_two_hosts import why_not as why_no_hosts
 
+RUN_SECONDS = 90
+WEIGHT = 2
 HERE_PATH = pathlib.Path(__file__).resolve().parent
 PORT = 50772
 WAIT_S = 90.0

@@ -18,6 +18,7 @@ import mla_client
 import server_binary
 from mla_client.testing import ServerProcess
 
+RUN_SECONDS = 35
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HERE, THERE = f"mla-a-{os.getpid()}", f"mla-b-{os.getpid()}"
 SERVER_ADDRESS, CLIENT_ADDRESS = "10.213.7.1", "10.213.7.2"

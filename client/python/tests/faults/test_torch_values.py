@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from mla_client import Geometry, InvalidArgument, ModelSpec, Profile, arrays
 
+INPUTS = ("client/python",)
 ENVIRONMENT = "transformers"
 ROWS = 3
 

@@ -12,6 +12,7 @@ from mla_client import errors
 from mla_client.serving import Admission, How, Link, Passes, Pause, Requests, State, Worker
 from serving.fake_server import SPEC, FakeServer, options
 
+INPUTS = ("client/python",)
 DEPTH = 6
 EVENTS = ("admit", "pass", "preempt", "abort", "fail", "restart")
 PROMPT = 3

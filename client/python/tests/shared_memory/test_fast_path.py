@@ -9,6 +9,7 @@ from mla_client import Buffers, DType, Geometry, pytorch
 from mla_client.pytorch import fast_path
 from mla_client.service import Service
 
+INPUTS = ("client/python",)
 ENVIRONMENT = "transformers"
 ROWS, HEADS, DIM, LORA, ROPE, V = 3, 2, 8, 16, 4, 8
 

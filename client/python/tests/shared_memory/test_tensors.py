@@ -11,6 +11,7 @@ import torch
 from mla_client import Buffers, DType, Profile, pytorch
 from mla_client.shm.shared_memory import Place
 
+INPUTS = ("client/python",)
 ENVIRONMENT = "transformers"
 GEOMETRY = mla_client.Geometry(2, 32, 8, 16, 12)
 
