@@ -22,6 +22,8 @@ using scheduler::Planner;
 using scheduler::PlanSegment;
 
 constexpr int64_t kMostPieces = 3000;  // bound of plans that are checked; larger ones take too long
+// The largest value of a trait that the planner takes.
+constexpr int32_t kTraitMax = std::numeric_limits<int32_t>::max() - 1;
 
 // An input: traits, which array is too short and by how much, then segments. Numbers are little
 // endian.
@@ -95,6 +97,7 @@ bool IsValid(const Batch& batch) {
   return t.units >= 1 && t.tile_rows >= 1 && t.max_heads_per_tile >= 0 && t.kv_granularity >= 1 &&
          t.max_q_rows_per_tile >= 0 && t.item_overhead_rows >= 0 && t.min_charged_rows >= 0 &&
          t.min_charged_rows <= t.tile_rows && t.fixed_split_rows >= 0 &&
+         t.fixed_split_rows <= kTraitMax &&
          std::all_of(batch.segments.begin(), batch.segments.end(), [](const PlanSegment& r) {
            return r.q_rows >= 0 && r.kv_rows >= 0 && r.num_heads >= 1;
          });
@@ -184,6 +187,8 @@ FuzzTarget TargetUnderTest() {
   target.seeds.push_back(Encode(traits, {{2, 4097, 3, true}, {1, 1, 1, true}}));
   // The last segment is invalid, and the first one alone has 300 million tiles.
   const std::string refused = Encode(traits, {{17733, 5000, 17733, true}, {-1, 5000, 8, true}});
+  traits.fixed_split_rows = kTraitMax + 1;
+  const std::string too_long = Encode(traits, {{1, 4096, 128, true}});
   for (const std::string& seed : target.seeds) {
     Batch batch;
     const bool plans = Parse(seed, &batch) && IsValid(batch) && !batch.segments.empty() &&
@@ -191,6 +196,7 @@ FuzzTarget TargetUnderTest() {
     Require(plans ? "" : "a seed that is not planned");
   }
   target.seeds.push_back(refused);
+  target.seeds.push_back(too_long);
   return target;
 }
 
