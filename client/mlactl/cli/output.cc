@@ -24,6 +24,11 @@ namespace {
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 
+// Follows the error of a server that did not answer.
+constexpr char kNoAnswer[] =
+    "no server answered: --target=ADDRESS, MLA_TARGET or a context (mlactl contexts) says where it "
+    "is, and `mlactl health` whether it serves";
+
 // Colours are for terminals, unless the user wants none (https://no-color.org).
 bool Coloured(std::FILE* stream) {
   const char* const none = std::getenv("NO_COLOR");
@@ -98,7 +103,10 @@ int Fail(const absl::Status& status) {
     }
     PrintLines(line);
   }
-  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ? kUnreachable : kRefused;
+  if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status)) return kRefused;
+  // A server that answers gives a detail.
+  if (!client::DetailOf(status)) PrintLines(kNoAnswer);
+  return kUnreachable;
 }
 
 int Interrupted(client::Client* client, std::span<const std::string> model_ids) {

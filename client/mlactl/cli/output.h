@@ -33,7 +33,8 @@ uint32_t StepLeaseMs(const client::Client& client);
 // Returns the same status and detail, with the context before its message.
 absl::Status WithContext(const std::string& context, const absl::Status& status);
 
-// Prints the error with the server's reason and retry hint; returns the exit code for it.
+// Prints the error with the server's reason and retry hint, or how to name another server if none
+// answered; returns the exit code for it.
 int Fail(const absl::Status& status);
 // Called after an interrupt, when the command has cleaned up: prints which of the models are still
 // on the server and returns kInterrupted. A model that is gone does not have sequences either.

@@ -5,6 +5,7 @@ import os
 import pathlib
 import pty
 import re
+import select
 import signal
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ BAR = re.compile(r"\r\x1b\[K[^\r]*\[#*\.*\] +\d+ %")
 CLEARED = "\x1b[H\x1b[J"
 GEOMETRY = mla_client.Geometry(2, 64, 16, 16, 16)
 ROWS = 300
+SILENT_S = 120
 
 
 class Terminal:
@@ -36,8 +38,13 @@ class Terminal:
         os.close(other)
 
     def read_until(self, enough):
-        """Reads until `enough(text)`, or to the end of the command."""
+        """Reads until `enough(text)`, or to the end of the command. A command that shows nothing
+        for SILENT_S is killed, and the case fails."""
         while not enough(self.text):
+            if not select.select([self._screen], [], [], SILENT_S)[0]:
+                self.process.kill()
+                self.process.wait()
+                raise AssertionError(f"nothing for {SILENT_S} s after: {self.text!r}")
             try:
                 some = os.read(self._screen, 4096)
             except OSError:  # the command has ended
@@ -86,6 +93,7 @@ class TerminalTest(unittest.TestCase):
         code, out, err = piped(*words)
         self.assertEqual((code, out), (2, ""))
         self.assertNotIn("\x1b", err)
+        self.assertIn("\nmlactl: no server answered: --target=ADDRESS, MLA_TARGET or a ", err)
 
     def test_long_work_has_a_bar_on_a_terminal_alone(self):
         scratch = tempfile.TemporaryDirectory()
