@@ -2,7 +2,7 @@
 //
 //   mla_client* client;
 //   mla_error* error;
-//   if (mla_connect("unix:/run/mla/mla.sock", NULL, &client, &error) != MLA_OK) {
+//   if (mla_connect("unix:/run/mla-server/mla.sock", NULL, &client, &error) != MLA_OK) {
 //     fprintf(stderr, "%s (%s)\n", mla_error_message(error), mla_error_field(error));
 //     mla_error_free(error);
 //   }

@@ -3,7 +3,7 @@
 // other languages do. C programs take sessions and steps of mla_client.h.
 //
 //   mla_ring_options options = {.struct_size = sizeof options, .bytes = 64 << 20, .gpu = 0};
-//   mla_ring_open("/run/mla/mla.sock.shm", &options, &ring, &error);
+//   mla_ring_open("/run/mla-server/mla.sock.shm", &options, &ring, &error);
 //   mla_ring_message(ring, begin_step, begin_step_bytes, NULL, 0, 0, &begun, &error);
 //   attend.flags |= MLA_RING_CHAINED;                       // tensors are in the ring's memory
 //   mla_ring_attend(ring, &attend, 0, &request, &error);    // what the stream gets next finds o

@@ -48,7 +48,7 @@ constexpr char kNotes[] =
 
 constexpr char kExamples[] =
     "mlactl bench\n"
-    "mlactl --target=unix:/run/mla/mla.sock bench --transport=all --json=wire.json "
+    "mlactl --target=unix:/run/mla-server/mla.sock bench --transport=all --json=wire.json "
     "--plot=wire.svg\n"
     "mlactl bench --preset=deepseek-v3 --batch=1,32,128 --context=4096 --shared-context\n"
     "mlactl bench --rate=500,1000,2000 --concurrency=64 --duration=30\n"

@@ -224,7 +224,8 @@ void AddQueryCommands(Program* program) {
       ->Add({.name = "info",
              .group = kGroup,
              .summary = "show what the server is: backends, limits, profiles",
-             .examples = "mlactl info\nmlactl --target=unix:/run/mla/mla.sock info --json\n"})
+             .examples = "mlactl info\n"
+                         "mlactl --target=unix:/run/mla-server/mla.sock info --json\n"})
       .Run([](const CommonOptions& common) {
         return CallAndPrint(
             common, [](client::Client* client) { return client->GetServerInfo(); },

@@ -1,7 +1,7 @@
 // Times steps that several ranks share, as one process next to a server: each rank is a client with
 // a ring, a stream and a slice of the heads of its own, as with tensor parallelism.
 //
-//   gpu_ranks --target unix:/run/mla/mla.sock [--ranks 2] [--profile absorbed|expanded|both]
+//   gpu_ranks --target unix:/run/mla-server/mla.sock [--ranks 2] [--profile absorbed|expanded|both]
 //             [--batch 1,32] [--layers 61] [--heads 128] [--context 2048] [--steps 20]
 //             [--spin-us 100000] [--device 0]
 //

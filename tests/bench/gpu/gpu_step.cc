@@ -1,7 +1,7 @@
 // Times steps of a worker and a server, as two processes of one host: the cost of a layer with
 // tensors in the server's GPU memory, or in host memory.
 //
-//   gpu_step --target unix:/run/mla/mla.sock [--memory device|chained|host|both]
+//   gpu_step --target unix:/run/mla-server/mla.sock [--memory device|chained|host|both]
 //            [--profile absorbed|expanded|both] [--batch 1,32] [--layers 61] [--heads 128]
 //            [--context 2048]
 //            [--steps 20] [--spin-us 100000] [--device 0] [--ops HOST:PORT] [--json FILE]

@@ -46,7 +46,7 @@ class Options:
                 isinstance(one, str) and one for one in targets):
             raise errors.InvalidArgument(
                 f'target: got {target!r}, must be the server\'s address, as '
-                '"unix:/run/mla/mla.sock", or a list of such')
+                '"unix:/run/mla-server/mla.sock", or a list of such')
         flags = {name: rest.pop(name, default)
                  for name, default in (("prefix_cache", True), ("keep_model", False),
                                        ("projected", False))}
@@ -128,7 +128,7 @@ def options_in(variable: str) -> Dict[str, Any]:
         given = None
     if not isinstance(given, dict) or "target" not in given:
         raise errors.InvalidArgument(f'{variable} of the environment: must be JSON like '
-                                     '{"target": "unix:/run/mla/mla.sock"}')
+                                     '{"target": "unix:/run/mla-server/mla.sock"}')
     return given
 
 

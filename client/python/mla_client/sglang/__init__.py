@@ -1,6 +1,6 @@
 """Attention of SGLang's MLA models over a KV cache that a server holds.
 
-    MLA_SGLANG='{"target": "unix:/run/mla/mla.sock"}' \\
+    MLA_SGLANG='{"target": "unix:/run/mla-server/mla.sock"}' \\
         sglang serve --model-path deepseek-ai/DeepSeek-V2-Lite \\
         --attention-backend mla_server --disable-cuda-graph
 

@@ -1,7 +1,7 @@
 """Attention of transformers' MLA models over a KV cache that a server holds.
 
     model = transformers.AutoModelForCausalLM.from_pretrained(...)
-    with mla_client.Client.connect("unix:/run/mla/mla.sock") as client:
+    with mla_client.Client.connect("unix:/run/mla-server/mla.sock") as client:
         mla_client.transformers.attach(model, client)
         model.generate(...)
 

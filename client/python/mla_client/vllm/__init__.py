@@ -2,7 +2,7 @@
 
     vllm serve deepseek-ai/DeepSeek-V2-Lite --attention-backend CUSTOM \\
         --kv-transfer-config '{"kv_connector": "MlaServerConnector", "kv_role": "kv_both",
-            "kv_connector_extra_config": {"target": "unix:/run/mla/mla.sock"}}'
+            "kv_connector_extra_config": {"target": "unix:/run/mla-server/mla.sock"}}'
 
     plugin     the entry point: names the two, and looks at vLLM's version
     backend    the attention backend

@@ -1,7 +1,7 @@
 """One vLLM engine as a process of its own, which runs passes when it is told to.
 
     python3 tests/bench/engine/vllm/engine.py '{"layers": 4,
-        "extra": {"target": "unix:/run/mla/mla.sock", "model_id": "four"}}'
+        "extra": {"target": "unix:/run/mla-server/mla.sock", "model_id": "four"}}'
 
 A model of DeepSeek-V3's attention shape with random weights, eager, bf16, dense layers, on the
 first GPU that is visible. "extra": of the connector. "graphs": true: not eager, the work between
