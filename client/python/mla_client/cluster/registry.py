@@ -159,7 +159,7 @@ class EtcdRegistry(Registry):
         except ImportError as error:
             raise errors.Unimplemented(
                 "etcd targets need etcd3gw: apt-get install python3-etcd3gw, or "
-                "pip install mla-client[etcd]") from error
+                "pip install etcd3gw") from error
         timeout_s = self._timeout_s
 
         class Bounded(HTTPAdapter):
