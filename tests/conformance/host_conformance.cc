@@ -226,11 +226,10 @@ bool Chosen(const Flags& flags, size_t index, size_t repetition, size_t format, 
 void AddScaleCases(SamplerOptions sampler, std::vector<CaseSpec>& wanted) {
   sampler.kv_formats = {kernels::KvFormat::kFp8Row};
   for (size_t i = 0; i < std::size(kDirectedScales); ++i) {
-    auto spec = ParseCase(sampler, 9100000 + i, kDirectedScales[i]);
-    if (!spec.ok()) continue;
-    spec->other_scales = true;
-    wanted.push_back(*spec);
-    if (ComputeInFp8(*spec)) wanted.push_back(*std::move(spec));
+    CaseSpec spec = ParseOrEnd(sampler, 9100000 + i, kDirectedScales[i]);
+    spec.other_scales = true;
+    wanted.push_back(spec);
+    if (ComputeInFp8(spec)) wanted.push_back(std::move(spec));
   }
 }
 
@@ -245,10 +244,9 @@ std::vector<CaseSpec> SplitCases(const Flags& flags, SamplerOptions sampler) {
     sampler.kv_formats = {kFormats[f]};
     for (size_t i = 0; i < std::size(kDirectedSplits); ++i) {
       if (flags.kv.empty() && !Chosen(flags, i, 0, f, std::size(kFormats))) continue;
-      auto spec = ParseCase(sampler, 9000000 + i, kDirectedSplits[i]);
-      if (!spec.ok()) continue;
-      if (!flags.fp8) wanted.push_back(*spec);
-      if (ComputeInFp8(*spec)) wanted.push_back(*std::move(spec));
+      CaseSpec spec = ParseOrEnd(sampler, 9000000 + i, kDirectedSplits[i]);
+      if (!flags.fp8) wanted.push_back(spec);
+      if (ComputeInFp8(spec)) wanted.push_back(std::move(spec));
     }
   }
   return wanted;
@@ -275,8 +273,7 @@ std::vector<CaseSpec> DirectedCases(const Flags& flags, SamplerOptions sampler, 
   std::vector<CaseSpec> selected;
   const auto add = [&](uint64_t number, size_t index, size_t repetition, const char* text) {
     if (!Chosen(flags, index, repetition, format, formats)) return;
-    auto spec = ParseCase(sampler, number, text);
-    if (spec.ok()) selected.push_back(*std::move(spec));
+    selected.push_back(ParseOrEnd(sampler, number, text));
   };
   for (size_t i = 0; i < 2 * kGroup; ++i) {
     const char* text = kDirected[i % kGroup];
@@ -309,10 +306,10 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
   }
   sampler.kv_formats = {kernels::KvFormat::kBf16};
   for (size_t i = 0; backend.Info().stream_bytes > 0 && i < 2 * std::size(kDirectedStreams); ++i) {
-    auto spec = ParseCase(sampler, 8000000 + i, kDirectedStreams[i % std::size(kDirectedStreams)]);
+    CaseSpec spec =
+        ParseOrEnd(sampler, 8000000 + i, kDirectedStreams[i % std::size(kDirectedStreams)]);
     const bool own_rows = i < std::size(kDirectedStreams);
-    if (!spec.ok() || !Stream(*spec, own_rows)) continue;
-    selected.push_back(*std::move(spec));
+    if (Stream(spec, own_rows)) selected.push_back(std::move(spec));
   }
   sampler.kv_formats = backend.Info().kv_formats;
   const Extent extent = ExtentOf(flags);

@@ -1,6 +1,9 @@
 #include "tests/conformance/cases/directed_case.h"
 
+#include <cstdio>
+#include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -87,6 +90,13 @@ absl::StatusOr<CaseSpec> ParseCase(const SamplerOptions& options, uint64_t index
     spec.requests.push_back(*parsed);
   }
   return spec;
+}
+
+CaseSpec ParseOrEnd(const SamplerOptions& options, uint64_t index, absl::string_view text) {
+  auto spec = ParseCase(options, index, text);
+  if (spec.ok()) return *std::move(spec);
+  std::fprintf(stderr, "%s\n", spec.status().ToString().c_str());
+  std::exit(2);
 }
 
 }  // namespace mla::conformance

@@ -24,6 +24,10 @@ namespace mla::conformance {
 absl::StatusOr<CaseSpec> ParseCase(const SamplerOptions& options, uint64_t index,
                                    absl::string_view text);
 
+// As ParseCase, for text of this tree. Text that does not parse ends the program with status 2 and
+// the reason on stderr, so that no case is missing without a word.
+CaseSpec ParseOrEnd(const SamplerOptions& options, uint64_t index, absl::string_view text);
+
 }  // namespace mla::conformance
 
 #endif  // MLA_TESTS_CONFORMANCE_CASES_DIRECTED_CASE_H_

@@ -53,5 +53,11 @@ TEST(DirectedCaseTest, FaultsNameThePart) {
   }
 }
 
+TEST(DirectedCaseTest, TextOfATableThatDoesNotParseEndsTheProgram) {
+  EXPECT_EQ(ParseOrEnd({}, 7, "absorbed:3:2,9,16").geometry.num_heads, 3);
+  EXPECT_EXIT(ParseOrEnd({}, 7, "absorbed:1:1,0"), testing::ExitedWithCode(2),
+              "request: got '1,0'");
+}
+
 }  // namespace
 }  // namespace mla::conformance

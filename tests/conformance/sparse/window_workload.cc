@@ -101,8 +101,9 @@ std::vector<WindowCase> WideWindowCases(int32_t count, uint64_t seed) {
   Draw draw(seed);
   for (int32_t i = 0; i < count; ++i) {
     WindowCase c;
-    c.seed = seed * 1000 + static_cast<uint64_t>(i);
-    c.heads = draw.Of({8, 16, 20, 64, 128, 1});
+    c.seed = seed << 32 | static_cast<uint32_t>(i);  // other seeds have other cases
+    // 72 and 127 do not fill a tile of 64 or 128 packed rows.
+    c.heads = draw.Of({8, 16, 20, 64, 128, 1, 72, 127});
     c.latent = 448;
     c.rope = 64;
     c.rows = c.entries = i % 3 == 0 ? KvFormat::kBf16 : KvFormat::kFp8Page;
