@@ -8,10 +8,9 @@ import unittest
 
 from mla_client import Client
 from mla_client.cluster.placement import Costs
-from mla_client.testing import ServerProcess
 
-import etcd
 import real
+import server_binary
 
 
 class RecoveryTest(unittest.TestCase):
@@ -30,11 +29,9 @@ class RecoveryTest(unittest.TestCase):
 
     def serve(self, *arguments):
         """The address of a server."""
-        address = f"127.0.0.1:{etcd.free_port()}"
-        server = ServerProcess(real.BINARY, ["--kv-cache-bytes=16MiB", "--log-level=warning",
-                                             *arguments], listen=address)
+        server, address = server_binary.start_on_tcp(*arguments)
         self.addCleanup(server.stop)
-        self.servers[address] = server.start()
+        self.servers[address] = server
         return address
 
     def worker(self, addresses, home, **options):

@@ -5,11 +5,10 @@ import unittest
 
 import numpy as np
 from mla_client import Client, Geometry, ModelSpec
-from mla_client.testing import ServerProcess
 from mla_client.types import DType, Profile
 
-import etcd
 import real
+import server_binary
 
 GEOMETRY = Geometry(4, 32, 8)
 OWNERS = (0, 1, 0, 2, 2)
@@ -22,9 +21,7 @@ class DividedStepsTest(unittest.TestCase):
     def setUpClass(cls):
         cls.addresses = []
         for _ in range(4):
-            address = f"127.0.0.1:{etcd.free_port()}"
-            server = ServerProcess(real.BINARY, ["--kv-cache-bytes=16MiB", "--log-level=warning"],
-                                   listen=address).start()
+            server, address = server_binary.start_on_tcp()
             cls.addClassCleanup(server.stop)
             cls.addresses.append(address)
 

@@ -71,10 +71,13 @@ class Serve(unittest.TestCase):
         tokenizer(self.model)
         self.servers = {}  # by the target of each
         for _ in range(servers):
-            address = f"127.0.0.1:{free_port()}" if servers > 1 else ""
-            server = server_binary.start(listen=address)
+            if servers > 1:
+                server, target = server_binary.start_on_tcp()
+            else:
+                server = server_binary.start()
+                target = server.target
             self.addCleanup(server.stop)
-            self.servers[address or server.target] = server
+            self.servers[target] = server
         self.server = next(iter(self.servers.values()))
         environment = {**os.environ, **engine.SETTINGS, "MLA_TEST_ASYNC": "1"}
         del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]

@@ -35,3 +35,15 @@ def start(*arguments, listen=""):
     return ServerProcess(path(), ["--kv-cache-bytes=64MiB", "--limits-max-models=512",
                                 "--log-level=warning", *arguments],
                          listen=listen).start()
+
+
+ANY_PORT = "127.0.0.1:0"
+
+
+def start_on_tcp(*arguments):
+    """A started server that also listens to a free TCP port, and its address there. The server
+    chooses the port, so no other process can take it first; a restart listens to the same one."""
+    server = start(*arguments, "--log-level=info", listen=ANY_PORT)
+    address = f"127.0.0.1:{server.log().split('tcp_port=')[1].split()[0]}"
+    server.command[server.command.index(f"--listen={ANY_PORT}")] = f"--listen={address}"
+    return server, address
