@@ -35,9 +35,18 @@ def run_tests(clone, home):
 
 
 def change(clone, path):
-    """Adds a line that changes the compiler's input, so that no result comes from a cache."""
-    with (clone / path).open("a", encoding="utf-8") as file:
-        file.write(f"static_assert({time.time_ns()}ull > 0);\n")
+    """Adds a number that objects and programs keep: a change that leaves an object as it was, such
+    as a comment, repeats no test. A header gets it within its guard."""
+    file = clone / path
+    number = time.time_ns()
+    line = ("[[gnu::used, gnu::retain]] static const unsigned long long "
+            f"kChanged{number} = {number};")
+    head, guard, tail = file.read_text(encoding="utf-8").rpartition("#endif")
+    if path.endswith(".h"):
+        file.write_text(f"{head}{line}\n{guard}{tail}", encoding="utf-8")
+    else:
+        with file.open("a", encoding="utf-8") as end:
+            end.write(line + "\n")
 
 
 def stages(clone):
