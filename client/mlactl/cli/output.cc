@@ -27,7 +27,7 @@ using google::protobuf::Message;
 // Follows the error of a server that did not answer.
 constexpr char kNoAnswer[] =
     "no server answered: --target=ADDRESS, MLA_TARGET or a context (mlactl contexts) says where it "
-    "is, and `mlactl health` whether it serves";
+    "is";
 
 // Colours are for terminals, unless the user wants none (https://no-color.org).
 bool Coloured(std::FILE* stream) {
