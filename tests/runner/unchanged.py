@@ -12,6 +12,7 @@ it starts. What those processes read by themselves is not seen, so INPUTS has to
 file is run in a folder outside the tree.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -42,6 +43,18 @@ def files_of(path):
         yield path
 
 
+@functools.lru_cache(maxsize=None)
+def _digest(path, _size, _changed_ns, _inode):
+    """A hash of a file's content. Many files of tests have the same inputs."""
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
+def digest(path):
+    """A hash of the content that a file has now."""
+    status = path.stat()
+    return _digest(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
 def key_of(test, inputs, environment=""):
     """A hash of all that a file of tests depends on, or None if one of its inputs is missing.
     `environment` names the packages that it is run with, other than those of the machine."""
@@ -56,14 +69,14 @@ def key_of(test, inputs, environment=""):
         if VARIABLES.search(name):
             add(name.encode(), value.encode())
     if PACKAGES.is_file():
-        add(PACKAGES.read_bytes())
+        add(digest(PACKAGES))
     own = str(test.relative_to(ROOT))
     for name in sorted({*inputs, *RUNNER, own}):
         if not (ROOT / name).exists():
             return None
         for path in files_of(ROOT / name):
             if path.exists():  # not a link that leads nowhere
-                add(os.fsencode(path.relative_to(ROOT)), path.read_bytes())
+                add(os.fsencode(path.relative_to(ROOT)), digest(path))
     return state.hexdigest()
 
 
