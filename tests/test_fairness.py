@@ -16,6 +16,7 @@ import fairness  # pylint: disable=wrong-import-position
 import server_binary  # pylint: disable=wrong-import-position
 
 RUN_SECONDS = 21
+INPUTS = (".bazel/bin/server/mla-server", "client/python", "tests/bench")
 SCENE = fairness.Scene("scene", "decode", 2, {})
 ALONE = {"p50_us": 400.0, "p99_us": 900.0}
 FLOOD = {"requests": 10, "refusals": 1, "cpu_s": 0.5}

@@ -11,6 +11,8 @@ import unittest
 
 RUN_SECONDS = 45
 WEIGHT = 2
+INPUTS = (".bazel/bin/server/mla-server", "build/tools/usr/bin/etcd", "client/python",
+          "tests/cluster", "tests/peers.py")
 HOSTS = pathlib.Path(__file__).resolve().parent / "hosts"
 LONG = os.environ.get("MLA_TEST_LONG", "") != ""
 SMALL = ("--servers=3", "--workers=4", "--hosts=2", "--kills=16", "--partitions=1",

@@ -141,6 +141,8 @@ class TreeTest(unittest.TestCase):
                            ("import helper", "tests/a/helper.py"),
                            ('list((ROOT / "docs").iterdir())', "docs"),
                            ('subprocess.run(["cat", ROOT / "other.txt"])', "other.txt"),
+                           ('import ctypes, contextlib\n        with contextlib.suppress(OSError):'
+                            '\n            ctypes.CDLL(str(ROOT / "other.txt"))', "other.txt"),
                            ('subprocess.run(["cat", "other.txt"], cwd=ROOT)', "other.txt")):
             self.file('INPUTS = ("data",)', body)
             cases, _ = self.run_it("--skip-unchanged")

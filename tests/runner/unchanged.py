@@ -137,7 +137,7 @@ class Watch:
             folder = "." if arguments[0] is None else arguments[0]
             if folder not in sys.path and os.path.isdir(folder):
                 self._note(folder)
-        elif event == "open":
+        elif event in ("open", "ctypes.dlopen"):
             # pylint: disable=protected-access
             if not sys._getframe(1).f_code.co_filename.startswith("<frozen importlib"):
                 self._note(arguments[0])

@@ -17,6 +17,7 @@ import soak
 
 RUN_SECONDS = 27
 WEIGHT = 2
+INPUTS = (".bazel/bin/server/mla-server", "client/python", "tests/soak")
 SERVER = os.environ.get("SERVER_UNDER_TEST", str(ROOT / ".bazel/bin/server/mla-server"))
 LONG = bool(os.environ.get("MLA_TEST_LONG"))
 SECONDS = 1800 if LONG else 8

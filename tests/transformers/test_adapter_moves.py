@@ -12,6 +12,8 @@ from mla_client.serving.batch import RemoteBatch
 from tests import peers
 
 RUN_SECONDS = 25
+INPUTS = (".bazel/bin/server/mla-server", "client/python", "tests/engines",
+          "tests/peers.py", "tests/transformers")
 ENVIRONMENT = "transformers"
 CACHE = test_adapter.CACHE
 

@@ -11,6 +11,8 @@ import server_binary
 import torch
 
 RUN_SECONDS = 30
+INPUTS = (".bazel/bin/client/c/libmla_client.so", ".bazel/bin/server/mla-server",
+          "client/demo", "client/python", "tests/engines", "tests/transformers")
 ENVIRONMENT = "transformers"
 WHY_NO_UCX = server_binary.why_no_ucx()  # before another case loads the client's library
 torch.set_num_threads(1)

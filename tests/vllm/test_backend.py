@@ -20,6 +20,7 @@ from mla_client.vllm import backend, checks, connector, plugin
 from mla_client.vllm.runtime import Runtime, runtime
 from mla_client.vllm.weights import Layer
 
+INPUTS = (".bazel/bin/server/mla-server", "client/python", "tests/engines", "tests/vllm")
 ENVIRONMENT = "vllm"
 HEADS, LORA, ROPE, NOPE, V = 4, 512, 64, 16, 16
 LAYERS, TOP_K, BLOCK = 2, 8, 4

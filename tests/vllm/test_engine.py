@@ -5,6 +5,8 @@ import unittest
 import cases
 
 RUN_SECONDS = 30
+INPUTS = (".bazel/bin/client/c/libmla_client.so", ".bazel/bin/server/mla-server",
+          "client/python", "tests/engines", "tests/vllm")
 ENVIRONMENT = "vllm"
 
 

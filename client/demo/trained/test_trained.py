@@ -15,6 +15,7 @@ import numpy as np
 import server_binary
 import trained
 
+INPUTS = (".bazel/bin/server/mla-server", "client/demo", "client/python")
 FOLDER = trained.PATH.parent
 TINY = models.Config(vocab=8, hidden=8, layers=2, dense_layers=2, heads=2, q_lora=4, kv_lora=8,
                      nope=4, rope=4, v=4, dense_width=8)

@@ -19,6 +19,7 @@ from mla_client.pages import HintKind
 from service_contract import GEOMETRY, LAYERS, SCALE
 
 RUN_SECONDS = 44
+INPUTS = (".bazel/bin/server/mla-server", "client/python", "tests/integration/rpc")
 
 # Points of a client's work, and the error that the client gets after it was stopped there for
 # longer than its leases.

@@ -27,6 +27,8 @@ from test_two_hosts import why_not as why_no_hosts
 
 RUN_SECONDS = 90
 WEIGHT = 2
+INPUTS = (".bazel/bin/client/c/libmla_client.so", ".bazel/bin/server/mla-server",
+          "client/python", "tests/integration/ucx")
 HERE_PATH = pathlib.Path(__file__).resolve().parent
 PORT = 50772
 WAIT_S = 90.0

@@ -19,6 +19,9 @@ import server_binary
 from mla_client.testing import ServerProcess
 
 RUN_SECONDS = 35
+INPUTS = (".bazel/bin/client/c/libmla_client.so", ".bazel/bin/client/mlactl/mlactl",
+          ".bazel/bin/server/mla-server",
+          "client/python", "tests/integration/ucx")
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HERE, THERE = f"mla-a-{os.getpid()}", f"mla-b-{os.getpid()}"
 SERVER_ADDRESS, CLIENT_ADDRESS = "10.213.7.1", "10.213.7.2"

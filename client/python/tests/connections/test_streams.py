@@ -12,6 +12,7 @@ import server_binary
 from mla_client import Profile
 from service_contract import LAYERS, ServiceContract
 
+INPUTS = (".bazel/bin/server/mla-server", "client/python")
 SERVER = None
 SHARED_BYTES = 4 << 20
 

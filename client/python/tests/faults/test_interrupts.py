@@ -10,6 +10,7 @@ from interrupts import Interrupt, InterruptAt
 from mla_client import Profile
 from service_contract import GEOMETRY, LAYERS, SCALE, Worker
 
+INPUTS = (".bazel/bin/server/mla-server", "client/python")
 LEASE_MS = 60_000  # no lease ends a step that was forgotten while the tests wait
 WAIT_S = 30
 SERVER = None
