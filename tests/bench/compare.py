@@ -92,6 +92,8 @@ METRICS = {
     "expanded_us": Metric(Better.LESS, True),
     "projected_us": Metric(Better.LESS, True),
     "queries_us": Metric(Better.LESS, True),
+    "absorb_us": Metric(Better.LESS, False),
+    "project_us": Metric(Better.LESS, False),
     "hiddens_us": Metric(Better.LESS, True),
     "more_us": Metric(Better.LESS, False),
     "token_bytes": Metric(Better.COUNT, False),
