@@ -419,6 +419,7 @@ absl::StatusOr<int64_t> RunIndexer(const Flags& flags, const Gpu& gpu) {
   int64_t failures = 0;
   std::vector<IndexerCase> cases = IndexerCases(static_cast<int32_t>(flags.shapes), {dim});
   for (const IndexerCase& c : LongIndexerCases()) cases.push_back(c);
+  cases.push_back(ManyRowsIndexerCase());
   for (const IndexerCase& c : cases) {
     IndexerWorkload workload(c);
     s = workload.Run(reference, 0, c.rows).status();  // stores the bytes of the pages

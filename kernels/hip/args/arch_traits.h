@@ -123,7 +123,9 @@ struct ArchTraits {
   int32_t index_logits_shared_bytes = 0;
   bool index_queries_shared = false;
   int32_t index_select_shared_bytes = 0;
-  int32_t waves_per_block = 8;  // for append (one wave a row) and combine: 256 threads
+  int32_t index_blocks_per_unit = 4;     // wanted, of mla_index_logits
+  int32_t index_most_block_keys = 8192;  // of a block of it
+  int32_t waves_per_block = 8;           // for append (one wave a row) and combine: 256 threads
   // Blocks of combine may wait next to blocks of the attention kernel, on units that it leaves
   // idle.
   bool combine_overlaps = false;
@@ -180,10 +182,12 @@ inline constexpr ArchTraits kSm90Traits{
     .many_rows = {256, 1, 196608, false},
     .widens_lists = true,
     .indexer = true,
-    .index_logits_threads = 384,
-    .index_logits_shared_bytes = 87040,
+    .index_logits_threads = 288,
+    .index_logits_shared_bytes = 78848,
     .index_queries_shared = true,
     .index_select_shared_bytes = 73992,
+    .index_blocks_per_unit = 2,
+    .index_most_block_keys = 16384,
     .waves_per_block = 8,
     .combine_overlaps = true,
     .blocks_per_unit = 2,
@@ -254,11 +258,11 @@ constexpr bool AttendsFewTiles(const ArchTraits& arch, int64_t places, int64_t i
 
 // Returns the keys of a block of mla_index_logits if query rows see `keys` in all: few enough that
 // all units have blocks, and enough that loading the queries costs little in comparison.
-constexpr int32_t IndexKeysPerBlock(int64_t keys, int32_t units) {
-  constexpr int32_t kLeast = 256, kMost = 8192;
-  constexpr int64_t kBlocksPerUnit = 4;  // wanted
+constexpr int32_t IndexKeysPerBlock(const ArchTraits& arch, int64_t keys, int32_t units) {
+  constexpr int32_t kLeast = 256;
+  const int64_t blocks = int64_t{arch.index_blocks_per_unit} * units;
   int32_t chosen = kLeast;
-  while (chosen < kMost && chosen < keys / (kBlocksPerUnit * units)) chosen *= 2;
+  while (chosen < arch.index_most_block_keys && chosen < keys / blocks) chosen *= 2;
   return chosen;
 }
 

@@ -378,10 +378,12 @@ TEST(WidensLists, WhereRowsAreReadTwiceByBlocksThatWidenThem) {
 }
 
 TEST(IndexKeysPerBlock, IsLargestWhereAllUnitsStillHaveBlocks) {
-  EXPECT_EQ(IndexKeysPerBlock(1, kUnits), 256);
-  EXPECT_EQ(IndexKeysPerBlock(16 * 65536, kUnits), 2048);
-  EXPECT_EQ(IndexKeysPerBlock(64 * 65536, kUnits), 8192);
-  EXPECT_EQ(IndexKeysPerBlock(int64_t{1} << 40, kUnits), 8192);
+  EXPECT_EQ(IndexKeysPerBlock(kSm90Traits, 1, kUnits), 256);
+  EXPECT_EQ(IndexKeysPerBlock(kSm90Traits, 16 * 65536, kUnits), 4096);
+  EXPECT_EQ(IndexKeysPerBlock(kSm90Traits, 64 * 65536, kUnits), 16384);
+  EXPECT_EQ(IndexKeysPerBlock(kSm90Traits, int64_t{1} << 40, kUnits), 16384);
+  EXPECT_EQ(IndexKeysPerBlock(kGfx950Traits, 16 * 65536, kUnits), 2048);
+  EXPECT_EQ(IndexKeysPerBlock(kGfx950Traits, int64_t{1} << 40, kUnits), 8192);
 }
 
 }  // namespace

@@ -81,6 +81,7 @@ absl::Status IndexWork::AddRound(LaunchRecording& recording, const Indexing& all
   MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.index_logits, shape, args));
   shape.grid_x = static_cast<uint32_t>(args.count);
   shape.threads = kIndexSelectThreads;
+  shape.overlap_predecessor = true;
   shape.shared_bytes = static_cast<uint32_t>(device_.arch->index_select_shared_bytes);
   return recording.AddKernel(device_.kernels.index_select, shape, args);
 }
@@ -107,7 +108,8 @@ absl::Status IndexWork::Add(LaunchRecording& recording, std::span<const SelectRe
     return record;
   });
   if (!uploaded.ok()) return uploaded.status();
-  const Indexing all{*uploaded, layer, IndexKeysPerBlock(KeysOf(records), device_.runtime->units()),
+  const Indexing all{*uploaded, layer,
+                     IndexKeysPerBlock(*device_.arch, KeysOf(records), device_.runtime->units()),
                      LogitsSharedBytes(*device_.arch, records)};
   int64_t ranks = 0;
   const auto end_round = [&] {

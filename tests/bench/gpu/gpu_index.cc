@@ -168,7 +168,7 @@ absl::Status Indexer::MakeArguments() {
   args_.count = flags_.batch;
   args_.keys_per_block = flags_.block_keys > 0
                              ? flags_.block_keys
-                             : kernels::hip::IndexKeysPerBlock(keys, runtime_->units());
+                             : kernels::hip::IndexKeysPerBlock(*arch_, keys, runtime_->units());
   const int32_t blocks = (flags_.context + args_.keys_per_block - 1) / args_.keys_per_block;
   const int32_t ranks = (flags_.context + kernels::hip::kIndexRowAlignment - 1) /
                         kernels::hip::kIndexRowAlignment * kernels::hip::kIndexRowAlignment;

@@ -94,7 +94,7 @@ std::vector<IndexerCase> IndexerCases(int32_t count, const std::vector<int32_t>&
     c.seed = static_cast<uint64_t>(i) + 1;
     c.heads = pick({64, 64, 32, 1, 17, 128});
     c.dim = pick(dims);
-    c.page_size = pick({1, 4, 64, 7});
+    c.page_size = pick({1, 4, 64, 7, 64, 192});
     c.rows = pick({1, 2, 3, 6});
     c.top_k = pick({1, 16, 100, 128, kMostTopK});
     c.positions =
@@ -131,6 +131,15 @@ std::vector<IndexerCase> LongIndexerCases() {
     cases.push_back(c);
   }
   return cases;
+}
+
+IndexerCase ManyRowsIndexerCase() {
+  IndexerCase c;
+  c.seed = 121;
+  c.positions = kLongPositions;
+  c.rows = 32;
+  c.heads = 8;
+  return c;
 }
 
 IndexerWorkload::IndexerWorkload(const IndexerCase& c)

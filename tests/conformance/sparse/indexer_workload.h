@@ -34,6 +34,8 @@ std::vector<IndexerCase> IndexerCases(int32_t count, const std::vector<int32_t>&
 // Cases with too many positions for the memory in which backends gather candidates, and with lists
 // as long as DeepSeek V3.2's.
 std::vector<IndexerCase> LongIndexerCases();
+// A case with so many keys that each block of a GPU with 132 units has many of them.
+IndexerCase ManyRowsIndexerCase();
 // Limits of a backend that runs such cases.
 kernels::BackendLimits IndexerLimits();
 

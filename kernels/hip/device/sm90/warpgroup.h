@@ -50,6 +50,15 @@ MLA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// As above, with a policy (copy_chunk).
+MLA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
+                          CachePolicy policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
 
 // Copies a box of a tensor map: from row `row` of the page at `granule` on, and from `column` on,
 // to the places that chunk_at gives. Rows past the page become zeros. `barrier` counts the bytes.

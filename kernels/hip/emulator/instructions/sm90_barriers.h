@@ -30,6 +30,10 @@ inline bool barrier_ended(uint32_t at, uint32_t parity) {
 inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   host::StartBulkCopy(shared_bytes() + to, from, bytes, barrier);
 }
+inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
+                      CachePolicy) {
+  bulk_copy(to, from, bytes, barrier);
+}
 
 inline void box_copy(uint32_t to, const TensorMap& map, int column, int row, uint32_t granule,
                      uint32_t barrier, CachePolicy) {

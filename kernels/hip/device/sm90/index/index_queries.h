@@ -12,24 +12,28 @@ namespace mla::kernels::hip {
 // begins, so every thread makes its own.
 //
 //   bins      counts of ranks, by their first bits
-//   keys      for each stage, warp and share of its rows: a chunk of 16 codes a lane
-//   scales    for each stage and warp: one a lane
+//   keys      for each stage and group: 64 keys, as index_keys.h arranges them
+//   scales    for each stage and group: a word a lane
 //   weights   for every head; zero past the last head
+//   barriers  of BulkKeys
 //   queries   operands of 64 heads, [64 x 128] binary16 each: for every 64 heads the first terms,
 //             then for fp32 their second terms
 struct IndexLayout {
   using lds_t = tile::lds_t;
   static constexpr int kKeys = 64;  // keys of a group and turn
   static constexpr int kGroupWarps = 4;
-  static constexpr int kThreads = 384;
-  static constexpr int kWarps = kThreads / tile::kWave;
-  static constexpr int kGroups = kWarps / kGroupWarps;
-  static constexpr int kStages = 3;
+  static constexpr int kGroups = 2;
+  static constexpr int kWarps = kGroups * kGroupWarps;  // the next warp copies keys
+  static constexpr int kThreads = (kWarps + 1) * tile::kWave;
+  static constexpr int kStages = 4;
   static constexpr int kBinBytes = kIndexBins * 4;
   static constexpr int kKeyBytes = kStages * kGroups * kKeys * kIndexDim;
-  static constexpr int kScaleBytes = kStages * kWarps * tile::kWave * 4;
+  static constexpr int kGroupScaleBytes = kGroupWarps * tile::kWave * 4;
+  static constexpr int kScaleBytes = kStages * kGroups * kGroupScaleBytes;
   static constexpr int kWeightBytes = 512;
-  static constexpr int kFixedBytes = kBinBytes + kKeyBytes + kScaleBytes + kWeightBytes;
+  static constexpr int kBarrierBytes = 512;
+  static constexpr int kFixedBytes =
+      kBinBytes + kKeyBytes + kScaleBytes + kWeightBytes + kBarrierBytes;
   static_assert(kernels::kMaxIndexHeads * 4 <= kWeightBytes && kFixedBytes % 1024 == 0);
 
   MLA_DEVICE lds_t base() const { return tile::shared_base<kFixedBytes>(); }
@@ -37,6 +41,7 @@ struct IndexLayout {
   MLA_DEVICE lds_t keys() const { return bins() + kBinBytes; }
   MLA_DEVICE lds_t scales() const { return keys() + kKeyBytes; }
   MLA_DEVICE lds_t weights() const { return scales() + kScaleBytes; }
+  MLA_DEVICE lds_t barriers() const { return weights() + kWeightBytes; }
   MLA_DEVICE lds_t queries(int operand) const {
     return base() + kFixedBytes + operand * kIndexOperandBytes;
   }
@@ -49,7 +54,7 @@ class IndexQueries {
   using L = IndexLayout;
   using lds_t = tile::lds_t;
 
-  // Run by all threads. The matrix unit sees the queries after it has returned.
+  // Run by the warps that multiply. The matrix unit sees the queries after a block barrier.
   MLA_DEVICE static void write(const SelectRecord& record, int row) {
     const int heads = record.indexer.heads;
     const auto* const first = static_cast<const uint8_t*>(record.inputs) +
@@ -57,7 +62,7 @@ class IndexQueries {
     const auto* const weights = as_global<const float>(first + heads * (kIndexDim * kElement));
     const int own = thread_index() >> 2;
 #pragma unroll 1
-    for (int block = 0; block < index_blocks(heads) && thread_index() < kThreads; ++block) {
+    for (int block = 0; block < index_blocks(heads); ++block) {
       const int head = block * kIndexHeadBlock + own;
       uint32_t values[kValues] = {};
       if (head < heads) load(values, first + head * (kIndexDim * kElement));
@@ -69,7 +74,6 @@ class IndexQueries {
       }
     }
     tile::publish_shared();
-    block_barrier();
   }
 
  private:
@@ -78,7 +82,7 @@ class IndexQueries {
   static constexpr int kMine = kIndexDim / 4;           // elements
   static constexpr int kValues = kMine * kElement / 4;  // words
   static constexpr int kThreads = 4 * kIndexHeadBlock;  // threads that take part
-  static_assert(kThreads <= L::kThreads && kThreads % tile::kWave == 0);
+  static_assert(kThreads == L::kWarps * tile::kWave);
 
   MLA_DEVICE static int quarter() { return thread_index() & 3; }
 

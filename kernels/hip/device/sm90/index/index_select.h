@@ -23,17 +23,18 @@ class IndexSelect {
 
   MLA_DEVICE static void run(const IndexArgs& args) {
     const int index = block_index();
+    const IndexRow row = args.rows[index];
+    const SelectRecord& record = args.records[row.record];
+    const int begin = record.list_begin[row.row];
+    IndexSelect self(record, row, begin - record.list_begin[0],
+                     record.list_begin[row.row + 1] - begin);
+    wait_for_previous_kernel();
     uint32_t* const of_row = args.bins + int64_t{index} * kIndexBins;
     uint32_t counts[kOwnBins];
 #pragma unroll
     for (int i = 0; i < kOwnBins; ++i) {
       counts[i] = as_global<uint32_t>(of_row)[i * kIndexSelectThreads + thread_index()];
     }
-    const IndexRow row = args.rows[index];
-    const SelectRecord& record = args.records[row.record];
-    const int begin = record.list_begin[row.row];
-    IndexSelect self(record, row, begin - record.list_begin[0],
-                     record.list_begin[row.row + 1] - begin);
     if (self.wanted >= row.visible) {
       self.put_all();
     } else if (self.wanted > 0) {
