@@ -295,9 +295,14 @@ def run_all(work, jobs, text, skip_unchanged):
             seconds[run.name] = took
             if more:
                 print(printed, end="", flush=True)
-            # An input that changed during the run may have been read before or after.
-            if keys.get(run.name) and run.key() == keys[run.name]:
-                kept.put(run.name, keys[run.name], more)
+            if text:  # a part of its cases: a failure counts for the whole file
+                failed = any(kind in ("failure", "error") for kind, _, _ in more.values())
+                if failed:
+                    kept.put(run.name, None, more)
+            elif run.inputs is not None:
+                # An input that changed during the run may have been read before or after.
+                key = keys[run.name]
+                kept.put(run.name, key if key and run.key() == key else None, more)
     return records, seconds, left_out
 
 

@@ -96,7 +96,19 @@ class TreeTest(unittest.TestCase):
             self.assertEqual(self.left_out(), ["tests/a/test_x.py"])
         self.write("other.txt", "2")
         self.assertEqual(self.left_out(), ["tests/a/test_x.py"])
-        self.assertEqual(self.run_it("--skip-unchanged", MLA_TEST_LONG="1")[1], [])
+        for name in ("MLA_TEST_LONG", "https_proxy", "LD_PRELOAD"):
+            self.assertEqual(self.run_it("--skip-unchanged", **{name: ""})[1], [], name)
+            self.assertEqual(self.left_out(), [])
+        self.write("site/numpy-9.0.dist-info/METADATA", "")
+        packages = {"PYTHONPATH": str(self.root / "site")}
+        self.assertEqual(self.run_it("--skip-unchanged", **packages)[1], [])
+        self.assertEqual(self.run_it("--skip-unchanged", **packages)[1], ["tests/a/test_x.py"])
+        (self.root / "site/numpy-9.0.dist-info").rename(self.root / "site/numpy-9.1.dist-info")
+        self.assertEqual(self.run_it("--skip-unchanged", **packages)[1], [])
+
+    def test_a_program_outside_the_tree_runs_it_again(self):
+        for _ in range(2):
+            self.assertEqual(self.run_it("--skip-unchanged", SERVER_UNDER_TEST="/bin/true")[1], [])
 
     def test_a_file_without_inputs_always_runs(self):
         self.file("", "pass")
@@ -129,6 +141,15 @@ class TreeTest(unittest.TestCase):
         self.assertEqual(self.run_it("--skip-unchanged"),
                          ({"tests/a/test_x.py T.test_it": "failure"}, []))
 
+    def test_a_fault_of_a_part_is_not_forgotten(self):
+        self.file('INPUTS = ("data",)',
+                  'self.assertFalse((ROOT / "build/broken").exists())')
+        self.assertEqual(self.kinds(), {""})
+        self.write("build/broken", "")
+        self.assertEqual(set(self.run_it("--filter", "test_it")[0].values()), {"failure"})
+        (self.root / "build/broken").unlink()
+        self.assertEqual(self.left_out(), [])
+
     def test_results_that_cannot_be_read(self):
         self.left_out()
         self.write("build/unchanged.json", "{")
@@ -150,6 +171,18 @@ class TreeTest(unittest.TestCase):
                                      "tests/a/test_x.py inputs": "error"}, body)
             self.assertIn(f"test_x.py reads what its INPUTS do not name: {what}\n", self.said)
             self.file(f'INPUTS = ("data", "{what}")', body)
+            self.assertEqual(self.kinds(), {""}, self.said)
+
+    def test_a_built_program_is_noticed_by_its_real_path(self):
+        with tempfile.TemporaryDirectory() as built:
+            program = pathlib.Path(built) / "program"
+            shutil.copy("/bin/true", program)
+            (self.root / ".bazel").mkdir()
+            (self.root / ".bazel/bin").symlink_to(built)
+            body = 'subprocess.run([(ROOT / ".bazel/bin/program").resolve()], check=True)'
+            self.file('INPUTS = ("data",)', body)
+            self.assertEqual(self.kinds(), {"", "error"})
+            self.file('INPUTS = ("data", ".bazel/bin/program")', body)
             self.assertEqual(self.kinds(), {""}, self.said)
 
     def test_scratch_is_not_an_input_but_tools_are(self):

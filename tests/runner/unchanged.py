@@ -12,12 +12,14 @@ it starts. What those processes read by themselves is not seen, so INPUTS has to
 file is run in a folder outside the tree.
 """
 
+import fcntl
 import functools
 import hashlib
 import json
 import os
 import pathlib
 import re
+import site
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -26,8 +28,13 @@ RUNNER = ("tests/run_python_tests.py", "tests/runner/unchanged.py", "tests/engin
           "client/python/pyproject.toml")
 # Versions of all packages of the machine: compilers, interpreters and libraries.
 PACKAGES = pathlib.Path("/var/lib/dpkg/status")
-# Variables that change what tests do.
-VARIABLES = re.compile(r"^(MLA|UCX)_|_UNDER_TEST$")
+# Variables that change what tests do, or what the processes do that they start.
+VARIABLES = re.compile(r"^(MLA|UCX|FAKE|ROCM|LD|PYTHON|GRPC|OMP|OPENBLAS|VLLM|SGLANG|HF)_?|^PATH$"
+                       r"|_(proxy|PROXY)$")
+# Variables that name programs outside the tree. A file is always run with one of them.
+PROGRAMS = re.compile(r"_UNDER_TEST$|^MLA_CLIENT_LIBRARY$")
+# Built programs lie outside the tree, where this link leads.
+BUILT = ROOT / ".bazel/bin"
 # A folder of results, which tests write to. Its tools are inputs.
 SCRATCH, TOOLS = ROOT / "build", ROOT / "build/tools"
 KEPT = "build/unchanged.json"
@@ -55,9 +62,20 @@ def digest(path):
     return _digest(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
+def _python_packages():
+    """Names and versions of the packages that Python finds without the machine's packager."""
+    folders = [site.getusersitepackages(), *site.getsitepackages(),
+               *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return sorted(str(path) for folder in folders if folder
+                  for path in pathlib.Path(folder).glob("*.dist-info"))
+
+
 def key_of(test, inputs, environment=""):
-    """A hash of all that a file of tests depends on, or None if one of its inputs is missing.
+    """A hash of all that a file of tests depends on. None if one of its inputs is missing, or if a
+    variable names a program outside the tree: the file is run then.
     `environment` names the packages that it is run with, other than those of the machine."""
+    if any(PROGRAMS.search(name) for name in os.environ):
+        return None
     state = hashlib.sha256()
 
     def add(*parts):
@@ -65,6 +83,7 @@ def key_of(test, inputs, environment=""):
             state.update(len(part).to_bytes(8, "little") + part)
 
     add(sys.version.encode(), environment.encode(), str(os.geteuid()).encode())
+    add(*(part.encode() for part in (*os.uname(), *_python_packages())))
     for name, value in sorted(os.environ.items()):
         if VARIABLES.search(name):
             add(name.encode(), value.encode())
@@ -85,10 +104,13 @@ class Kept:
 
     def __init__(self):
         self._path = ROOT / KEPT
+        self._runs = self._read()
+
+    def _read(self):
         try:
-            self._runs = json.loads(self._path.read_text(encoding="utf-8"))
+            return json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            self._runs = {}
+            return {}
 
     def cases(self, name, key):
         """The records of the run with this key, or None."""
@@ -96,15 +118,19 @@ class Kept:
         return run["cases"] if run and key and run["key"] == key else None
 
     def put(self, name, key, records):
-        """Keeps a run in which every case passed. Any other one is forgotten."""
-        if key and records and not any(kind for kind, _, _ in records.values()):
-            self._runs[name] = {"key": key, "cases": records}
-        else:
-            self._runs.pop(name, None)
+        """Keeps a run in which every case passed. Any other one is forgotten. Runs of two
+        terminals may call this at the same time."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(self._runs), encoding="utf-8")
-        part.replace(self._path)
+        with self._path.with_suffix(".lock").open("w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._runs = self._read()
+            if key and records and not any(kind for kind, _, _ in records.values()):
+                self._runs[name] = {"key": key, "cases": records}
+            else:
+                self._runs.pop(name, None)
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps(self._runs), encoding="utf-8")
+            part.replace(self._path)
 
 
 class Watch:
@@ -123,6 +149,9 @@ class Watch:
         if not isinstance(name, (str, bytes, os.PathLike)):
             return  # an open file, by its number
         path = pathlib.Path(os.path.abspath(os.path.join(folder, os.fsdecode(name))))
+        built = BUILT.resolve()
+        if built in path.parents:  # a resolved link
+            path = BUILT / path.relative_to(built)
         if ROOT not in path.parents or "__pycache__" in path.parts:
             return
         if SCRATCH in (path, *path.parents) and TOOLS not in path.parents:
