@@ -49,8 +49,8 @@ inline constexpr Millis kLeastRenewalPause(20);
 inline constexpr int32_t kCopySpinMicros = 1000;
 inline constexpr int32_t kMostCopyThreads = 64;
 
-// Bounds the question which server answers. Two start times of a server that differ by no more than
-// this count as equal.
+// Bounds the time of the question which server answers. A server that has been up for less than the
+// time since its last answer plus this counts as another one.
 inline constexpr Millis kAskTime(1000);
 
 // Timeouts are cut to ten years: a clock can still add ten times as much to its own time.

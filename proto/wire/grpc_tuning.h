@@ -15,7 +15,7 @@ namespace mla::wire {
 // that more is useful.
 inline constexpr int kStreamWindowBytes = 4 << 20;
 
-// A process keeps this much freed memory at the top of each heap.
+// A process keeps at most this much freed memory at the top of each heap.
 inline constexpr int kKeptHeapBytes = 256 << 20;
 
 // Blocks up to this size come from a heap, larger ones straight from the kernel.

@@ -239,8 +239,7 @@ int32_t ControlReserve(const Config& config);
 std::string SetTenantQuota(const std::string& key, const std::string& text, Config* config);
 inline constexpr char kTenantQuotas[] = "tenants.quotas.";
 
-// Returns the size as text, e.g. Returns text like "4GiB". It is also used for sizes that are not
-// keys.
+// Returns the size as text, like "4GiB". Sizes that are not keys use it, too.
 std::string BytesText(int64_t bytes);
 bool ParseBytes(std::string text, int64_t* bytes);
 

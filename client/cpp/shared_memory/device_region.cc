@@ -509,7 +509,7 @@ absl::Status DeviceRegion::StoreWord(uint32_t* word, uint32_t value, void* strea
 absl::Status DeviceRegion::PassTurn(const Turn& turn, void* stream) {
   if (nvidia() && state_->api.batch_words != nullptr) {
     // One call of the driver stores all words, because on an H200 that takes half of the GPU's time
-    // for three calls. On an H200 it takes half of the GPU's time for three calls.
+    // for three calls.
     auto operations = state_->OperationsOf(turn);
     const State::Current current(*state_, false);
     absl::Status s = current.status();

@@ -24,10 +24,10 @@ namespace {
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 
-// Follows the error of a server that did not answer.
+// Follows the error of a call that no server answered.
 constexpr char kNoAnswer[] =
-    "no server answered: --target=ADDRESS, MLA_TARGET or a context (mlactl contexts) says where it "
-    "is";
+    "no answer from the server: --target=ADDRESS, MLA_TARGET or a context (mlactl contexts) says "
+    "where it is";
 
 // Colours are for terminals, unless the user wants none (https://no-color.org).
 bool Coloured(std::FILE* stream) {

@@ -136,7 +136,8 @@ absl::StatusOr<Connection> Complete(const Connection& given, const std::string& 
     return absl::NotFoundError(
         absl::StrCat("--server-context: got \"", wanted, "\", not in ", path));
   }
-  // A context that the user names outweighs a variable of the environment, which is always set.
+  // A context that the command line names outweighs variables, which a shell may set for every
+  // command.
   if (!name.empty()) {
     connection = given;
     Fill(entry->second, &connection);

@@ -43,8 +43,8 @@ struct LaunchShape {
   // May start early only if the predecessor is a gate (device/kernels/gate.h), which has few
   // blocks.
   bool overlap_gate = false;
-  // For NVIDIA only: the blocks wait for each other. Its blocks wait for each other, so it starts
-  // only when all of them fit at the same time, and is refused if they never do.
+  // For NVIDIA only: the blocks wait for each other, so the kernel starts only when all of them fit
+  // at the same time, and is refused if they never do.
   bool blocks_meet = false;
 
   bool operator==(const LaunchShape&) const = default;

@@ -51,10 +51,10 @@ float Fp8ScaleOf(const float* values, size_t count);
 // Writes the codes of `count` values and returns their scale, Fp8ScaleOf.
 float EncodeFp8(const float* values, size_t count, uint8_t* codes);
 
-// Decodes codes times scale, rounded to bf16 (nearest, ties to even). A code that is NaN becomes
+// Writes codes times scale, rounded to bf16 (nearest, ties to even). A code that is NaN becomes
 // NaN. REQUIRES IsFp8Scale(scale).
 void DecodeFp8(const uint8_t* codes, size_t count, float scale, uint16_t* bf16);
-// Decodes codes times scale to fp32.
+// Writes codes times scale as fp32.
 void DecodeFp8(const uint8_t* codes, size_t count, float scale, float* values);
 
 }  // namespace mla::wire

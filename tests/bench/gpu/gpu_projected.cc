@@ -372,8 +372,7 @@ absl::Status Bench::Time(int32_t batch) {
       "batch=%d context=%d h=%d: expanded %.1f us (least %.1f), projected %.1f us (least %.1f), "
       "queries %.1f us, absorb %.1f us, attend %.1f us, project %.1f us, hiddens %.1f us; %.1f us "
       "more, %.2f x the floor of %.1f us (reading W_UQ and W_O %.1f us, multiplying %.1f us); "
-      "bytes "
-      "a token %lld and %lld\n",
+      "bytes a token %lld and %lld\n",
       batch, flags_.context, flags_.heads, times[0].median, times[0].least, times[1].median,
       times[1].least, times[2].median, times[3].median, times[4].median, times[5].median,
       times[6].median, more, more / floor, floor, *read, operations,

@@ -93,7 +93,7 @@ class TerminalTest(unittest.TestCase):
         code, out, err = piped(*words)
         self.assertEqual((code, out), (2, ""))
         self.assertNotIn("\x1b", err)
-        self.assertIn("\nmlactl: no server answered: --target=ADDRESS, MLA_TARGET or a ", err)
+        self.assertIn("\nmlactl: no answer from the server: --target=ADDRESS, MLA_TARGET ", err)
 
     def test_long_work_has_a_bar_on_a_terminal_alone(self):
         scratch = tempfile.TemporaryDirectory()

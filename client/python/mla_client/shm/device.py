@@ -405,6 +405,7 @@ class DeviceArray:
 
     def squeeze(self, axis: int) -> "DeviceArray":
         """The same memory without an axis of length one, as numpy's. ValueError: it is longer."""
+        axis = range(len(self.shape))[axis]  # a negative one counts from the end
         if self.shape[axis] != 1:
             raise ValueError(f"squeeze: axis {axis} of {self.shape} must have length 1")
         return DeviceArray(self._region, self.address,

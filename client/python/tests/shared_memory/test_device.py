@@ -155,6 +155,7 @@ class DeviceTest(unittest.TestCase):
         self.assertEqual((whole.shape, whole.address, whole.dtype),
                          ((3, 8), array.address, array.dtype))
         self.assertEqual(whole.__cuda_array_interface__["data"], (region.address + offset, False))
+        self.assertEqual(array.squeeze(-2).shape, (3, 8))
         with self.assertRaisesRegex(ValueError, r"axis 2 of \(3, 1, 8\) must have length 1"):
             array.squeeze(2)
 
