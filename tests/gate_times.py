@@ -38,9 +38,8 @@ def change(clone, path):
     """Adds a number that objects and programs keep: a change that leaves an object as it was, such
     as a comment, repeats no test. A header gets it within its guard."""
     file = clone / path
-    number = time.time_ns()
-    line = ("[[gnu::used, gnu::retain]] static const unsigned long long "
-            f"kChanged{number} = {number};")
+    number = time.time_ns() % 10**12  # the line has to fit in 100 columns
+    line = f"[[gnu::used, gnu::retain]] static const long kChanged{number} = {number};"
     head, guard, tail = file.read_text(encoding="utf-8").rpartition("#endif")
     if path.endswith(".h"):
         file.write_text(f"{head}{line}\n{guard}{tail}", encoding="utf-8")
