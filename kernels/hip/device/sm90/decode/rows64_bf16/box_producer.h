@@ -161,8 +161,8 @@ class BoxProducer {
   const BoxArgs& args;
   const L shared;
   const int lane, warp;
-  // The blocks that run at a time read the same rows at nearly the same time, and most launches read
-  // no row again, so rows leave the L2 to queries and partial results.
+  // The blocks that run at a time read the same rows at nearly the same time, and most launches
+  // read no row again, so rows leave the L2 to queries and partial results.
   const tile::CachePolicy policy;
   uint32_t used[2] = {0, 0};
   uint32_t items = 0;
