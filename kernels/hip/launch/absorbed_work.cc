@@ -84,12 +84,12 @@ size_t FindBoxes(const ArchTraits& arch, const AttendVariant& v) {
   return i;
 }
 
-// Returns a segment whose pages and rows lie as those of all segments with queries, at the layer of
-// the first one; null if there is none.
+// Returns a segment whose pages and rows lie as those of all segments that read rows, at the layer
+// of the first segment; null if there is none.
 const SegmentRecord* CommonLayout(std::span<const SegmentRecord> segments) {
   const SegmentRecord* common = nullptr;
   for (const SegmentRecord& r : segments) {
-    if (r.q_rows == 0) continue;
+    if (r.q_rows == 0 || r.kv_rows == 0) continue;
     if (common == nullptr) common = &r;
     if (r.page_size != common->page_size || r.row_stride != common->row_stride ||
         r.layer_offset != segments[0].layer_offset) {
