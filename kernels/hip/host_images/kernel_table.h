@@ -44,9 +44,10 @@ constexpr OfArguments<Arguments> ArgumentsOf(void (*)(Arguments)) {
         table,                                                                              \
         sizeof(table) / sizeof(*table),                                                     \
         [](const mla::kernels::hip::host::Kernel& kernel,                                   \
-           const mla::kernels::hip::host::Grid& grid, const void* arguments) {              \
+           const mla::kernels::hip::host::Grid& grid, const void* arguments,                \
+           const mla::kernels::hip::host::Previous* previous) {                             \
           return mla::kernels::hip::host::Run(kernel, mla::kernels::hip::tile::kWave, grid, \
-                                              arguments);                                   \
+                                              arguments, previous);                         \
         },                                                                                  \
         mla::kernels::hip::host::Watch};                                                    \
     return &kImage;                                                                         \

@@ -154,7 +154,7 @@ bool RunKernel(const host::Image& image, std::string_view name, const void* args
   Met().clear();
   image.watch(Count);
   const char* const fault =
-      image.run(*kernel, {.x = 1, .y = 1, .threads = 256, .shared_bytes = 0}, args);
+      image.run(*kernel, {.x = 1, .y = 1, .threads = 256, .shared_bytes = 0}, args, nullptr);
   image.watch(nullptr);
   if (fault != nullptr) {
     std::fprintf(stderr, "shared_accesses: %s: %s\n", image.arch, fault);

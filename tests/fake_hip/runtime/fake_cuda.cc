@@ -27,6 +27,7 @@ constexpr int kProcessesShareIt = 133;
 constexpr int kMaxDynamicShared = 8;
 constexpr unsigned kCooperative = 2;
 constexpr unsigned kProgrammaticSerialization = 6;
+constexpr unsigned char kProgrammaticEdge = 1;
 constexpr unsigned kHostMemory = 1;
 constexpr unsigned kDeviceMemory = 2;
 constexpr unsigned kUnifiedMemory = 4;
@@ -162,8 +163,7 @@ int hipMemsetD8Async(void*, unsigned char, size_t, void*);
 int hipModuleLoadData(void**, const void*);
 int hipModuleUnload(void*);
 int hipModuleGetFunction(void**, void*, const char*);
-int hipModuleLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                          unsigned, void*, void**, void**);
+int fake_hip_launch(const HipKernelNode*, void*, int);
 
 int hipGraphCreate(void**, unsigned);
 int hipGraphDestroy(void*);
@@ -172,7 +172,7 @@ int fake_hip_instantiate(void**, void*);
 int hipGraphExecDestroy(void*);
 int fake_hip_set_node(void*, void*, const HipKernelNode*);
 int hipGraphLaunch(void*, void*);
-int fake_hip_order_nodes(void*, void*);
+int fake_hip_order_nodes(void*, void*, int);
 
 #define IN_CONTEXT(call) return current == nullptr ? kInvalidContext : call
 
@@ -345,21 +345,25 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
   AllowedShared().bytes[function] = value;
   return kSuccess;
 }
+int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** parameters, void** extra) {
+  int overlaps = 0;
+  for (unsigned i = 0; i < c->attribute_count; ++i) {
+    const LaunchAttribute& a = c->attributes[i];
+    if (a.id != kProgrammaticSerialization && a.id != kCooperative) return kInvalidValue;
+    if (a.id == kProgrammaticSerialization) overlaps = a.value.flag;
+  }
+  if (current == nullptr) return kInvalidContext;
+  if (!MayRun(function, c->grid_x, c->grid_y, c->block_x, c->shared_bytes)) return kInvalidValue;
+  const HipKernelNode node{{c->block_x, c->block_y, c->block_z}, extra,      function,
+                           {c->grid_x, c->grid_y, c->grid_z},    parameters, c->shared_bytes};
+  return fake_hip_launch(&node, c->stream, overlaps);
+}
 int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                    unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                    void* stream, void** parameters, void** extra) {
-  if (current == nullptr) return kInvalidContext;
-  if (!MayRun(function, grid_x, grid_y, block_x, shared_bytes)) return kInvalidValue;
-  return hipModuleLaunchKernel(function, grid_x, grid_y, grid_z, block_x, block_y, block_z,
-                               shared_bytes, stream, parameters, extra);
-}
-int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** parameters, void** extra) {
-  for (unsigned i = 0; i < c->attribute_count; ++i) {
-    const unsigned id = c->attributes[i].id;
-    if (id != kProgrammaticSerialization && id != kCooperative) return kInvalidValue;
-  }
-  return cuLaunchKernel(function, c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
-                        c->block_z, c->shared_bytes, c->stream, parameters, extra);
+  const LaunchConfig config{grid_x,  grid_y,       grid_z, block_x, block_y,
+                            block_z, shared_bytes, stream, nullptr, 0};
+  return cuLaunchKernelEx(&config, function, parameters, extra);
 }
 // Only maps that copies of boxes of rows need.
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* first, const uint64_t* dims,
@@ -404,7 +408,7 @@ int cuGraphAddDependencies_v2(void*, void* const* from, void* const* to, const G
                               size_t count) {
   if (current == nullptr) return kInvalidContext;
   if (count != 1 || edges->from_port > 2 || edges->to_port != 0) return kInvalidValue;
-  return fake_hip_order_nodes(*from, *to);
+  return fake_hip_order_nodes(*from, *to, edges->type == kProgrammaticEdge ? 1 : 0);
 }
 int cuGraphKernelNodeSetAttribute(void* node, unsigned id, const void* value) {
   if (current == nullptr) return kInvalidContext;

@@ -95,9 +95,10 @@ int hipGraphAddKernelNode(fake::GraphNode** node, fake::Graph* graph, fake::Grap
   *node = &graph->nodes.back();
   return 0;
 }
-int fake_hip_order_nodes(fake::GraphNode* before, fake::GraphNode* after) {
+int fake_hip_order_nodes(fake::GraphNode* before, fake::GraphNode* after, int overlaps) {
   if (after->after != nullptr) return fake::kInvalidValue;
   after->after = before;
+  after->launch.overlaps = overlaps != 0;
   return 0;
 }
 // The backend needs its nodes to run one after another, so a graph with parallel nodes is an error.
@@ -129,7 +130,10 @@ int fake_hip_set_node(fake::GraphExec* exec, fake::GraphNode* node,
                       const fake::KernelNodeParams* params) {
   FAKE_ENTER("hipGraphExecKernelNodeSetParams");
   ++State().control.graph_updates;
-  exec->launches[node->index] = fake::PendingLaunch(*params);
+  fake::PendingLaunch& launch = exec->launches[node->index];
+  const bool overlaps = launch.overlaps;
+  launch = fake::PendingLaunch(*params);
+  launch.overlaps = overlaps;
   return 0;
 }
 int hipGraphExecKernelNodeSetParams(fake::GraphExec* exec, fake::GraphNode* node,

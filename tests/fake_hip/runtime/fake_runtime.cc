@@ -99,14 +99,22 @@ void Enqueue(const PendingLaunch& launch, Stream& stream) {
   }
   const char* const named = control.wrong_kernel;
   if (control.wrong_results && (named == nullptr || function.name == named)) return;
-  stream.Add([function, launch, flaw = control.flaw, rounded = control.rounded_inputs] {
+  const auto run = [function, launch, &stream, flaw = control.flaw,
+                    rounded = control.rounded_inputs] {
+    // A flaw is in arguments and memory as they are when the kernel begins.
+    if (flaw != Flaw::kNone || rounded) stream.RunHeld();
+    const kernels::hip::host::Previous previous{
+        [](void* of) { static_cast<Stream*>(of)->RunHeld(); }, &stream};
+    const bool holds = stream.held != nullptr;
     RunFlawed(flaw, rounded, function.name, launch.grid, launch.args, [&](const void* arguments) {
-      const char* const fault = function.image->run(*function.kernel, launch.grid, arguments);
+      const char* const fault = function.image->run(*function.kernel, launch.grid, arguments,
+                                                    holds ? &previous : nullptr);
       if (fault == nullptr) return;
       std::fprintf(stderr, "fake device: %s\n", fault);
       State().control.lost = true;
     });
-  });
+  };
+  stream.AddWork({run, true, launch.overlaps});
 }
 
 bool IsPinned(const void* at) {
@@ -432,19 +440,24 @@ int hipModuleGetFunction(fake::Function** function, fake::Module* module, const 
   }
   return fake::kNotFound;
 }
-int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned grid_y, unsigned,
-                          unsigned block_x, unsigned, unsigned, unsigned shared_bytes,
-                          fake::Stream* stream, void** parameters, void**) {
-  const fake::PendingLaunch launch({.block = {block_x, 1, 1},
-                                    .extra = nullptr,
-                                    .function = function,
-                                    .grid = {grid_x, grid_y, 1},
-                                    .parameters = parameters,
-                                    .shared_bytes = shared_bytes});
+int fake_hip_launch(const fake::KernelNodeParams* params, fake::Stream* stream, int overlaps) {
+  fake::PendingLaunch launch(*params);
+  launch.overlaps = overlaps != 0;
   fake::Announce(launch);
   FAKE_ENTER("hipModuleLaunchKernel");
   fake::Enqueue(launch, *stream);
   return 0;
+}
+int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned grid_y, unsigned,
+                          unsigned block_x, unsigned, unsigned, unsigned shared_bytes,
+                          fake::Stream* stream, void** parameters, void**) {
+  const fake::KernelNodeParams params{.block = {block_x, 1, 1},
+                                      .extra = nullptr,
+                                      .function = function,
+                                      .grid = {grid_x, grid_y, 1},
+                                      .parameters = parameters,
+                                      .shared_bytes = shared_bytes};
+  return fake_hip_launch(&params, stream, 0);
 }
 
 }  // extern "C"

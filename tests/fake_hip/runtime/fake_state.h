@@ -20,21 +20,50 @@ namespace mla::fake_hip {
 inline constexpr int kInvalidValue = 1;
 
 struct Stream {
-  std::deque<std::function<void()>> work;
+  struct Work {
+    std::function<void()> run;
+    bool is_kernel = false;
+    bool overlaps = false;  // a kernel that may begin before the kernel before it has ended
+  };
+  std::deque<Work> work;
   uint64_t enqueued = 0;
   uint64_t executed = 0;
+  // The kernel before the one that runs, if that may begin earlier. It runs when the later kernel
+  // waits for it, or afterwards, so a kernel that reads results before its wait sees older ones.
+  std::function<void()> held;
+  uint64_t chains = 0;  // of kernels that overlap
 
-  void Add(std::function<void()> item) {
+  void Add(std::function<void()> item) { AddWork({std::move(item)}); }
+  void AddWork(Work item) {
     work.push_back(std::move(item));
     ++enqueued;
   }
+  void RunHeld() {
+    if (const auto run = std::exchange(held, nullptr)) run();
+  }
   void RunTo(uint64_t position) {
     while (executed < position && !work.empty()) {
-      const std::function<void()> item = std::move(work.front());
+      Work item = std::move(work.front());
       work.pop_front();
       ++executed;
-      item();
+      if (held == nullptr && item.is_kernel && Holds(item, position)) {
+        held = std::move(item.run);
+        continue;
+      }
+      item.run();
+      RunHeld();
     }
+  }
+
+ private:
+  bool Overlaps(size_t index, uint64_t position) const {
+    return executed + index < position && index < work.size() && work[index].overlaps;
+  }
+  // Returns true if the kernel is held until the next one waits for it. A kernel is not held while
+  // it waits itself, so of a chain only every second kernel is. Chains take turns in which.
+  bool Holds(const Work& item, uint64_t position) {
+    if (!Overlaps(0, position)) return false;
+    return item.overlaps || !Overlaps(1, position) || chains++ % 2 == 0;
   }
 };
 
@@ -59,6 +88,7 @@ struct PendingLaunch {
   Function* function;
   kernels::hip::host::Grid grid;
   std::vector<std::byte> args;
+  bool overlaps = false;  // as in Stream::Work
 
   explicit PendingLaunch(const KernelNodeParams& p)
       : function(p.function), grid{p.grid.x, p.grid.y, p.block.x, p.shared_bytes} {

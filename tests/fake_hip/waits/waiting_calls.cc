@@ -46,7 +46,8 @@ void Call::AwaitLoaded(const Function* function) const {
 
 void Run(const PendingLaunch& launch) {
   const Function& function = *launch.function;
-  const char* const fault = function.image->run(*function.kernel, launch.grid, launch.args.data());
+  const char* const fault =
+      function.image->run(*function.kernel, launch.grid, launch.args.data(), nullptr);
   ++TheDriver().control.kernels;
   if (fault == nullptr) return;
   std::fprintf(stderr, "fake device: %s: %s\n", function.name.c_str(), fault);

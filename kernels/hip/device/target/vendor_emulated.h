@@ -33,7 +33,7 @@ MLA_DEVICE float max_f(float a, float b) { return a > b || b != b ? a : b; }
 MLA_DEVICE float fma_f(float a, float b, float c) { return a * b + c; }
 MLA_DEVICE void block_barrier() { host::BlockBarrier(); }
 MLA_DEVICE int uniform(int x) { return host::Uniform(x); }
-MLA_DEVICE void wait_for_previous_kernel() {}
+MLA_DEVICE void wait_for_previous_kernel() { host::WaitForPrevious(); }
 MLA_DEVICE void let_next_kernel_start() {}
 MLA_DEVICE uint64_t realtime_ns() {
   timespec now;

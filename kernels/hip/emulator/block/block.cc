@@ -1,6 +1,8 @@
 #include "kernels/hip/emulator/block/block.h"
 
+#include <array>
 #include <cstdarg>
+#include <cstddef>
 #include <cstdio>
 #include <mutex>
 #include <numeric>
@@ -13,8 +15,6 @@ Lane* the_lane = nullptr;
 void (*the_watch)(const SharedAccess& access) = nullptr;
 
 namespace {
-
-Fiber the_caller;  // the caller of Run
 
 uint32_t Random(Block& block) {
   block.random = block.random * 1664525u + 1013904223u;
@@ -59,11 +59,23 @@ Lane* Next(const Lane& from) {
   return nullptr;
 }
 
+// Returns the lane that runs after `from`, the running one. If none can run, the kernel before this
+// one runs first.
+Lane* NextOrFault(Lane& from) {
+  Lane* next = Next(from);
+  if (next == nullptr && the_block->previous != nullptr) {
+    the_block->asks_for_previous = true;
+    Switch(from.fiber, the_block->caller);
+    next = Next(from);
+  }
+  if (next == nullptr) Fault("all lanes wait for each other");
+  return next;
+}
+
 // Suspends the running lane until it can run again.
 void Leave() {
   Lane& from = *the_lane;
-  Lane* const next = Next(from);
-  if (next == nullptr) Fault("all lanes wait for each other");
+  Lane* const next = NextOrFault(from);
   if (next != &from) {
     the_lane = next;
     Switch(from.fiber, next->fiber);
@@ -102,10 +114,9 @@ void EndLane() {
     for (uint32_t i = 0; i < block.grid.threads; ++i) {
       if (block.lanes[i].copies.count() > 0) Fault("the block ended before its copies had landed");
     }
-    SwitchForGood(the_caller);
+    SwitchForGood(block.caller);
   }
-  Lane* const to = Next(lane);
-  if (to == nullptr) Fault("all lanes wait for each other");
+  Lane* const to = NextOrFault(lane);
   the_lane = to;
   SwitchForGood(to->fiber);
 }
@@ -153,6 +164,42 @@ void PrepareLanes(Block& block, FiberStacks& stacks) {
   block.shared.Reset();
 }
 
+// Runs the lanes of a block until all have ended, or one has a fault.
+void RunLanes(Block& block) {
+  the_lane = &block.lanes[0];
+  Switch(block.caller, the_lane->fiber);
+  while (std::exchange(block.asks_for_previous, false)) {
+    Lane* const asking = the_lane;
+    const Previous* const previous = std::exchange(block.previous, nullptr);
+    previous->run(previous->of);
+    the_block = &block;
+    the_lane = asking;
+    Switch(block.caller, asking->fiber);
+  }
+}
+
+// A launch, and the launch before it that it waits for, run at a time.
+constexpr size_t kMostRuns = 2;
+class RunCount {
+ public:
+  explicit RunCount(size_t& runs) : runs_(++runs) {}
+  ~RunCount() { --runs_; }
+  RunCount(const RunCount&) = delete;
+  RunCount& operator=(const RunCount&) = delete;
+
+ private:
+  size_t& runs_;
+};
+struct Runner {
+  FiberStacks stacks{kMostLanes};
+  Block block;
+};
+Runner& RunnerOf(size_t run) {
+  static std::array<Runner*, kMostRuns> runners = {};
+  if (runners[run] == nullptr) runners[run] = new Runner;
+  return *runners[run];
+}
+
 }  // namespace
 
 void Fault(const char* format, ...) {
@@ -166,7 +213,7 @@ void Fault(const char* format, ...) {
   std::snprintf(text, sizeof(text), "%s, block %u,%u, lane %d: %s", block.kernel->name, block.x,
                 block.y, the_lane->index, what);
   block.fault = text;
-  SwitchForGood(the_caller);
+  SwitchForGood(block.caller);
 }
 
 void Watch(void (*sink)(const SharedAccess& access)) { the_watch = sink; }
@@ -263,12 +310,21 @@ void Poll(bool (*ready)(uint32_t, uint32_t), uint32_t at, uint32_t parity) {
   Leave();
 }
 
-const char* Run(const Kernel& kernel, int wave_lanes, const Grid& grid, const void* arguments) {
-  static std::mutex& mutex = *new std::mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  static FiberStacks& stacks = *new FiberStacks(kMostLanes);
-  static Block& block = *new Block;
+void WaitForPrevious() {
+  Poll([](uint32_t, uint32_t) { return the_block->previous == nullptr; }, 0, 0);
+}
+
+const char* Run(const Kernel& kernel, int wave_lanes, const Grid& grid, const void* arguments,
+                const Previous* previous) {
+  static std::recursive_mutex& mutex = *new std::recursive_mutex;
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  static size_t runs = 0;
+  if (runs == kMostRuns) return "the launch before has a launch before it";
+  auto& [stacks, block] = RunnerOf(runs);
+  const RunCount count(runs);
   block.fault.clear();
+  block.previous = previous;
+  block.asks_for_previous = false;
   block.grid = grid;
   block.wave_lanes = wave_lanes;
   block.kernel = &kernel;
@@ -282,8 +338,7 @@ const char* Run(const Kernel& kernel, int wave_lanes, const Grid& grid, const vo
   for (block.y = 0; block.y < grid.y; ++block.y) {
     for (block.x = 0; block.x < grid.x; ++block.x) {
       PrepareLanes(block, stacks);
-      the_lane = &block.lanes[0];
-      Switch(the_caller, the_lane->fiber);
+      RunLanes(block);
       if (!block.fault.empty()) return block.fault.c_str();
     }
   }

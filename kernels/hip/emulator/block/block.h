@@ -107,6 +107,9 @@ struct Block {
   uint64_t number = 0;    // count of all blocks run before
   const Kernel* kernel = nullptr;
   const void* arguments = nullptr;
+  Fiber caller;                        // the caller of Run
+  const Previous* previous = nullptr;  // null if it has ended
+  bool asks_for_previous = false;      // a lane has switched to the caller, which is to run it
   std::array<Lane, kMostLanes> lanes;
   std::array<Wave, kMostLanes / 32> waves;
   std::vector<int> order;  // of waves
@@ -150,6 +153,9 @@ inline constexpr int kRegisters = 65536;
 void SetRegisters(int count);
 // Lets other lanes run until ready(at, parity).
 void Poll(bool (*ready)(uint32_t, uint32_t), uint32_t at, uint32_t parity);
+// Lets other lanes run until the kernel before this one has ended. That kernel runs only when all
+// lanes of the block wait, so lanes that read its results before they wait see what was there.
+void WaitForPrevious();
 // Records a value that must be the same in all lanes of the wave; their next meeting checks it.
 inline int Uniform(int x) {
   the_lane->uniform_sum = the_lane->uniform_sum * 31 + static_cast<uint32_t>(x) + 1;
@@ -157,7 +163,8 @@ inline int Uniform(int x) {
 }
 
 // See Image::run. `wave_lanes`: 32 or 64.
-const char* Run(const Kernel& kernel, int wave_lanes, const Grid& grid, const void* arguments);
+const char* Run(const Kernel& kernel, int wave_lanes, const Grid& grid, const void* arguments,
+                const Previous* previous = nullptr);
 
 }  // namespace mla::kernels::hip::host
 

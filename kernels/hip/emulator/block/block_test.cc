@@ -217,6 +217,54 @@ TEST(BlockTest, NamedBarriersCountAndAnswer) {
   for (size_t i = 0; i < 32; ++i) EXPECT_EQ(results[i], 1);
 }
 
+// Counts its lanes, and has a barrier where the launch after it has one.
+const Previous kCountingKernel{
+    [](void*) {
+      const Kernel kernel{"before", 0, [](const void*) {
+                            if (Index() == 0) InitCounted(512, kWave);
+                            BlockBarrier();
+                            ArriveCounted(512, 0);
+                            Poll(CountedPhaseEnded, 512, 0);
+                            ++source[0];
+                          }};
+      EXPECT_EQ(Run(kernel, kWave, Grid{3, 1, kWave, 0}, nullptr), nullptr);
+    },
+    nullptr};
+
+TEST(BlockTest, TheKernelBeforeRunsWhenAllLanesWaitForIt) {
+  constexpr int kLanes = 2 * kWave;
+  const Kernel kernel{"kernel", 0, [](const void*) {
+                        const auto at = static_cast<size_t>(Index()) * 2;
+                        if (Index() == 0) InitCounted(512, kLanes);
+                        BlockBarrier();
+                        results[at] = source[0];
+                        if (the_block->x == 0) WaitForPrevious();
+                        results[at + 1] = source[0];
+                        ArriveCounted(512, 0);
+                        Poll(CountedPhaseEnded, 512, 0);
+                      }};
+  for (const uint32_t blocks : {1u, 2u}) {
+    source.assign(1, 0);
+    results.assign(size_t{2} * kLanes, -1);
+    const char* const fault =
+        Run(kernel, kWave, Grid{blocks, 1, kLanes, 0}, nullptr, &kCountingKernel);
+    ASSERT_EQ(fault, nullptr) << fault;
+    EXPECT_EQ(source[0], 3 * kWave);
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+      // The second block begins when the kernel before has ended.
+      EXPECT_EQ(results[2 * lane], blocks == 1 ? 0 : 3 * kWave);
+      EXPECT_EQ(results[2 * lane + 1], 3 * kWave);
+    }
+  }
+}
+
+TEST(BlockTest, ALaunchThatNeverWaitsDoesNotRunTheKernelBefore) {
+  source.assign(1, 0);
+  const Kernel kernel{"kernel", 0, [](const void*) { BlockBarrier(); }};
+  EXPECT_EQ(Run(kernel, kWave, Grid{2, 1, 2 * kWave, 0}, nullptr, &kCountingKernel), nullptr);
+  EXPECT_EQ(source[0], 0);
+}
+
 TEST(CountedBarrierTest, CopiesCompleteAPhaseOnceItIsAskedFor) {
   source.assign(kWave, 0);
   EXPECT_THAT(Launch(

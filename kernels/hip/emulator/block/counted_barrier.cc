@@ -29,7 +29,8 @@ struct Barriers {
 };
 
 std::map<uint32_t, Counted>& All() {
-  static Barriers& barriers = *new Barriers;
+  static auto& of_blocks = *new std::map<const Block*, Barriers>;  // of the two that may run
+  Barriers& barriers = of_blocks[the_block];
   if (barriers.block != the_block->number) {
     barriers.block = the_block->number;
     barriers.at.clear();

@@ -14,6 +14,13 @@ struct Grid {
   uint32_t shared_bytes;  // dynamic
 };
 
+// A kernel that the device may still run when a launch begins. The launch calls `run(of)`, once at
+// most, when its lanes wait for that kernel. `run` may run a grid of the same image.
+struct Previous {
+  void (*run)(void* of);
+  void* of;
+};
+
 struct Kernel {
   const char* name;
   size_t argument_bytes;
@@ -34,8 +41,9 @@ struct Image {
   size_t kernel_count;
   // Runs a grid, block after block, on the caller's thread; one launch at a time. Returns null, or
   // a message about an error that a device might have answered with wrong numbers. The text lives
-  // until the next launch.
-  const char* (*run)(const Kernel& kernel, const Grid& grid, const void* arguments);
+  // until the next launch. `previous` is null if the kernel before has ended.
+  const char* (*run)(const Kernel& kernel, const Grid& grid, const void* arguments,
+                     const Previous* previous);
   // From now on calls `sink` for the accesses of waves of 64 lanes; null ends it. The watched
   // kernels' lanes of a wave must access shared memory together.
   void (*watch)(void (*sink)(const SharedAccess& access));
