@@ -47,6 +47,11 @@ class Mutation:
     new: str
     archs: tuple = ("gfx950",)
 
+    @property
+    def flags(self):
+        """Flags of the conformance run."""
+        return ("--attention", "indexer") if "/index/" in self.file else ()
+
 
 @dataclasses.dataclass
 class Result:
@@ -338,6 +343,38 @@ MUTATIONS = (
     Mutation("row_groups_share_rows", "The second warpgroup multiplies the first one's rows.",
              "sm90/row_products.h", "const uint32_t own = rows + row0 * 128,",
              "const uint32_t own = rows,", ("sm_90",)),
+    Mutation("wait_for_a_place_of_keys", "Keys are copied over keys that may still be read.",
+             "sm90/index/index_keys.h",
+             "(tile / BulkPlaces::kCount - 1) & 1u", "(tile / BulkPlaces::kCount) & 1u",
+             ("sm_90",)),
+    Mutation("wait_for_keys_without_scales", "Keys count as there before their scales are.",
+             "sm90/index/index_keys.h",
+             "expecting(full, BulkPlaces::kCodeBytes + BulkPlaces::kScaleBytes);",
+             "expecting(full, BulkPlaces::kCodeBytes);", ("sm_90",)),
+    Mutation("wait_for_logits", "Lists are made while ranks are still being stored.",
+             "sm90/index/index_select.h", "    wait_for_previous_kernel();\n", "", ("sm_90",)),
+    Mutation("index_keys_of_the_other_group", "Both groups of warps read each other's keys.",
+             "sm90/index/index_keys.h", "s + t.group()", "s + 1 - t.group()", ("sm_90",)),
+    Mutation("index_scales_of_other_keys", "Scales are taken from half as far into the page.",
+             "sm90/index/index_keys.h", "page + pages.page_size * kIndexDim + inside * 4,",
+             "page + pages.page_size * kIndexDim + inside * 2,", ("sm_90",)),
+    Mutation("index_rows_of_one_warp", "Query rows from the 33rd on are taken for the 32nd.",
+             "sm90/index/index_logits.h", "(count + tile::kWave - 1) / tile::kWave;", "1;",
+             ("sm_90",)),
+    Mutation("index_record_of_the_first_request", "All requests have the first one's pages.",
+             "sm90/index/index_logits.h", "records[row.record]", "records[0]", ("sm_90",)),
+    Mutation("index_ties", "The first one of equal logits is passed over.",
+             "sm90/index/index_select.h", "words[k] == rank && equal++ < equals",
+             "words[k] == rank && equal++ > 0 && equal <= equals + 1", ("sm_90",)),
+    Mutation("index_ties_on_amd", "The same on AMD.", "amd/index/index_select.h",
+             "words[k] == rank && equal++ < equals",
+             "words[k] == rank && equal++ > 0 && equal <= equals + 1"),
+    Mutation("index_counts_of_earlier_launches", "Counts of ranks are never cleared.",
+             "amd/index/index_select.h", "      as_global<uint32_t>(from)[i] = 0;\n", ""),
+    Mutation("mask_of_index_keys", "Keys past the last one are counted too.",
+             "sm90/index/index_logits.h", " || at >= t.end)", ")", ("sm_90",)),
+    Mutation("mask_of_repeated_index_keys", "The last key is counted as often as it is repeated.",
+             "amd/index/index_logits.h", "half() != 0 || at >= end)", "half() != 0)"),
     # Only sm_90 has kernels for tiles of one row (arch_traits.h).
     Mutation("project_of_a_row_reads_the_next_head", "Weights of the next head are used.",
              "kernels/project.h", "w + static_cast<int64_t>(t.head_offset + h)",
@@ -431,7 +468,7 @@ class Harness:
         finally:
             file.write_text(original)
         built = time.monotonic()
-        passed, text = self.conformance(arch, library)
+        passed, text = self.conformance(arch, library, *mutation.flags)
         lines = sorted(line for line in text.splitlines()
                        if line.startswith(("fake device", "FAIL")))
         how = lines[-1] if lines else text[-200:]

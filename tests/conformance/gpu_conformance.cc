@@ -60,6 +60,7 @@
 #include "tests/conformance/prefill/prefill_cases.h"
 #include "tests/conformance/projected/projected_workload.h"
 #include "tests/conformance/self_test_flags.h"
+#include "tests/conformance/sparse/indexer_cases.h"
 #include "tests/conformance/sparse/indexer_workload.h"
 #include "tests/conformance/sparse/window_workload.h"
 #include "tests/conformance/suite/scheduler_plan.h"
@@ -419,14 +420,17 @@ absl::StatusOr<int64_t> RunIndexer(const Flags& flags, const Gpu& gpu) {
   int64_t failures = 0;
   std::vector<IndexerCase> cases = IndexerCases(static_cast<int32_t>(flags.shapes), {dim});
   for (const IndexerCase& c : LongIndexerCases()) cases.push_back(c);
+  for (const IndexerCase& c : DirectedIndexerCases()) cases.push_back(c);
   cases.push_back(ManyRowsIndexerCase());
   for (const IndexerCase& c : cases) {
-    IndexerWorkload workload(c);
-    s = workload.Run(reference, 0, c.rows).status();  // stores the bytes of the pages
-    if (s.ok()) s = workload.Check(**backend);
-    failures += Failed(ToString(c), s);
+    failures += Failed(ToString(c), CheckIndexer(reference, **backend, c));
   }
-  std::printf("indexer: %lld launches, %lld failures\n", static_cast<long long>(cases.size()),
+  for (const IndexerPair& pair : IndexerPairs()) {
+    failures +=
+        Failed("with others, " + ToString(pair.first), CheckIndexer(reference, **backend, pair));
+  }
+  std::printf("indexer: %lld launches, %lld failures\n",
+              static_cast<long long>(cases.size() + IndexerPairs().size()),
               static_cast<long long>(failures));
   return failures;
 }

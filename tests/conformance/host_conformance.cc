@@ -3,14 +3,15 @@
 //
 //   host_conformance --arch gfx950|gfx942|sm_90 [--image FILE] [--long 1] [--seed S]
 //                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]
-//                    [--kv FORMAT] [--attention dense|v32|projected] [--compute bf16|fp8]
+//                    [--kv FORMAT] [--attention dense|v32|projected|indexer] [--compute bf16|fp8]
 //
 // --image is a library of device code to use instead of the built one. --long has each directed
 // case in each format and draws more cases, as MLA_TEST_LONG does. --kv keeps only cases with rows
 // of this format; --attention keeps only cases without (dense) or with (v32) index lists; with
-// `projected` only products of whole rows run, which come first otherwise. --compute fp8 takes only
-// 8-bit rows and multiplies them in e4m3. --cases runs COUNT cases from number FIRST on.
-// --first-failure ends after the first group with a failed case.
+// `projected` only products of whole rows run, which come first otherwise; with `indexer` only
+// launches of an indexer, which sparse_kernels_test also has. --compute fp8 takes only 8-bit rows
+// and multiplies them in e4m3. --cases runs COUNT cases from number FIRST on. --first-failure ends
+// after the first group with a failed case.
 //
 // Exit status 0: every case passed; 1: some failed; 2: no verdict, for example if the oracle itself
 // has no result, or if no case launched a kernel that directed cases are for.
@@ -38,6 +39,7 @@
 #include "tests/conformance/cases/directed_case.h"
 #include "tests/conformance/prefill/prefill_cases.h"
 #include "tests/conformance/projected/projected_workload.h"
+#include "tests/conformance/sparse/indexer_cases.h"
 #include "tests/conformance/suite/scheduler_plan.h"
 #include "tests/conformance/suite/suite.h"
 #include "tests/fake_hip/runtime/fake_control.h"
@@ -60,11 +62,9 @@ struct Flags {
   std::string arch;
   std::string image;      // contents of the file
   std::string kv;         // name of a format; empty: all
-  std::string attention;  // dense, v32 or projected; empty: all
+  std::string attention;  // dense, v32, projected or indexer; empty: all but indexer
   bool fp8 = false;       // 8-bit rows with products of kFp8E4m3, and no other cases
-  bool many = false;
-  bool first_failure = false;
-  bool progress = false;
+  bool many = false, first_failure = false, progress = false;
   uint64_t seed = 1;
   size_t first = 0, count = ~size_t{0};
 };
@@ -96,7 +96,8 @@ bool Parse(int argc, char** argv, Flags& flags) {
     } else if (name == "--kv") {
       flags.kv = value;
     } else if (name == "--attention") {
-      if (value != "dense" && value != "v32" && value != "projected") return false;
+      const std::set<std::string> known = {"dense", "v32", "projected", "indexer"};
+      if (!known.contains(value)) return false;
       flags.attention = value;
     } else if (name == "--compute") {
       if (value != "bf16" && value != "fp8") return false;
@@ -435,13 +436,15 @@ int Report(const Flags& flags, const std::vector<CaseSpec>& cases, const Totals&
   return launched && stream_launches >= streamed ? 0 : 2;
 }
 
-// Returns the number of failed products of whole rows; -1 without a verdict.
-int64_t RunRowProducts(const Flags& flags, const kernels::hip::HipBackendOptions& device) {
+// Returns the number of failed products of rows or launches of an indexer; -1 without a verdict.
+int64_t RunOthers(const Flags& flags, const kernels::hip::HipBackendOptions& device) {
+  const bool indexer = flags.attention == "indexer";
   const bool wanted = flags.attention == "projected" || (flags.attention.empty() && !flags.fp8);
-  if (!wanted || !flags.kv.empty() || flags.first > 0) return 0;
+  if (!indexer && (!wanted || !flags.kv.empty() || flags.first > 0)) return 0;
   auto backend = kernels::hip::HipBackend::Create(device);
   if (!backend.ok()) return -1;
-  const auto failures = RunProjected(**backend, ProjectedCases());
+  const auto failures =
+      indexer ? RunDirectedIndexers(**backend) : RunProjected(**backend, ProjectedCases());
   if (failures.ok()) return *failures;
   std::fprintf(stderr, "%s\n", failures.status().ToString().c_str());
   return -1;
@@ -471,8 +474,8 @@ int Main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
     return 2;
   }
-  if (const int64_t failed = RunRowProducts(flags, device);
-      failed != 0 || flags.attention == "projected") {
+  if (const int64_t failed = RunOthers(flags, device);
+      failed != 0 || flags.attention == "projected" || flags.attention == "indexer") {
     return failed == 0 ? 0 : failed > 0 ? 1 : 2;
   }
   const std::vector<CaseSpec> cases = Cases(flags, **backend);

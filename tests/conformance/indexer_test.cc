@@ -11,6 +11,7 @@
 #include "kernels/cpu/emulation/emulated_levels.h"
 #include "kernels/reference/reference_backend.h"
 #include "kernels/types/select.h"
+#include "tests/conformance/sparse/indexer_cases.h"
 #include "tests/conformance/sparse/indexer_workload.h"
 
 namespace mla::conformance {
@@ -50,12 +51,24 @@ TEST(IndexerTest, ChoosesTheBestOfWhatARowSees) {
   std::vector<Subject> subjects = Subjects();
   ASSERT_GT(subjects.size(), 3u);
   std::vector<IndexerCase> cases = IndexerCases(60, {128, 128, 64, 40, 3});
-  for (const IndexerCase& c : LongIndexerCases()) cases.push_back(c);
+  for (const auto& more : {LongIndexerCases(), DirectedIndexerCases()}) {
+    cases.insert(cases.end(), more.begin(), more.end());
+  }
   for (const IndexerCase& c : cases) {
     IndexerWorkload workload(c);
     for (Subject& subject : subjects) {
       const absl::Status checked = workload.Check(*subject.backend);
       ASSERT_TRUE(checked.ok()) << subject.name << " " << ToString(c) << ": " << checked;
+    }
+  }
+}
+
+TEST(IndexerTest, RequestsOfALaunchMayDiffer) {
+  std::vector<Subject> subjects = Subjects();
+  for (const IndexerPair& pair : IndexerPairs()) {
+    for (Subject& subject : subjects) {
+      const absl::Status checked = CheckIndexer(*subjects[0].backend, *subject.backend, pair);
+      ASSERT_TRUE(checked.ok()) << subject.name << " " << ToString(pair.first) << ": " << checked;
     }
   }
 }

@@ -52,10 +52,12 @@ class DeviceMutationTest(unittest.TestCase):
         mutated = {arch for _, arch in runs()}
         self.assertGreaterEqual(len(mutated), len(device_mutations.SOURCES) if ALL else 2)
         for arch in sorted(mutated):
-            with self.subTest(arch):
-                passed, text = self.harness.conformance(arch, self.harness.library(arch), "--cases",
-                                                        "0,11")
-                self.assertTrue(passed, text)
+            library = self.harness.library(arch)
+            for flags in sorted({mutation.flags for mutation, of in runs() if of == arch}):
+                with self.subTest(arch, flags=flags):
+                    passed, text = self.harness.conformance(arch, library, "--cases", "0,11",
+                                                            *flags)
+                    self.assertTrue(passed, text)
 
     def test_mutations_are_found(self):
         for mutation, arch in runs():

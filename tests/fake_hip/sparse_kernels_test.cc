@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/reference/reference_backend.h"
+#include "tests/conformance/sparse/indexer_cases.h"
 #include "tests/conformance/sparse/indexer_workload.h"
 #include "tests/conformance/sparse/window_workload.h"
 #include "tests/conformance/suite/plan_builder.h"
@@ -42,11 +43,15 @@ TEST_P(SparseKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
   std::vector<IndexerCase> cases = conformance::IndexerCases(10, {kIndexDim});
   for (const IndexerCase& c : conformance::LongIndexerCases()) cases.push_back(c);
   for (const IndexerCase& c : cases) {
-    IndexerWorkload workload(c);
-    ASSERT_TRUE(workload.Run(reference, 0, c.rows).ok());  // writes the pages
-    const absl::Status checked = workload.Check(*backend);
+    const absl::Status checked = conformance::CheckIndexer(reference, *backend, c);
     ASSERT_TRUE(checked.ok()) << ToString(c) << ": " << checked;
   }
+}
+
+TEST_P(SparseKernelsTest, TheIndexerHoldsAtBoundsOfItsKernelsAndForRequestsThatDiffer) {
+  const auto failures = conformance::RunDirectedIndexers(*Backend());
+  ASSERT_TRUE(failures.ok()) << failures.status();
+  EXPECT_EQ(*failures, 0);
 }
 
 TEST_P(SparseKernelsTest, OtherIndexersAreRefused) {

@@ -17,12 +17,8 @@ using kernels::AttentionBackend;
 using kernels::Bf16;
 using kernels::DType;
 
-constexpr int32_t kMostPositions = 1500;
-constexpr int32_t kLongPositions = 9500;
-constexpr int32_t kMostTopK = 256;    // for drawn cases
-constexpr int32_t kWholeTopK = 2048;  // DeepSeek V3.2's
 constexpr int64_t kPlaneOffset = 48;  // of index keys, in a page group
-constexpr size_t kReads = 4096;
+constexpr size_t kMoves = 4096;       // pages that a launch reads or writes
 constexpr double kGap = 1.0 / 256;
 constexpr int32_t kFirstEntry = 5;  // first value of list_begin
 constexpr int32_t kUntouched = -7;
@@ -69,11 +65,11 @@ std::string ToString(const IndexerCase& c) {
 kernels::BackendLimits IndexerLimits() {
   kernels::BackendLimits limits;
   limits.kv_pool_bytes = 16 << 20;
-  limits.page_table_entries = kLongPositions;
+  limits.page_table_entries = IndexerCase::kMostPositions;
   limits.launch_slots = 1;
   limits.launch_requests = 4;
   limits.launch_rows = 64;
-  limits.max_top_k = kWholeTopK;
+  limits.max_top_k = IndexerCase::kMostTopK;
   limits.max_o_dim = 16;
   limits.partial_rows = 16;
   limits.max_geometry = {1, 16, 0, 0, 0};
@@ -85,72 +81,23 @@ kernels::BackendLimits IndexerLimits() {
   return limits;
 }
 
-std::vector<IndexerCase> IndexerCases(int32_t count, const std::vector<int32_t>& dims) {
-  std::vector<IndexerCase> cases;
-  std::mt19937_64 random(7);
-  const auto pick = [&](const std::vector<int32_t>& of) { return of[random() % of.size()]; };
-  for (int32_t i = 0; i < count; ++i) {
-    IndexerCase c;
-    c.seed = static_cast<uint64_t>(i) + 1;
-    c.heads = pick({64, 64, 32, 1, 17, 128});
-    c.dim = pick(dims);
-    c.page_size = pick({1, 4, 64, 7, 64, 192});
-    c.rows = pick({1, 2, 3, 6});
-    c.top_k = pick({1, 16, 100, 128, kMostTopK});
-    c.positions =
-        c.rows + static_cast<int32_t>(random() % (i % 4 == 0 ? kMostPositions - 10 : 400));
-    c.dtype = random() % 2 == 0 ? DType::kBf16 : DType::kF32;
-    c.distinct = i % 5 == 0 ? 7 : 0;
-    cases.push_back(c);
-  }
-  return cases;
-}
-
-std::vector<IndexerCase> LongIndexerCases() {
-  std::vector<IndexerCase> cases;
-  for (int32_t i = 0; i < 4; ++i) {
-    IndexerCase c;
-    c.seed = static_cast<uint64_t>(i) + 101;
-    c.positions = kLongPositions + i;
-    c.heads = i % 2 == 0 ? 8 : 1;
-    c.top_k = i % 2 == 0 ? kMostTopK : 100;
-    c.distinct = i < 2 ? i + 1 : 0;
-    c.alike = i == 2;
-    cases.push_back(c);
-  }
-  for (int32_t i = 0; i < 3; ++i) {
-    IndexerCase c;
-    c.seed = static_cast<uint64_t>(i) + 111;
-    c.top_k = kWholeTopK;
-    c.heads = 8;
-    // Cases: logits that differ; equal logits for all positions; and rows that see one position too
-    // few, exactly enough, and one too many.
-    c.positions = i < 2 ? kLongPositions - 8 + i : kWholeTopK + 1;
-    c.rows = i < 2 ? 1 : 3;
-    c.distinct = i == 1 ? 1 : 0;
-    cases.push_back(c);
-  }
-  return cases;
-}
-
-IndexerCase ManyRowsIndexerCase() {
-  IndexerCase c;
-  c.seed = 121;
-  c.positions = kLongPositions;
-  c.rows = 32;
-  c.heads = 8;
-  return c;
-}
-
-IndexerWorkload::IndexerWorkload(const IndexerCase& c)
-    : c_(c), random_(c.seed), logits_(static_cast<size_t>(c.rows)) {
+IndexerWorkload::IndexerWorkload(const IndexerCase& c, const IndexerWorkload* before)
+    : c_(c),
+      random_(c.seed),
+      first_entry_(before == nullptr ? 0 : before->table_.size()),
+      logits_(static_cast<size_t>(c.rows)) {
   const int32_t pages = (c.positions + c.page_size - 1) / c.page_size;
   page_bytes_ = (int64_t{c.page_size} * (c.dim + 4) + 15) / 16 * 16;
-  group_granules_ = (kPlaneOffset + page_bytes_ + 255) / 256;
-  table_.resize(static_cast<size_t>(pages));
-  std::iota(table_.begin(), table_.end(), 0);
-  std::shuffle(table_.begin(), table_.end(), random_);
-  for (uint32_t& page : table_) page = page * static_cast<uint32_t>(group_granules_);
+  const int64_t group_granules = (kPlaneOffset + page_bytes_ + 255) / 256;
+  const int64_t first_granule = before == nullptr ? 0 : before->end_granule_;
+  end_granule_ = first_granule + pages * group_granules;
+  if (before != nullptr) table_ = before->table_;
+  std::vector<int32_t> order(static_cast<size_t>(pages));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random_);
+  for (const int32_t page : order) {
+    table_.push_back(static_cast<uint32_t>(first_granule + page * group_granules));
+  }
   // Sizes vary widely, so that using another row's scale changes the order.
   std::normal_distribution<float> normal;
   const int32_t different = c.distinct > 0 ? c.distinct : c.positions;
@@ -182,92 +129,135 @@ IndexerWorkload::IndexerWorkload(const IndexerCase& c)
   }
 }
 
-absl::Status IndexerWorkload::Launch(AttentionBackend& backend, int32_t first, int32_t rows,
-                                     const std::vector<int32_t>& begin, int32_t* list,
-                                     int32_t* wanted) {
-  kernels::LaunchLayout layout(backend, 0);
-  layout.Reserve(8, 8);
+IndexerWorkload::Lists IndexerWorkload::EmptyLists(int32_t first, int32_t rows) const {
+  Lists lists{first, rows, {kFirstEntry}, {}, {}};
+  for (int32_t row = first; row < first + rows; ++row) {
+    lists.begin.push_back(lists.begin.back() + Wanted(row));
+  }
+  lists.list.assign(static_cast<size_t>(lists.begin.back() - kFirstEntry), kUntouched);
+  lists.wanted.assign(static_cast<size_t>(rows) * c_.top_k, kUntouched);
+  return lists;
+}
+
+absl::StatusOr<IndexerWorkload::Records> IndexerWorkload::Add(kernels::LaunchLayout& layout,
+                                                              Lists& lists) const {
   const kernels::IndexerShape shape{c_.heads, c_.dim};
   const int64_t row_bytes = shape.input_bytes(c_.dtype);
+  const auto bytes = [](const std::vector<int32_t>& of) { return std::ssize(of) * 4; };
   const auto keys = layout.Input(sent_keys_.data(), static_cast<int64_t>(sent_keys_.size()));
-  const auto inputs = layout.Input(inputs_.data() + first * row_bytes, rows * row_bytes);
-  const auto begins = layout.Input(begin.data(), static_cast<int64_t>(begin.size()) * 4);
-  const auto lists = layout.Output(list, int64_t{begin.back() - begin.front()} * 4);
-  const auto copies = layout.Output(wanted, int64_t{rows} * c_.top_k * 4);
+  const auto inputs =
+      layout.Input(inputs_.data() + lists.first * row_bytes, lists.rows * row_bytes);
+  const auto begins = layout.Input(lists.begin.data(), bytes(lists.begin));
+  const auto list = layout.Output(lists.list.data(), bytes(lists.list));
+  const auto copies = layout.Output(lists.wanted.data(), bytes(lists.wanted));
   for (const absl::Status& s :
-       {keys.status(), inputs.status(), begins.status(), lists.status(), copies.status()}) {
+       {keys.status(), inputs.status(), begins.status(), list.status(), copies.status()}) {
     if (!s.ok()) return s;
   }
-  kernels::AppendRecord append{};
+  Records made;
+  kernels::AppendRecord& append = made.append;
   append.kv = *keys;
   append.dtype = c_.dtype;
   append.kv_row_stride = c_.dim;
+  append.page_table = static_cast<int64_t>(first_entry_);
   append.layer_offset = kPlaneOffset;
   append.row_stride = c_.dim;
   append.page_size = c_.page_size;
   append.rows = c_.positions;
   append.row_dim = c_.dim;
   append.format = kernels::KvFormat::kIndexKey;
-  kernels::SelectRecord select{};
+  kernels::SelectRecord& select = made.select;
   select.indexer = shape;
   select.inputs = *inputs;
   select.dtype = c_.dtype;
+  select.page_table = append.page_table;
   select.layer_offset = kPlaneOffset;
   select.row_stride = c_.dim;
   select.page_size = c_.page_size;
-  select.rows = rows;
-  select.kv_rows = Visible(first + rows - 1);
-  select.list = static_cast<int32_t*>(*lists);
+  select.rows = lists.rows;
+  select.kv_rows = Visible(lists.first + lists.rows - 1);
+  select.list = static_cast<int32_t*>(*list);
   select.list_begin = static_cast<const int32_t*>(*begins);
   select.wanted = static_cast<int32_t*>(*copies);
   select.wanted_width = c_.top_k;
+  return made;
+}
+
+absl::Status IndexerWorkload::Launch(AttentionBackend& backend, const kernels::LaunchLayout& layout,
+                                     std::span<const Records> records) const {
+  std::vector<kernels::AppendRecord> appends;
+  std::vector<kernels::SelectRecord> selects;
+  for (const Records& r : records) {
+    appends.push_back(r.append);
+    selects.push_back(r.select);
+  }
   const kernels::TableRange all{0, static_cast<int64_t>(table_.size())};
   kernels::Launch launch;
   launch.inputs = layout.inputs();
   launch.outputs = layout.outputs();
   launch.page_tables = table_;
   launch.table_changes = {&all, 1};
-  launch.appends = {&append, 1};
-  launch.selects = {&select, 1};
+  launch.appends = appends;
+  launch.selects = selects;
   if (absl::Status s = backend.Submit(0, launch); !s.ok()) return s;
   return backend.Wait(0).status();
 }
 
-absl::StatusOr<std::vector<std::vector<int32_t>>> IndexerWorkload::Run(AttentionBackend& backend,
-                                                                       int32_t first,
-                                                                       int32_t rows) {
-  std::vector<int32_t> begin = {kFirstEntry};
-  for (int32_t row = first; row < first + rows; ++row) begin.push_back(begin.back() + Wanted(row));
-  std::vector<int32_t> list(static_cast<size_t>(begin.back() - kFirstEntry), kUntouched);
-  std::vector<int32_t> wanted(static_cast<size_t>(rows) * c_.top_k, kUntouched);
-  if (absl::Status s = Launch(backend, first, rows, begin, list.data(), wanted.data()); !s.ok()) {
-    return s;
-  }
-  if (absl::Status s = CheckPages(backend); !s.ok()) return s;
+absl::StatusOr<std::vector<std::vector<int32_t>>> IndexerWorkload::ByRow(const Lists& of) const {
   std::vector<std::vector<int32_t>> lists;
-  for (int32_t row = 0; row < rows; ++row) {
-    lists.emplace_back(list.begin() + (begin[row] - kFirstEntry),
-                       list.begin() + (begin[row + 1] - kFirstEntry));
+  for (int32_t row = 0; row < of.rows; ++row) {
+    lists.emplace_back(of.list.begin() + (of.begin[row] - kFirstEntry),
+                       of.list.begin() + (of.begin[row + 1] - kFirstEntry));
     std::vector<int32_t> filled = lists.back();
     filled.resize(static_cast<size_t>(c_.top_k), -1);
-    if (!std::equal(filled.begin(), filled.end(), wanted.begin() + int64_t{row} * c_.top_k)) {
-      return Wrong(absl::StrCat("row ", first + row, ": the list as it is returned is another"));
+    if (!std::equal(filled.begin(), filled.end(), of.wanted.begin() + int64_t{row} * c_.top_k)) {
+      return Wrong(absl::StrCat("row ", of.first + row, ": the list as it is returned is another"));
     }
   }
   return lists;
 }
 
+absl::StatusOr<std::vector<std::vector<int32_t>>> IndexerWorkload::Run(AttentionBackend& backend,
+                                                                       int32_t first,
+                                                                       int32_t rows) {
+  Lists lists = EmptyLists(first, rows);
+  kernels::LaunchLayout layout(backend, 0);
+  layout.Reserve(8, 8);
+  const auto records = Add(layout, lists);
+  if (!records.ok()) return records.status();
+  if (absl::Status s = Launch(backend, layout, {&*records, 1}); !s.ok()) return s;
+  if (absl::Status s = CheckPages(backend); !s.ok()) return s;
+  return ByRow(lists);
+}
+
+std::vector<kernels::PageTransfer> IndexerWorkload::Transfers(std::vector<std::byte>& bytes) const {
+  std::vector<kernels::PageTransfer> transfers;
+  for (size_t page = 0; page < pages(); ++page) {
+    transfers.push_back({int64_t{table_[first_entry_ + page]} * 256 + kPlaneOffset, page_bytes_,
+                         &bytes[page * static_cast<size_t>(page_bytes_)]});
+  }
+  return transfers;
+}
+
+absl::Status IndexerWorkload::Poison(AttentionBackend& backend) const {
+  std::vector<std::byte> bytes(pages() * static_cast<size_t>(page_bytes_), std::byte{0xff});
+  const std::vector<kernels::PageTransfer> writes = Transfers(bytes);
+  for (size_t done = 0; done < writes.size(); done += kMoves) {
+    kernels::Launch launch;
+    launch.page_writes = std::span(writes).subspan(done, std::min(kMoves, writes.size() - done));
+    if (absl::Status s = backend.Submit(0, launch); !s.ok()) return s;
+    if (absl::Status s = backend.Wait(0).status(); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
 // Every backend must store the same numbers; the first backend's are kept.
 absl::Status IndexerWorkload::CheckPages(AttentionBackend& backend) {
-  std::vector<std::byte> pages(table_.size() * static_cast<size_t>(page_bytes_));
-  std::vector<kernels::PageTransfer> reads;
-  for (size_t page = 0; page < table_.size(); ++page) {
-    reads.push_back({int64_t{table_[page]} * 256 + kPlaneOffset, page_bytes_,
-                     &pages[page * static_cast<size_t>(page_bytes_)]});
-  }
-  for (size_t done = 0; done < reads.size(); done += kReads) {
+  std::vector<std::byte> stored(pages() * static_cast<size_t>(page_bytes_));
+  const std::vector<kernels::PageTransfer> reads = Transfers(stored);
+  for (size_t done = 0; done < reads.size(); done += kMoves) {
     kernels::Launch launch;
-    launch.page_reads = std::span(reads).subspan(done, std::min(kReads, reads.size() - done));
+    launch.page_reads = std::span(reads).subspan(done, std::min(kMoves, reads.size() - done));
     if (absl::Status s = backend.Submit(0, launch); !s.ok()) return s;
     if (absl::Status s = backend.Wait(0).status(); !s.ok()) return s;
   }
@@ -276,7 +266,7 @@ absl::Status IndexerWorkload::CheckPages(AttentionBackend& backend) {
   const bool first = stored_.empty();
   for (int32_t position = 0; position < c_.positions; ++position) {
     for (int32_t i = 0; i < c_.dim; ++i) {
-      const double key = Stored(pages, position, i) * kind;
+      const double key = Stored(stored, position, i) * kind;
       if (first) {
         stored_.push_back(key);
       } else if (key != Key(position, i)) {
@@ -342,18 +332,39 @@ absl::Status IndexerWorkload::CheckList(int32_t row, const std::vector<int32_t>&
 }
 
 absl::Status IndexerWorkload::Check(AttentionBackend& backend) {
+  if (absl::Status s = Poison(backend); !s.ok()) return s;
   const auto lists = Run(backend, 0, c_.rows);
   if (!lists.ok()) return lists.status();
   if (absl::Status s = CheckKeys(); !s.ok()) return s;
   for (int32_t row = 0; row < c_.rows; ++row) {
     const std::vector<int32_t>& list = (*lists)[static_cast<size_t>(row)];
     if (absl::Status s = CheckList(row, list); !s.ok()) return s;
+    if (row % (1 + c_.rows / 8) != 0) continue;  // some of many rows
     const auto alone = Run(backend, row, 1);
     if (!alone.ok()) return alone.status();
     if ((*alone)[0] != list) {
       return Wrong(absl::StrCat("row ", row, ": another list alone than in company"));
     }
   }
+  return absl::OkStatus();
+}
+
+absl::Status IndexerWorkload::CheckWith(AttentionBackend& backend, IndexerWorkload& next) {
+  const auto own = Run(backend, 0, c_.rows), others = next.Run(backend, 0, next.c_.rows);
+  if (!own.ok() || !others.ok()) return own.ok() ? others.status() : own.status();
+  Lists lists[] = {EmptyLists(0, c_.rows), next.EmptyLists(0, next.c_.rows)};
+  kernels::LaunchLayout layout(backend, 0);
+  layout.Reserve(8, 8);
+  const auto first = Add(layout, lists[0]), second = next.Add(layout, lists[1]);
+  if (!first.ok() || !second.ok()) return first.ok() ? second.status() : first.status();
+  const Records both[] = {*first, *second};
+  if (absl::Status s = next.Launch(backend, layout, both); !s.ok()) return s;
+  const auto together = ByRow(lists[0]), others_together = next.ByRow(lists[1]);
+  if (!together.ok() || !others_together.ok()) {
+    return together.ok() ? others_together.status() : together.status();
+  }
+  if (*together != *own) return Wrong("other lists than without the second request");
+  if (*others_together != *others) return Wrong("other lists than without the first request");
   return absl::OkStatus();
 }
 
