@@ -247,7 +247,7 @@ TEST(BlockTest, TheKernelBeforeRunsWhenAllLanesWaitForIt) {
     source.assign(1, 0);
     results.assign(size_t{2} * kLanes, -1);
     const char* const fault =
-        Run(kernel, kWave, Grid{blocks, 1, kLanes, 0}, nullptr, &kCountingKernel);
+        host::Run(kernel, kWave, Grid{blocks, 1, kLanes, 0}, nullptr, &kCountingKernel);
     ASSERT_EQ(fault, nullptr) << fault;
     EXPECT_EQ(source[0], 3 * kWave);
     for (size_t lane = 0; lane < kLanes; ++lane) {
@@ -261,7 +261,7 @@ TEST(BlockTest, TheKernelBeforeRunsWhenAllLanesWaitForIt) {
 TEST(BlockTest, ALaunchThatNeverWaitsDoesNotRunTheKernelBefore) {
   source.assign(1, 0);
   const Kernel kernel{"kernel", 0, [](const void*) { BlockBarrier(); }};
-  EXPECT_EQ(Run(kernel, kWave, Grid{2, 1, 2 * kWave, 0}, nullptr, &kCountingKernel), nullptr);
+  EXPECT_EQ(host::Run(kernel, kWave, Grid{2, 1, 2 * kWave, 0}, nullptr, &kCountingKernel), nullptr);
   EXPECT_EQ(source[0], 0);
 }
 
