@@ -439,13 +439,14 @@ absl::Status Relay::Run(int control) {
       if (!moved) wire::SpinPause();
       if (!crowded && wanted_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
     }
-    if (!moved && !crowded) {
-      const Clock::time_point begin = Clock::now();
-      std::this_thread::yield();  // the ring may need this core
-      crowding.NoteYield(begin, Clock::now());
-    }
     if (ended = status(); !ended.ok()) break;
-    const Clock::time_point now = Clock::now();
+    Clock::time_point now = Clock::now();
+    if (!moved && !crowded) {
+      const Clock::time_point begin = now;
+      std::this_thread::yield();  // the ring may need this core
+      now = Clock::now();
+      crowding.NoteYield(begin, now);
+    }
     if (moved) last_work = now;
     if (now - reported >= kReportPause) {
       reported = now;

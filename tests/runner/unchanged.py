@@ -29,8 +29,8 @@ RUNNER = ("tests/run_python_tests.py", "tests/runner/unchanged.py", "tests/engin
 # Versions of all packages of the machine: compilers, interpreters and libraries.
 PACKAGES = pathlib.Path("/var/lib/dpkg/status")
 # Variables that change what tests do, or what the processes do that they start.
-VARIABLES = re.compile(r"^(MLA|UCX|FAKE|ROCM|LD|PYTHON|GRPC|OMP|OPENBLAS|VLLM|SGLANG|HF)_?|^PATH$"
-                       r"|_(proxy|PROXY)$")
+VARIABLES = re.compile(r"^(MLA_|UCX_|FAKE_|ROCM_|LD_|PYTHON|GRPC_|OMP_|OPENBLAS_|VLLM_|SGLANG_|HF_)"
+                       r"|^PATH$|_(proxy|PROXY)$")
 # Variables that name programs outside the tree. A file is always run with one of them.
 PROGRAMS = re.compile(r"_UNDER_TEST$|^MLA_CLIENT_LIBRARY$")
 # Built programs lie outside the tree, where this link leads.

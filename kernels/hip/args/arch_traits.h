@@ -68,7 +68,7 @@ struct ExpandedVariant {
    PartOrder::order, threads, shared},
 #define MLA_SPLIT_ROW(kernel, rows, format, products, threads, shared) \
   {#kernel, rows, KvFormat::format, DType::products, threads, shared},
-#define MLA_STREAM_ROW(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
+#define MLA_ROWS_VARIANT(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
 #define MLA_EXPAND_ROW(kernel, nope, value, format, products, threads, shared) \
   {#kernel, {nope, value}, KvFormat::format, DType::products, threads, shared},
 #define MLA_EXPANDED_ROW(kernel, nope, value, products, threads, shared, blocks) \
@@ -77,8 +77,8 @@ inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_R
 inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
 inline constexpr SplitVariant kSm90Split[] = {MLA_SPLIT_SM90(MLA_SPLIT_ROW)};
-inline constexpr RowsVariant kSm90Boxes[] = {MLA_BOXES_SM90(MLA_STREAM_ROW)};
-inline constexpr RowsVariant kSm90Stream[] = {MLA_STREAM_SM90(MLA_STREAM_ROW)};
+inline constexpr RowsVariant kSm90Boxes[] = {MLA_BOXES_SM90(MLA_ROWS_VARIANT)};
+inline constexpr RowsVariant kSm90Stream[] = {MLA_STREAM_SM90(MLA_ROWS_VARIANT)};
 inline constexpr ExpandVariant kGfx950Expand[] = {MLA_EXPAND_GFX950(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kGfx942Expand[] = {MLA_EXPAND_GFX942(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kSm90Expand[] = {MLA_EXPAND_SM90(MLA_EXPAND_ROW)};
@@ -87,7 +87,7 @@ inline constexpr ExpandedVariant kGfx942Expanded[] = {MLA_EXPANDED_GFX942(MLA_EX
 inline constexpr ExpandedVariant kSm90Expanded[] = {MLA_EXPANDED_SM90(MLA_EXPANDED_ROW)};
 #undef MLA_ATTEND_ROW
 #undef MLA_SPLIT_ROW
-#undef MLA_STREAM_ROW
+#undef MLA_ROWS_VARIANT
 #undef MLA_EXPAND_ROW
 #undef MLA_EXPANDED_ROW
 

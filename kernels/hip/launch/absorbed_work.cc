@@ -84,8 +84,8 @@ size_t FindBoxes(const ArchTraits& arch, const AttendVariant& v) {
   return i;
 }
 
-// Returns a segment whose pages and rows lie as those of all segments that read rows, at the layer
-// of the first segment; null if there is none.
+// Returns one of the segments that read rows, if all of them have its page size, its row stride and
+// the layer of the first segment, where the launch's pool begins; else null.
 const SegmentRecord* CommonLayout(std::span<const SegmentRecord> segments) {
   const SegmentRecord* common = nullptr;
   for (const SegmentRecord& r : segments) {

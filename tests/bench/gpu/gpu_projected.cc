@@ -54,14 +54,14 @@ struct Flags {
 
 // The parts of a launch: all of a profile, or one of PROJECTED's.
 enum class Parts { kExpanded, kProjected, kQueries, kAbsorb, kAttend, kProject, kHiddens };
-constexpr Parts kTurns[] = {Parts::kExpanded, Parts::kProjected, Parts::kQueries, Parts::kAbsorb,
-                            Parts::kAttend,   Parts::kProject,   Parts::kHiddens};
-constexpr size_t kKinds = std::size(kTurns);
+constexpr size_t kKinds = static_cast<size_t>(Parts::kHiddens) + 1;
 
 struct Times {
   double median = 0, least = 0;  // microseconds
   int64_t token_bytes = 0;       // of tensors, without the rotations of a step
 };
+// The times of each kind of launch.
+using AllTimes = std::array<Times, kKinds>;
 
 class Bench {
  public:
@@ -91,7 +91,7 @@ class Bench {
   absl::Status SendTables(int32_t batch);
   absl::Status Launch(int32_t batch, const kernels::PlanView& plan, Parts parts, int64_t* ns,
                       int64_t* bytes);
-  absl::StatusOr<std::array<Times, kKinds>> TakeTurns(int32_t batch, const kernels::PlanView& plan);
+  absl::StatusOr<AllTimes> TakeTurns(int32_t batch, const kernels::PlanView& plan);
   absl::StatusOr<double> CopyMicros(int64_t bytes);
   void AddAttention(int32_t batch, const void* q, void* o, void* between, void* latent,
                     kernels::Launch& launch);
@@ -303,14 +303,13 @@ absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, Parts p
   return time.status();
 }
 
-absl::StatusOr<std::array<Times, kKinds>> Bench::TakeTurns(int32_t batch,
-                                                           const kernels::PlanView& plan) {
+absl::StatusOr<AllTimes> Bench::TakeTurns(int32_t batch, const kernels::PlanView& plan) {
   std::vector<int64_t> times[kKinds];
-  std::array<Times, kKinds> result;
+  AllTimes result;
   for (int32_t i = -5; i < flags_.iterations; ++i) {  // the first five warm up
     for (size_t k = 0; k < kKinds; ++k) {
       int64_t ns = 0;
-      absl::Status s = Launch(batch, plan, kTurns[k], &ns, &result[k].token_bytes);
+      absl::Status s = Launch(batch, plan, static_cast<Parts>(k), &ns, &result[k].token_bytes);
       if (!s.ok()) return s;
       if (i >= 0) times[k].push_back(ns);
     }
@@ -366,17 +365,19 @@ absl::Status Bench::Time(int32_t batch) {
   const double operations = OperationMicros(batch), floor = std::max(*read, operations);
   auto turns = TakeTurns(batch, *plan);
   if (!turns.ok()) return turns.status();
-  const std::array<Times, kKinds>& times = *turns;
-  const double more = times[1].median - times[0].median;
+  const auto of = [&](Parts parts) -> const Times& { return (*turns)[static_cast<size_t>(parts)]; };
+  const Times &expanded = of(Parts::kExpanded), &projected = of(Parts::kProjected);
+  const double more = projected.median - expanded.median;
   std::printf(
       "batch=%d context=%d h=%d: expanded %.1f us (least %.1f), projected %.1f us (least %.1f), "
       "queries %.1f us, absorb %.1f us, attend %.1f us, project %.1f us, hiddens %.1f us; %.1f us "
       "more, %.2f x the floor of %.1f us (reading W_UQ and W_O %.1f us, multiplying %.1f us); "
       "bytes a token %lld and %lld\n",
-      batch, flags_.context, flags_.heads, times[0].median, times[0].least, times[1].median,
-      times[1].least, times[2].median, times[3].median, times[4].median, times[5].median,
-      times[6].median, more, more / floor, floor, *read, operations,
-      static_cast<long long>(times[0].token_bytes), static_cast<long long>(times[1].token_bytes));
+      batch, flags_.context, flags_.heads, expanded.median, expanded.least, projected.median,
+      projected.least, of(Parts::kQueries).median, of(Parts::kAbsorb).median,
+      of(Parts::kAttend).median, of(Parts::kProject).median, of(Parts::kHiddens).median, more,
+      more / floor, floor, *read, operations, static_cast<long long>(expanded.token_bytes),
+      static_cast<long long>(projected.token_bytes));
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
       R"({"bench": "gpu_projected", "batch": %d, "context": %d, "heads": %d, )"
@@ -384,9 +385,10 @@ absl::Status Bench::Time(int32_t batch) {
       R"("attend_us": %.2f, "project_us": %.2f, "hiddens_us": %.2f, )"
       R"("more_us": %.2f, "floor_us": %.2f, "read_us": %.2f, "operations_us": %.2f, )"
       R"("token_bytes": %d})",
-      batch, flags_.context, flags_.heads, times[0].median, times[1].median, times[2].median,
-      times[3].median, times[4].median, times[5].median, times[6].median, more, floor, *read,
-      operations, times[1].token_bytes));
+      batch, flags_.context, flags_.heads, expanded.median, projected.median,
+      of(Parts::kQueries).median, of(Parts::kAbsorb).median, of(Parts::kAttend).median,
+      of(Parts::kProject).median, of(Parts::kHiddens).median, more, floor, *read, operations,
+      projected.token_bytes));
   return absl::OkStatus();
 }
 

@@ -10,7 +10,7 @@
 // A format whose rows lie here as codes with scales (Layout::kRowScales) has more members. If a
 // scale is not a power of two, Keys::odd() is true; then settle_scales() and Keys::score_exactly()
 // compute the scores again. If the groups of a row have different scales, grouped() is true, and
-// keep_p() stores the probabilities, of which make_p_of_group() makes those of one group.
+// keep_p() stores the probabilities, and make_p_of_group() makes the operands of one group.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
 

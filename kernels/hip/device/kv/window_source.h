@@ -45,7 +45,7 @@ class RowSource<AttentionKind::kWindow> {
 
 #if !MLA_AMD
   MLA_DEVICE int entry(int at) const { return entry_of(at, word(at)); }
-  // Return a place's word, and the entry made from it, like those of RowSource.
+  // word() returns a place's word and entry_of() the entry made from it, as RowSource does.
   MLA_DEVICE int word(int at) const {
     const int of_list = place_of(at) - held;
     if (of_list < 0 || !memory.listed()) return of_list;

@@ -85,7 +85,7 @@ struct Wave {
   int registers = 0;  // registers a lane that it has asked for; 0: none yet
   Instruction instruction = nullptr;
   uint64_t generation = 0;
-  // All lanes of the wave, those that have ended included.
+  // The array has all lanes of the wave, also lanes that have ended.
   std::array<Lane*, kMostWaveLanes> lane;
   template <class Slot>
   Slot& slot(int number) const {

@@ -99,7 +99,7 @@ class BulkFeeder {
   MLA_DEVICE void find(int tile) {
     if (tile < tiles) granule = pages.granule(pages.place(first + tile * L::kKeys).page);
   }
-  // The last keys of a page may lie past those that exist; their logits are not used.
+  // The last keys of a copy may lie past the end of the sequence; their logits are not used.
   MLA_DEVICE void copy(int tile) {
     const int place = tile % BulkPlaces::kCount;
     const int inside = pages.place(first + tile * L::kKeys).inside;

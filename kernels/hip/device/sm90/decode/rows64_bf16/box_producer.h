@@ -50,11 +50,6 @@ class BoxProducer {
   static constexpr int kFours = L::kRows / kWarpRows;
   static constexpr int kCopyFours = (kFours + kQueryWarps - 1) / kQueryWarps;
 
-  static constexpr int kPartBlocks = 2;  // column blocks of a part, without the rotated one
-  MLA_DEVICE static constexpr int blocks_of(int part) {
-    return L::kRotated && part == L::kParts - 1 ? kPartBlocks + 1 : kPartBlocks;
-  }
-
   // Where a box lies: the first granule of its page, and its first row there.
   struct Box {
     uint32_t granule;
@@ -89,14 +84,14 @@ class BoxProducer {
       }
       const lds_t filled = shared.filled(kSlot, part);
       if (lane == 0) {
-        tile::barrier_arrive_expecting(filled,
-                                       static_cast<uint32_t>(blocks_of(part) * L::kBlockBytes));
+        tile::barrier_arrive_expecting(
+            filled, static_cast<uint32_t>(L::part_blocks(part) * L::kBlockBytes));
       }
       if (lane * args.box_rows < L::kRows) {
         const lds_t to = shared.slot(kSlot) + static_cast<uint32_t>(lane * args.box_rows) * 128;
 #pragma unroll
-        for (int i = 0; i < blocks_of(part); ++i) {
-          const int block = L::block(kSlot, kPartBlocks * part + i);
+        for (int i = 0; i < L::part_blocks(part); ++i) {
+          const int block = L::block(kSlot, L::kPartBlocks * part + i);
           tile::box_copy(to + block * L::kBlockBytes, args.rows, block * 64, box.row, box.granule,
                          filled, policy);
         }
@@ -128,7 +123,8 @@ class BoxProducer {
       tile::barrier_arrive_after_copies(shared.queries_filled(part));
     }
   }
-  // A word at a time: this is rare, and whole chunks would take more registers.
+  // Copies a word at a time: this is rare, and the whole chunks of QueryLoader::copy_tile take so
+  // many registers that the kernel spills (132 bytes).
   MLA_DEVICE void copy_unaligned(const QueryLoader& queries) const {
 #pragma unroll 1
     for (int p = warp - 1; p < L::kRows; p += kQueryWarps) {
@@ -148,8 +144,8 @@ class BoxProducer {
     const int chunk = (lane & 7) ^ tile::swizzle(p);
     const lds_t to = shared.queries() + p * 128 + (lane & 7) * 16;
 #pragma unroll
-    for (int b = 0; b < blocks_of(part); ++b) {
-      const int block = L::block(0, kPartBlocks * part + b);
+    for (int b = 0; b < L::part_blocks(part); ++b) {
+      const int block = L::block(0, L::kPartBlocks * part + b);
       tile::copy_chunk(to + block * L::kBlockBytes, from + block * 128 + chunk * 16);
     }
   }

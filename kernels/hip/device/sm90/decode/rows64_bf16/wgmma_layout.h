@@ -25,6 +25,7 @@ struct WgmmaLayout {
   static constexpr int kGroupWarps = 4;
   static constexpr int kParts = 4;  // parts of a tile, with a barrier each, so that scores start
                                     // early
+  static constexpr int kPartBlocks = 2;  // column blocks of a part, without the rotated one
   static_assert(C::kTileKv == kRows && C::kLora == 512 && (C::kRope == 64 || C::kRope == 0));
   // Rows of 8 bits pass through a staging area and are widened when they are written to a slot.
   static constexpr bool kWidens = C::kFormat != KvFormat::kBf16;
@@ -114,6 +115,10 @@ struct WgmmaLayout {
       tile::publish_shared();
     }
     block_barrier();
+  }
+  // Returns how many column blocks a part has; the rotated one comes with the last part.
+  MLA_DEVICE static constexpr int part_blocks(int part) {
+    return kRotated && part == kParts - 1 ? kPartBlocks + 1 : kPartBlocks;
   }
   // Returns column block `i` (0 to kBlocks - 1) of slot s in the order of copies and scores. The
   // half that group s releases first comes first, because it is refilled first.

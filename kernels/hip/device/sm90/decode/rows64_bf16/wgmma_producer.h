@@ -112,8 +112,8 @@ class WgmmaProducer {
       const uint8_t* const from = row_from_lane(found, g * kWarpRows + (lane >> 3)) + chunk_bytes();
       const lds_t to = tile_base + row(g) * 128 + (lane & 7) * 16;
 #pragma unroll
-      for (int i = 0; i < (L::kRotated && part == L::kParts - 1 ? 3 : 2); ++i) {
-        const int block = L::block(s, 2 * part + i);
+      for (int i = 0; i < L::part_blocks(part); ++i) {
+        const int block = L::block(s, L::kPartBlocks * part + i);
         tile::copy_chunk(to + block * L::kBlockBytes, from + block * 128);
       }
     }

@@ -11,7 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import device_mutations  # noqa: E402
 
 RUN_SECONDS = 120
-INPUTS = ("kernels", "tests/conformance/device_mutations.py",
+INPUTS = ("kernels", "tests/conformance/mutations",
           ".bazel/bin/tests/conformance/host_conformance",
           ".bazel/bin/tests/conformance/host_conformance.runfiles")
 ALL = os.environ.get("MLA_TEST_LONG", "") != ""
