@@ -150,7 +150,7 @@ class Client(Steps, Pages, Operations, Following):
                 message_bytes=message_bytes, lease_ms=lease_ms, transport=transport,
                 shared_bytes=shared_bytes, spin_us=spin_us, server_uid=server_uid,
                 device_bytes=device_bytes, device=device, device_library=device_library,
-                http_proxy=http_proxy, on_peer=on_peer, **(cluster or {}))
+                pinned=pinned, http_proxy=http_proxy, on_peer=on_peer, **(cluster or {}))
         tls = Tls(**tls) if isinstance(tls, Mapping) else tls
         if follow_moves is True and tls is None:
             raise errors.InvalidArgument("follow_moves: without `tls` it must be a function that "

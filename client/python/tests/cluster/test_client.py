@@ -1,10 +1,12 @@
 """The cluster's client: where sequences are opened, and how they are recovered."""
 
+import inspect
 import random
 import unittest
 from unittest import mock
 
-from mla_client import Prefix, errors
+from mla_client import Client, Prefix, errors
+from mla_client.base import schemes
 from mla_client.cluster import client as cluster_client
 from mla_client.cluster.members import Member
 from mla_client.cluster.owners import MARK_ROWS, Marks
@@ -17,6 +19,17 @@ from fakes import SPEC, Fleet
 TOKENS = list(range(800))
 ROOM = {"bytes_free": 1 << 30, "bytes_total": 1 << 31}
 GONE = errors.Unavailable("no connection")
+
+
+class ConnectTest(unittest.TestCase):
+    def test_every_argument_reaches_the_connections_to_its_servers(self):
+        # A cluster's client follows moves by itself; `cluster` is taken apart.
+        names = set(inspect.signature(Client.connect).parameters) - {
+            "target", "follow_moves", "cluster"}
+        given = {name: object() for name in names}
+        with mock.patch.object(schemes, "connector_of") as connector_of:
+            Client.connect("a:1,b:2", cluster={"subset": 3}, **given)
+        connector_of.return_value.assert_called_once_with("a:1,b:2", subset=3, **given)
 
 
 class PlacementTest(unittest.TestCase):
