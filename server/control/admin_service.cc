@@ -361,8 +361,9 @@ absl::StatusOr<std::unique_ptr<HandOver>> AdminService::ConnectPeers(
 grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
                                  v1::DrainReply* reply) {
   return rpc_.ServeOperator(context, "Admin.Drain", [&](const Identity& who) {
-    const int64_t deadline_ms = request->deadline_ms() == 0 ? options_.config.drain_deadline_ms
-                                                            : int64_t{request->deadline_ms()};
+    const auto deadline = request->deadline_ms() == 0
+                              ? rpc_.live->drain_deadline()
+                              : std::chrono::milliseconds(request->deadline_ms());
     std::unique_ptr<HandOver> peers;
     DrainHandOver hand_over;
     if (!request->to().empty() || request->also_to_size() > 0) {
@@ -380,8 +381,7 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
                    [&] { peers->Stop(); }};
     }
     const DrainResult result =
-        options_.drain->Run(std::chrono::milliseconds(deadline_ms), /*for_good=*/false,
-                            peers == nullptr ? nullptr : &hand_over);
+        options_.drain->Run(deadline, /*for_good=*/false, peers == nullptr ? nullptr : &hand_over);
     if (result.refused) {
       return RefuseField("to", request->to(), "empty while the server drains: cancel the drain",
                          "draining", absl::StatusCode::kFailedPrecondition);

@@ -28,6 +28,7 @@ void LiveSettings::Set(const Config& config) {
   leases_ = {config.limits.sequence_lease_ms, config.limits.model_lease_ms,
              config.limits.step_lease_ms};
   restart_after_ = std::chrono::milliseconds(config.restart_after_ms);
+  drain_deadline_ = std::chrono::milliseconds(config.drain_deadline_ms);
 }
 
 absl::Status LiveSettings::CheckOperator(const Identity& who) const {
@@ -43,6 +44,11 @@ scheduler::DefaultLeases LiveSettings::leases() const {
 std::chrono::milliseconds LiveSettings::restart_after() const {
   const MutexLock lock(mutex_);
   return restart_after_;
+}
+
+std::chrono::milliseconds LiveSettings::drain_deadline() const {
+  const MutexLock lock(mutex_);
+  return drain_deadline_;
 }
 
 void LiveSettings::SetRefusal(const std::string& why) {

@@ -24,6 +24,8 @@ class LiveSettings final {
   absl::Status CheckOperator(const Identity& who) const;
   scheduler::DefaultLeases leases() const;
   std::chrono::milliseconds restart_after() const;  // server.restart_after_ms; 0: never
+  // Returns server.drain_deadline_ms, of drains that name no deadline.
+  std::chrono::milliseconds drain_deadline() const;
 
   // Sets the reason why the configuration on disk is not in use; empty if it is in use.
   void SetRefusal(const std::string& why);
@@ -34,6 +36,7 @@ class LiveSettings final {
   OperatorPolicy operators_ ABSL_GUARDED_BY(mutex_);
   scheduler::DefaultLeases leases_ ABSL_GUARDED_BY(mutex_);
   std::chrono::milliseconds restart_after_ ABSL_GUARDED_BY(mutex_){0};
+  std::chrono::milliseconds drain_deadline_ ABSL_GUARDED_BY(mutex_){0};
   std::string refusal_ ABSL_GUARDED_BY(mutex_);
 };
 

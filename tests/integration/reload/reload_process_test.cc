@@ -97,6 +97,28 @@ TEST(ReloadProcessTest, AFaultRefusesTheWholeFile) {
   EXPECT_EQ(process.Wait(), 0);
 }
 
+TEST(ReloadProcessTest, ADrainWithoutADeadlineTakesTheOneInForce) {
+  const TempFolder folder;
+  const std::string file = folder.File("server.yaml");
+  Replace(file, "server: {drain_deadline_ms: 3600000}\n");
+  ServerProcess process({"--config=" + file});
+  auto client = client::Client::Connect(process.target(), {});
+  ASSERT_TRUE(client.ok()) << client.status();
+  Worker worker(client->get(), {}, "m", 1);
+  Track track = *worker.Open();
+  Replace(file, "server: {drain_deadline_ms: 1}\n");
+  process.Signal(SIGHUP);
+  ASSERT_TRUE(Says(process, "info config_reloaded keys=server.drain_deadline_ms")) << process.Log();
+  client::BeginOptions options;
+  options.lease_ms = 20000;  // by the first deadline the drain would wait until the lease ends
+  auto step = worker.session().Begin("m", {{&track.sequence, 1}}, options);
+  ASSERT_TRUE(step.ok()) << step.status();
+  const auto drained = (*client)->Drain(0, false);
+  ASSERT_TRUE(drained.ok()) << drained.status();
+  EXPECT_FALSE(drained->drained());
+  EXPECT_EQ(drained->aborted_steps(), 1u) << drained->ShortDebugString();
+}
+
 // The socket of a service manager; the environment names it.
 class Manager {
  public:
