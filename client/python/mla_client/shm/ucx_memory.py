@@ -7,8 +7,9 @@ NativeMemory.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import grpc
 
@@ -33,6 +34,9 @@ class _Call:
         self._call: Any = None
         self._ring: Any = None
         self._thread: Optional[threading.Thread] = None
+        self._free: Callable[[], None] = lambda: None
+        # The thread and `end` take one each. No lock: `end` may interrupt either, in a finalizer.
+        self._turns = itertools.count()
         self.give_up = native.GiveUp(lambda argument: self.cancel())
 
     def start(self, request: Any, metadata: Tuple[Tuple[str, str], ...], timeout_s: float) -> Any:
@@ -67,20 +71,29 @@ class _Call:
         except grpc.RpcError as error:
             why = f"the UCX ring has ended: {error.details()}"
         self._lib.mla_ring_call_ended(self._ring, why.encode())
+        self._take_turn()
 
     def cancel(self) -> None:
         """Asks the server to end the ring."""
         if self._call is not None:
             self._call.cancel()
 
-    def end(self) -> bool:
-        """Cancels, and waits for the thread. False if it goes on: then the ring must stay."""
+    def end(self, free: Callable[[], None] = lambda: None) -> None:
+        """Cancels, and waits for the thread. `free` is called once the thread does not use the ring
+        any more: by the thread itself, if it goes on for long or is the caller."""
+        self._free = free
         self.cancel()
         self._carrier.__exit__(None, None, None)
         if self._thread is None:
-            return True
-        self._thread.join(_END_S)
-        return not self._thread.is_alive()
+            free()
+            return
+        if self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
+        self._take_turn()
+
+    def _take_turn(self) -> None:
+        if next(self._turns) == 1:  # the second one
+            self._free()
 
 
 class UcxMemory(NativeMemory):
@@ -155,6 +168,6 @@ class _Owner:
     def __del__(self) -> None:
         if self._home.left:
             return
-        self._lib.mla_ring_end(self._ring, 0)
-        if self._call.end():
-            self._lib.mla_ring_free(self._ring)
+        lib, ring = self._lib, self._ring
+        lib.mla_ring_end(ring, 0)
+        self._call.end(lambda: lib.mla_ring_free(ring))

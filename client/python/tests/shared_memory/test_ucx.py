@@ -5,16 +5,21 @@ Needs the C library and UCX; without them the tests say so and are skipped.
 
 import json
 import os
+import queue
 import signal
 import subprocess
+import threading
 import time
 import unittest
 import urllib.request
+from unittest import mock
 
 import mla_client
 import numpy as np
 import server_binary
 from mla_client import errors
+from mla_client.base import process
+from mla_client.shm import ucx_memory
 from mla_client.types import DType, Profile
 from service_contract import GEOMETRY, LAYERS, SCALE
 
@@ -34,6 +39,39 @@ def steps(client, tokens=3):
             outputs.append(np.array(step.attend(layer, q, kv, Profile.ABSORBED,
                                                 o_dtype=DType.F32).o))
     return outputs
+
+
+class EndTest(unittest.TestCase):
+    """The end of a ring that nothing uses any more, without a server."""
+
+    def setUp(self):
+        self.freed = queue.SimpleQueue()
+        self.lib = mock.Mock(mla_ring_free=self.freed.put)
+        self.call = ucx_memory._Call(self.lib, mock.MagicMock())
+        self.owners = [ucx_memory._Owner(self.lib, "ring", process.Home(), self.call)]
+
+    def test_in_the_thread_of_its_call(self):
+        def replies():
+            self.owners.clear()  # as a collection of garbage there does
+            yield from ()
+        self.call._call = mock.MagicMock(__iter__=lambda _: replies())
+        self.call.watch("ring")
+        self.assertEqual(self.freed.get(timeout=60), "ring")
+
+    def test_while_the_thread_goes_on(self):
+        goes_on = threading.Event()
+
+        def replies():
+            goes_on.wait()
+            yield from ()
+        self.call._call = mock.MagicMock(__iter__=lambda _: replies())
+        self.call.watch("ring")
+        with mock.patch.object(ucx_memory, "_END_S", 0.01):
+            self.owners.clear()
+        self.assertTrue(self.freed.empty())
+        goes_on.set()
+        self.assertEqual(self.freed.get(timeout=60), "ring")
+        self.lib.mla_ring_call_ended.assert_called_once()
 
 
 class UcxTest(unittest.TestCase):
