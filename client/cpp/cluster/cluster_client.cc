@@ -51,6 +51,16 @@ absl::StatusOr<uint64_t> BootIdOf(const std::string& address, ClientOptions opti
   return (*client)->info().boot_id();
 }
 
+bool SameSpec(const v1::ModelSpec& a, const v1::ModelSpec& b) {
+  return a.SerializeAsString() == b.SerializeAsString();
+}
+
+// Returns true if a registration by one record is a repeat of that by the other.
+bool SameRegistration(const ModelRecord& a, const ModelRecord& b) {
+  return SameSpec(a.spec, b.spec) && a.lease_ms == b.lease_ms && a.kv_scales == b.kv_scales &&
+         a.sinks == b.sinks;
+}
+
 // Returns the number of rows of whole pages that a prefix is about.
 uint64_t RowsOfPrefix(const ModelRecord& model, const v1::Prefix& prefix) {
   const uint64_t page = std::max<uint64_t>(1, model.reply.model().page_size());
@@ -223,14 +233,16 @@ absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSp
                                                                std::span<const float> sinks) {
   const auto usable = Usable();
   if (!usable.ok()) return usable.status();
-  const auto record = std::make_shared<ModelRecord>();
+  auto record = std::make_shared<ModelRecord>();
   record->spec = model;
   record->lease_ms = lease_ms;
   record->kv_scales.assign(kv_scales.begin(), kv_scales.end());
   record->sinks.assign(sinks.begin(), sinks.end());
   if (const auto known = FindModel(model.model_id()); known.ok()) {
-    const MutexLock lock((*known)->mutex);
-    if ((*known)->spec.SerializeAsString() == model.SerializeAsString()) {
+    if (SameRegistration(**known, *record)) {
+      record = *known;  // servers that have it get nothing again
+    } else if (SameSpec((*known)->spec, model)) {
+      const MutexLock lock((*known)->mutex);
       const MutexLock own_lock(record->mutex);
       record->uploads = (*known)->uploads;
     }
@@ -246,7 +258,7 @@ absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSp
     if (there.ok()) {
       const MutexLock lock(mutex_);
       auto& known = models_[model.model_id()];
-      if (known != nullptr) old_models_.push_back(known);
+      if (known != nullptr && known != record) old_models_.push_back(known);
       known = record;
       return record->reply;
     }

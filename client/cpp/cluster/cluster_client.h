@@ -101,7 +101,7 @@ class ClusterClient final {
 
   // --- Models. Each is registered with a server when a sequence comes there first.
   // Registers the model as Client does: on the home now, or on another server if the home does not
-  // answer.
+  // answer. A repeat changes nothing: what was uploaded is not sent again.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});

@@ -132,6 +132,26 @@ TEST_F(ClusterTest, WeightsComeToEveryServerThatGetsTheModel) {
   EXPECT_EQ(worker.Step({&b, &c}, {9, 1}, v1::PROFILE_EXPANDED), absl::OkStatus());
 }
 
+TEST_F(ClusterTest, ARepeatedRegistrationUploadsNothingAgain) {
+  Serve(1);
+  FleetWorker worker = At(0);
+  int uploads = 0;
+  ASSERT_EQ(worker.client().Upload(kModel, "weights",
+                                   [&uploads](client::Client*) {
+                                     ++uploads;
+                                     return absl::OkStatus();
+                                   }),
+            absl::OkStatus());
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(worker.client().RegisterModel(SpecOf(worker.dims(), kModel)).ok());
+  }
+  worker.Open();
+  EXPECT_EQ(uploads, 1);
+  // Another lease is another registration, with which servers get all of it.
+  ASSERT_TRUE(worker.client().RegisterModel(SpecOf(worker.dims(), kModel), 60000).ok());
+  EXPECT_EQ(uploads, 2);
+}
+
 TEST_F(ClusterTest, AnotherWorkerFindsThePrefixWhereItIs) {
   Serve(4);
   const v1::Prefix prefix = PrefixOf(1, 200);
