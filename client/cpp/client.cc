@@ -40,6 +40,8 @@ absl::StatusOr<ClientOptions> WithTimeouts(ClientOptions options) {
   return options;
 }
 
+// No server has a longer deadline of its own for a drain (server.drain_deadline_ms).
+constexpr Millis kMostDrainDeadline{86'400'000};
 constexpr char kExport[] = "/mla.v1.Cache/Export";
 constexpr char kImport[] = "/mla.v1.Cache/Import";
 constexpr char kWatchEvents[] = "/mla.v1.Cache/WatchEvents";
@@ -171,7 +173,7 @@ absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit,
       [&](auto* context, auto* reply) {
         return impl_->Calls()->admin->Drain(context, request, reply);
       },
-      Millis(deadline_ms));
+      deadline_ms > 0 ? Millis(deadline_ms) : kMostDrainDeadline);
 }
 
 absl::StatusOr<v1::CancelDrainReply> Client::CancelDrain() {

@@ -10,6 +10,8 @@ from mla_client import errors, messages
 from mla_client.gen import admin_pb2, sequence_pb2
 from mla_client.types import SequenceState
 
+# No server has a longer deadline of its own for a drain (server.drain_deadline_ms).
+MOST_DRAIN_MS = 86_400_000
 _PREFIX = "QUOTA_RESOURCE_"
 _SOURCES = ("unspecified", "default", "configured", "runtime")  # by number in the contract
 
@@ -59,17 +61,18 @@ class Operations:
     def drain(self, deadline_ms: int = 0, exit: bool = False,
               to: Union[str, Sequence[str]] = "") -> admin_pb2.DrainReply:
         """Makes the server refuse new work and wait for open steps until the deadline; 0: the
-        server's own. The call itself may take that time plus the client's timeout. `to` is the
-        "HOST:PORT" of a server that gets the sequences, over TLS, or up to 16 of them: each
-        sequence goes to the one with the most free bytes that takes it. A server without the
-        capability "hand_over_many" uses only the first one. The reply says what became of each
-        sequence.
+        server's own. The call itself may take that time, or the server's own however long it is,
+        plus the client's timeout. `to` is the "HOST:PORT" of a server that gets the sequences, over
+        TLS, or up to 16 of them: each sequence goes to the one with the most free bytes that takes
+        it. A server without the capability "hand_over_many" uses only the first one. The reply says
+        what became of each sequence.
         """
         peers = [to] if isinstance(to, str) else list(to)
         request = admin_pb2.DrainRequest(deadline_ms=deadline_ms, exit=exit,
                                          to=peers[0] if peers else "", also_to=peers[1:])
+        longest_ms = deadline_ms or MOST_DRAIN_MS
         return self._call(self._admin.Drain, request, idempotent=False,
-                          timeout_s=self.timeout_s + deadline_ms / 1e3)  # type: ignore
+                          timeout_s=self.timeout_s + longest_ms / 1e3)  # type: ignore
 
     def cancel_drain(self) -> None:
         """Makes the server take new work again after a drain, or ends a drain that is under way."""

@@ -117,6 +117,17 @@ class OperationsTest(unittest.TestCase):
             with self.assertRaises(mla_client.FailedPrecondition):
                 client.cancel_drain()
 
+    def test_a_drain_by_the_servers_deadline_outlasts_other_calls(self):
+        server = server_binary.start("--server-drain-deadline-ms=2000")
+        self.addCleanup(server.stop)
+        with mla_client.Client.connect(server.target) as worker, \
+                mla_client.Client.connect(server.target) as operator:
+            sequence = worker.register_model(SPEC).open_sequence()
+            worker.step([(sequence, 1)], lease_ms=60000).begin()
+            operator.timeout_s = 0.5
+            reply = operator.drain()
+            self.assertEqual((reply.drained, reply.aborted_steps), (False, 1))
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -130,6 +130,23 @@ TEST(LifecycleTest, DrainDeadlineAbortsWhatIsOpen) {
   EXPECT_LT(took, milliseconds(1300));
 }
 
+TEST(LifecycleTest, ADrainByTheServersDeadlineOutlastsOtherCalls) {
+  TestServer server([](server::Config& config) { config.drain_deadline_ms = 4000; });
+  client::ClientOptions options;
+  options.call_timeout_ms = 2000;
+  const auto drainer = server.Connect(options), client = server.Connect();
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  client::BeginOptions long_lease;
+  long_lease.lease_ms = 60000;
+  auto step = worker.session().Begin("m", {{&track.sequence, 1}}, long_lease);
+  ASSERT_TRUE(step.ok());
+  const auto reply = drainer->Drain(0, false);
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_FALSE(reply->drained());
+  EXPECT_EQ(reply->aborted_steps(), 1u);
+}
+
 // A request for a shorter deadline than that of the drain in progress gets it, above all a stop by
 // a signal.
 TEST(LifecycleTest, AShorterDeadlineEndsADrainThatRuns) {
