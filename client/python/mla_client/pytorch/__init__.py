@@ -149,8 +149,10 @@ class Sender:
             row, size = own_kv.shape[1] * own_kv.element_size(), part.element_size()
             copied.append(part.dtype == own_kv.dtype and part.stride(-1) == 1)
             if copied[-1]:
+                # The stride of a dimension of one may be any number.
+                pitch = part.stride(0) * size if len(part) > 1 else 0
                 chain.copy_in(own_kv.data_ptr() + begin, part.shape[-1] * size, len(part), row,
-                              part.stride(0) * size)
+                              pitch)
             begin += part.shape[-1] * own_kv.element_size()
         if o_plain:
             chain.copy_out(own_o.data_ptr(), own_o.nbytes)

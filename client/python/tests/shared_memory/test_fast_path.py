@@ -132,6 +132,19 @@ class FastPathTest(unittest.TestCase):
         self.assertEqual(chain.layouts, 3)
         self.assertEqual([len(call[2]) for call in chain.calls], [3, 3, 2, 2])
 
+    def test_the_stride_of_a_single_row_says_nothing(self):
+        q, _, output = tensors(rows=1)
+        kv = torch.zeros(LORA, 1).T, torch.zeros(1, 1, ROPE)
+        self.assertEqual(kv[0].stride(), (1, 1))
+        with mock.patch.object(Chain, "copy_in") as copy_in:
+            self.attend(0, (q, kv, output))
+        of_rows = [call.args for call in copy_in.call_args_list if len(call.args) > 2]
+        self.assertEqual(len(of_rows), 2)
+        for _, width, rows, to_pitch, from_pitch in of_rows:
+            self.assertEqual(rows, 1)
+            self.assertGreaterEqual(to_pitch, width)
+            self.assertGreaterEqual(from_pitch or width, width)  # 0: as wide as the row
+
     def test_what_the_library_does_not_copy_never_goes_the_short_way(self):
         q, kv, output = tensors()
         for layer in range(2):
