@@ -38,20 +38,25 @@ class Server:
 
     def __init__(self):
         self.used = 0
-        self.bound = 1 << 40
         self.error = None
+        self.start()
+
+    def start(self):
+        self.bound, self.source = 1 << 40, "default"
 
     def quotas(self):
         if self.error:
             raise self.error
-        usage = ResourceUsage(self.used, self.bound, "runtime", 0)
+        if self.source == "default" and not self.used:
+            return [], {}
+        usage = ResourceUsage(self.used, self.bound, self.source, 0)
         return [TenantQuota("t", 1, {"kv_bytes": usage})], {}
 
     def set_quota(self, tenant, bounds):
         if self.error:
             raise self.error
         assert tenant == "t"
-        self.bound = bounds["kv_bytes"]
+        self.bound, self.source = bounds["kv_bytes"], "runtime"
 
 
 class ReconcilerTest(unittest.TestCase):
@@ -127,6 +132,47 @@ class ReconcilerTest(unittest.TestCase):
         self.assertEqual(self.servers["s:1"].bound, 250)
         self.assertLessEqual(sum(self.bounds()), 1000)
         self.assertIn("s:1", self.reconciler.failed)
+
+    def test_a_server_that_was_started_again_gets_its_bound_again(self):
+        self.reconciler.turn()
+        for used in (0, 7):
+            self.servers["s:2"].start()
+            self.servers["s:2"].used = used
+            self.reconciler.turn()
+            self.assertEqual(self.servers["s:2"].source, "runtime")
+            self.assertEqual(sum(self.bounds()), 1000)
+
+    def test_another_leader_has_set_other_bounds(self):
+        self.reconciler.turn()
+        self.servers["s:0"].bound, self.servers["s:1"].bound = 450, 50
+        self.reconciler.turn()
+        self.assertEqual(self.bounds(), [250] * 4)
+
+    def test_the_share_of_a_server_that_has_left_goes_to_others_after_a_while(self):
+        now = 0.0
+        reconciler = quotas.Reconciler(quotas.FleetQuotas({"t": {"kv_bytes": 1000}}),
+                                       lambda: self.servers, now=lambda: now)
+        reconciler.turn()
+        for number in range(3):  # pods that come again have another address
+            gone = self.servers.pop(f"s:{number}")
+            self.servers[f"s:{number + 4}"] = Server()
+            reconciler.turn()
+            self.assertEqual(sum(self.bounds()), 1000 - gone.bound)
+            now += quotas.LEFT_S
+            reconciler.turn()
+            self.assertEqual(self.bounds(), [250] * 4)
+
+    def test_a_member_that_never_answers_keeps_its_share(self):
+        now = 0.0
+        servers = dict(self.servers)
+        reconciler = quotas.Reconciler(quotas.FleetQuotas({"t": {"kv_bytes": 1000}}),
+                                       lambda: servers, now=lambda: now)
+        reconciler.turn()
+        servers["s:1"] = None
+        for _ in range(3):
+            now += quotas.LEFT_S
+            reconciler.turn()
+            self.assertEqual(self.bounds(), [250] * 4)
 
     def test_a_bound_that_could_not_be_lowered_is_not_given_to_others(self):
         self.reconciler.turn()

@@ -202,16 +202,18 @@ def _quotas(args: argparse.Namespace) -> int:
     clients: Dict[str, Client] = {}
     fleet = members.MemberList(source.read)
 
-    def connected() -> Dict[str, Client]:
+    def connected() -> Dict[str, Optional[Client]]:
         fleet.refresh()
         now = [one.address for one in fleet.all()]
+        for address in [one for one in clients if one not in now]:
+            clients.pop(address).close()
         for address in now:
             if address not in clients:
                 try:
                     clients[address] = _connect(args, address)
                 except errors.MlaError:
                     continue  # the next turn tries again
-        return {address: clients[address] for address in now if address in clients}
+        return {address: clients.get(address) for address in now}
 
     def report(changed: int, failed: Dict[str, errors.MlaError]) -> None:
         for address, error in failed.items():

@@ -5,6 +5,8 @@ sets each server's bounds, so that they sum up to the fleet's.
 
 Bounds that fall are set before others rise, and a server that does not answer keeps what it was
 given. So the sum is never more than the fleet's bound, unless a tenant used more than that before.
+A server that was started again has lost its bounds, and gets them again. One that has left the
+fleet keeps its share for LEFT_S: it may go on for clients that still know it.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Tuple
 
 from mla_client import errors
+from mla_client.cluster.members import KEEP_S
 from mla_client.cluster.registry import EtcdRegistry
 
 PERIOD_S = 5.0
 LEADER = "quotas/leader"
 LEADER_LEASE_S = 15
+LEFT_S = KEEP_S  # for which clients use a list of members without news of the registry
 MOST_TENANTS = 4096
 MOST_BOUND = 2**63 - 1
 
@@ -74,17 +79,23 @@ class FleetQuotas:
 class Reconciler:
     """Sets the bounds. Belongs to one thread."""
 
-    def __init__(self, quotas: FleetQuotas, clients: Callable[[], Mapping[str, Any]]) -> None:
-        """`clients` makes or keeps an operator's connection to each member, by address."""
+    def __init__(self, quotas: FleetQuotas, clients: Callable[[], Mapping[str, Any]],
+                 now: Callable[[], float] = time.monotonic) -> None:
+        """`clients` makes or keeps an operator's connection to each member, by address; None: it
+        does not answer."""
         self._quotas = quotas
         self._clients = clients
+        self._now = now
         self._set: Dict[Tuple[str, str], Dict[str, int]] = {}  # by tenant and resource
+        self._left: Dict[str, float] = {}  # servers that were members, since when they are not
         self.failed: Dict[str, errors.MlaError] = {}  # servers, in the latest turn
 
     def turn(self) -> int:
         """Reads and sets once; returns how many bounds were changed."""
         self.failed, usage = {}, {}
-        clients = self._clients()
+        members = self._clients()
+        self._forget(members)
+        clients = {address: one for address, one in members.items() if one is not None}
         for address, client in clients.items():
             try:
                 tenants, _ = client.quotas()
@@ -95,15 +106,29 @@ class Reconciler:
         for tenant, bounds in self._quotas.bounds.items():
             for resource, total in bounds.items():
                 used = {}
+                before = self._set.setdefault((tenant, resource), {})
                 for address, of_tenants in usage.items():
                     found = of_tenants.get(tenant, {}).get(resource)
                     used[address] = found.used if found is not None else 0
-                before = self._set.setdefault((tenant, resource), {})
+                    if found is not None and found.source == "runtime":
+                        before[address] = found.bound
+                    else:
+                        before.pop(address, None)
                 kept = {address: bound for address, bound in before.items()
                         if address not in used}
                 changed += self._apply(clients, tenant, resource, before,
                                        shares(total, used, kept))
         return changed
+
+    def _forget(self, members: Mapping[str, Any]) -> None:
+        """Lets the others have the shares of servers that have left the fleet."""
+        known = {address for bounds in self._set.values() for address in bounds}
+        self._left = {address: self._left.get(address, self._now())
+                      for address in known if address not in members}
+        for address, since in self._left.items():
+            if self._now() - since >= LEFT_S:
+                for bounds in self._set.values():
+                    bounds.pop(address, None)
 
     def _apply(self, clients: Mapping[str, Any], tenant: str, resource: str,
                before: Dict[str, int], after: Mapping[str, int]) -> int:
