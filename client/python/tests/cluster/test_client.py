@@ -1,8 +1,10 @@
 """The cluster's client: where sequences are opened, and how they are recovered."""
 
+import gc
 import inspect
 import random
 import unittest
+import weakref
 from unittest import mock
 
 from mla_client import Client, Prefix, errors
@@ -30,6 +32,29 @@ class ConnectTest(unittest.TestCase):
         with mock.patch.object(schemes, "connector_of") as connector_of:
             Client.connect("a:1,b:2", cluster={"subset": 3}, **given)
         connector_of.return_value.assert_called_once_with("a:1,b:2", subset=3, **given)
+
+
+class StreamTest(unittest.TestCase):
+    def test_streams_of_servers_that_are_gone_are_not_kept(self):
+        streams = cluster_client.ClusterStream()
+
+        def server():
+            made = mock.Mock()
+            made.open_stream = lambda: mock.Mock(broken=None)
+            return made
+        lasting = server()
+        first = streams.of(lasting)
+        for _ in range(3):
+            restarted = server()
+            gone = weakref.ref(restarted)
+            streams.of(restarted).broken = errors.Unavailable("the server has restarted")
+            del restarted
+            streams.of(server())
+            gc.collect()
+            self.assertIsNone(gone())
+        self.assertIs(streams.of(lasting), first)
+        first.broken = errors.Unavailable("the connection is lost")
+        self.assertIsNot(streams.of(lasting), first)
 
 
 class PlacementTest(unittest.TestCase):
