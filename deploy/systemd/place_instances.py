@@ -6,7 +6,8 @@ the memory of the GPU's NUMA node.
 
 For GPU N: /etc/mla-server/gpu-N.env and announce-N.env, and a drop-in of mla-server@N. The GPUs are
 those of the kernel's driver for AMD (or NVIDIA) devices, in the order of their PCI addresses, which
-is the order in which the runtime numbers them. Files are written again; nothing is started.
+is the order in which the runtime numbers them. Files are written again, or removed where --registry
+is no longer given; nothing is started.
 """
 
 import argparse
@@ -69,9 +70,11 @@ def main():
         write(etc / f"mla-server/gpu-{number}.env",
               f"# GPU {number}, {address}.\n"
               f"MLA_SERVER_LISTEN=0.0.0.0:{port}\nMLA_OPS_LISTEN=127.0.0.1:{port + 1}\n")
+        announce = etc / f"mla-server/announce-{number}.env"
         if args.registry:
-            write(etc / f"mla-server/announce-{number}.env",
-                  f"REGISTRY={args.registry}\nADDRESS={args.host}:{port}\n")
+            write(announce, f"REGISTRY={args.registry}\nADDRESS={args.host}:{port}\n")
+        else:
+            announce.unlink(missing_ok=True)
         same = [place for place, one in enumerate(found) if one[1] == numa and one[2] == cores]
         text = "[Service]\n"
         if cores:

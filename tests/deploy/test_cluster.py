@@ -110,6 +110,12 @@ class PlaceTest(unittest.TestCase):
         self.assertNotIn("NUMA", self.read("systemd/system/mla-server@0.service.d/place.conf"))
         self.assertFalse((self.root / "etc/mla-server/announce-0.env").exists())
 
+    def test_without_a_registry_nothing_is_announced_any_more(self):
+        self.add(128, "0000:05:00.0", 0, "0-3")
+        for arguments, announced in ((("--registry=etcd://e/f",), True), ((), False)):
+            self.assertEqual(self.run_it(*arguments).returncode, 0)
+            self.assertEqual((self.root / "etc/mla-server/announce-0.env").exists(), announced)
+
     def test_a_node_without_gpus_is_said(self):
         done = self.run_it()
         self.assertEqual(done.returncode, 1)
