@@ -110,7 +110,7 @@ ROW_NUMBERS = {
     "layers", "top_k", "nope", "v", "streams"}
 NOT_COMPARED = {
     "bare_us", "gemm_only_us", "ratio", "onednn_scaling", "gflops", "over_us", "p99_ratio",
-    "speedup", "of_dense", "least_us", "touch_us", "tflops",
+    "speedup", "of_dense", "of_peak", "least_us", "touch_us", "tflops",
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held",
     "merged_tiles", "whole_group_bytes", "groups_apart", "step_us", "one_us", "one_p99_us",

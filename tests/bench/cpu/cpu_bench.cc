@@ -132,6 +132,7 @@ void Report(const BenchRow& row) {
   }
   if (row.onednn_scaling > 0) std::printf("  oneDNN scaling %.2f", row.onednn_scaling);
   if (row.speedup > 0) std::printf("  speedup %.3f", row.speedup);
+  if (row.of_peak > 0) std::printf("  of peak %.3f", row.of_peak);
   if (row.of_dense > 0) std::printf("  of dense %.3f", row.of_dense);
   std::printf("\n");
   std::fflush(stdout);
@@ -149,10 +150,10 @@ void WriteJson(const std::string& path) {
                   "\"us\": %.2f, "
                   "\"gflops\": %.2f, \"gemm_only_us\": %.2f, \"ratio\": %.4f, "
                   "\"onednn_scaling\": %.3f, \"speedup\": %.4f, \"of_dense\": %.4f, "
-                  "\"gb_per_s\": %.2f}",
+                  "\"of_peak\": %.4f, \"gb_per_s\": %.2f}",
                   r.bench.c_str(), r.shape.c_str(), Name(r.kv), r.threads, r.us, r.gflops,
                   r.gemm_only_us, r.us > 0 ? r.gemm_only_us / r.us : 0.0, r.onednn_scaling,
-                  r.speedup, r.of_dense, r.gb_per_s);
+                  r.speedup, r.of_dense, r.of_peak, r.gb_per_s);
     out << line << (i + 1 < Rows().size() ? ",\n" : "\n");
   }
   out << "]\n";

@@ -46,6 +46,7 @@ struct BenchRow {
   double gb_per_s = 0.0;  // 10^9 bytes a second, of rows as they are stored; 0: not measured
   kernels::KvFormat kv = kernels::KvFormat::kBf16;
   double speedup = 0.0;   // over bf16 rows in the same run; 0: not measured
+  double of_peak = 0.0;   // gflops, relative to PeakOf; 0: not measured
   double of_dense = 0.0;  // KV rows a second, relative to attention to all rows; 0: not measured
 };
 // Prints a row as text and keeps it; WriteJson writes all rows.
@@ -59,11 +60,13 @@ void WriteJson(const std::string& path);
 std::vector<double> Medians(int32_t repeats, int32_t threads,
                             const std::vector<std::function<void()>>& bodies);
 
-// GFLOP/s of a dispatch level's best vector multiply-add instruction, measured on `threads` threads
-// at a time: bf16 dot products if the level has them, otherwise fp32 FMA; 0 for the portable level.
-// AMX's tile unit is not measured (oneDNN's time stands for it). On several threads this shows how
-// the machine itself can scale.
+// GFLOP/s of a dispatch level's best multiply-add instruction with its operands in registers,
+// measured on `threads` threads at a time: bf16 tile products or dot products if the level has
+// them, otherwise fp32 FMA; 0 for the portable level. On several threads this shows how the machine
+// itself can scale. REQUIRES: the machine runs the level, and SelectLevel returned it before.
 double MeasurePeak(const std::string& level, int32_t threads);
+// As MeasurePeak, but measures each level and number of threads only once. One thread calls it.
+double PeakOf(const std::string& level, int32_t threads);
 
 // The dispatch level that flags.isa names; prints its peak for each number of threads. Exits with a
 // message if the machine cannot run it.

@@ -4,6 +4,9 @@
 //   cpu_decode_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
 //                        [--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0] [--window=0]
 //
+// "Of peak" is the rate of a shape, relative to that of the level's products alone with operands in
+// registers, on the same number of threads, measured once at the beginning.
+//
 // With several formats of rows each shape is timed on all of them in turns; "speedup" is the first
 // format's time divided by each one's. "GB/s" counts the bytes read of rows in their format. With
 // --top-k each shape is timed with index lists of this many entries, too, if its context has as
@@ -92,7 +95,7 @@ BenchRow ListRow(const BenchRow& dense, const Shape& shape, int32_t q_rows, cons
   return lists;
 }
 
-void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
+void RunShape(const BenchFlags& flags, const Shape& shape, const kernels::cpu::KernelSet& level) {
   std::vector<std::unique_ptr<GemmBound>> bounds;
   int64_t kv_rows = 0;
   int32_t q_rows = 0;
@@ -100,8 +103,8 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
   for (const BenchRequest& r : shape.requests) {
     kv_rows += (r.kv_rows + 63) / 64 * 64;
     q_rows += r.q_rows;
-    bounds.push_back(
-        std::make_unique<GemmBound>(r.q_rows * shape.heads, r.kv_rows, 576, 512, bf16));
+    bounds.push_back(std::make_unique<GemmBound>(r.q_rows * shape.heads, r.kv_rows, 576, 512,
+                                                 level.bf16_operands));
   }
   double gemm_one = 0.0;
   for (const int32_t threads : flags.threads) {
@@ -145,6 +148,8 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
       row.threads = threads;
       row.us = us[i];
       row.gflops = AttentionFlop(shape.requests, shape.heads, 576, 512) / us[i] * 1e-3;
+      const double peak = PeakOf(level.name, threads);
+      if (peak > 0.0) row.of_peak = row.gflops / peak;
       row.gemm_only_us = us.back();
       row.onednn_scaling = gemm_one / us.back();
       row.kv_rows_per_s = static_cast<double>(kv_rows) / us[i] * 1e6;
@@ -163,7 +168,7 @@ int Main(int argc, char** argv) {
   SetGemmIsa(level.name);
   for (const Shape& shape : Shapes()) {
     if (shape.name.find(flags.only) == std::string::npos) continue;
-    RunShape(flags, shape, level.bf16_operands);
+    RunShape(flags, shape, level);
   }
   WriteJson(flags.json);
   return 0;
