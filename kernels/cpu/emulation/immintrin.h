@@ -28,6 +28,7 @@ typedef uint64_t __mmask64;
 
 enum {
   _MM_FROUND_TO_NEAREST_INT = 0,
+  _MM_FROUND_TO_NEG_INF = 1,
   _MM_FROUND_NO_EXC = 8,
   _CMP_EQ_OQ = 0,
   _CMP_NEQ_UQ = 4,
@@ -76,6 +77,12 @@ inline float DotPair(float sum, uint32_t a, uint32_t b) {
                                    Bf16Operand(static_cast<uint16_t>(b >> 16)));
   return WithoutDenormals(sum + Bf16Operand(static_cast<uint16_t>(a)) *
                                     Bf16Operand(static_cast<uint16_t>(b)));
+}
+
+inline float Floor(float x) {
+  if (!(x > -4194304.0f && x < 4194304.0f)) return x;
+  const auto whole = static_cast<float>(static_cast<int32_t>(x));
+  return whole > x ? whole - 1.0f : whole;
 }
 
 inline float NearestEven(float x) {
@@ -194,6 +201,9 @@ MLA_EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(static_cast<double>(a[i]) * b[i] + c[i]);
   return v;
 }
+MLA_EMULATED __m512 _mm512_fmsub_ps(__m512 a, __m512 b, __m512 c) {
+  return _mm512_fmadd_ps(a, b, -c);
+}
 // Returns the second operand if one is NaN.
 MLA_EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
 MLA_EMULATED __m512 _mm512_maskz_sub_ps(__mmask16 mask, __m512 a, __m512 b) {
@@ -214,7 +224,15 @@ MLA_EMULATED __m512 _mm512_roundscale_ps(__m512 x, int) {
   for (int i = 0; i < 16; ++i) x[i] = MLA_NS::NearestEven(x[i]);
   return x;
 }
-// x 2^n for integral n; n = -inf gives 0, and NaN in either operand gives NaN.
+// Returns x - floor(x), the only form in use; -0 for infinities.
+MLA_EMULATED __m512 _mm512_reduce_ps(__m512 x, int) {
+  for (int i = 0; i < 16; ++i) {
+    const float down = MLA_NS::Floor(x[i]);
+    x[i] = x[i] - x[i] != 0.0f && x[i] == x[i] ? -0.0f : x[i] - down;
+  }
+  return x;
+}
+// x 2^floor(n); n = -inf gives 0, and NaN in either operand gives NaN.
 MLA_EMULATED __m512 _mm512_scalef_ps(__m512 x, __m512 n) {
   for (int i = 0; i < 16; ++i) {
     if (n[i] != n[i]) {
@@ -224,7 +242,7 @@ MLA_EMULATED __m512 _mm512_scalef_ps(__m512 x, __m512 n) {
     } else if (n[i] > 300.0f) {
       x[i] *= __builtin_inff();
     } else {
-      x[i] = __builtin_ldexpf(x[i], static_cast<int>(n[i]));
+      x[i] = __builtin_ldexpf(x[i], static_cast<int>(MLA_NS::Floor(n[i])));
     }
   }
   return x;

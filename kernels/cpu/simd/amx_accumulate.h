@@ -1,0 +1,76 @@
+// The product of weights and values of the level `amx`. Needs what amx_tiles.h needs. Everything is
+// in an unnamed namespace; fp32_kernels.h says why.
+#ifndef MLA_KERNELS_CPU_SIMD_AMX_ACCUMULATE_H_
+#define MLA_KERNELS_CPU_SIMD_AMX_ACCUMULATE_H_
+
+#include "kernels/cpu/simd/amx_softmax.h"
+
+namespace mla::kernels::cpu {
+namespace {
+
+// P V is computed for this many packed rows at a time: their weights (16 KB) stay in the
+// first-level cache, and V is read from the second half as often as with 32.
+constexpr int32_t kPackedRows = 64;
+
+// In most tiles the running maximum of most rows does not change, so only the other rows are
+// rescaled.
+void Rescale(const AccumulateArgs& g, int32_t begin, int32_t end) {
+  for (int32_t n = begin; n < end; ++n) {
+    const float alpha = g.alpha[n];
+    if (alpha == 1.0f) continue;
+    float* o = g.o + n * g.ldo;
+    for (int32_t d = 0; d < g.panels * kPanel; d += kPanel) {
+      _mm512_storeu_ps(o + d, _mm512_mul_ps(_mm512_loadu_ps(o + d), _mm512_set1_ps(alpha)));
+    }
+  }
+}
+
+template <int kA, int kB, typename Work>
+inline void AccumulateBlock(const AccumulateArgs& g, int32_t row, int32_t panel, Work& work) {
+  TileOperands of;
+  of.a[0] = reinterpret_cast<const uint8_t*>(static_cast<const uint16_t*>(g.p) + row * kLdp);
+  of.a[1] = of.a[0] + (kA - 1) * kRows * kLdp * 2;
+  of.stride_a = kLdp * 2;
+  of.b = static_cast<const uint8_t*>(g.v) + panel * g.ldv;
+  of.panel_bytes = g.ldv;
+  float* const o = g.o + row * g.ldo + panel * kPanel;
+  if (g.alpha != nullptr) {
+    LoadTiles<kA, kB>(o, g.ldo);
+  } else {
+    ZeroTiles<kA, kB>();
+  }
+  Multiply<kA, kB>(of, (g.rows + kDepth - 1) / kDepth, work);
+  StoreTiles<kA, kB>(o, g.ldo);
+}
+
+// Computes rows [begin, end) of O, multiples of kPanel.
+template <typename Work>
+void AccumulateRows(const AccumulateArgs& g, int32_t begin, int32_t end, Work& work) {
+  if (g.alpha != nullptr) Rescale(g, begin, end < g.packed_rows ? end : g.packed_rows);
+  FinishStores();
+  for (int32_t panel = 0; panel < g.panels; panel += 2) {
+    for (int32_t row = begin; row < end; row += kTwoRows) {
+      const bool two = end - row > kRows;
+      if (panel + 1 < g.panels) {
+        two ? AccumulateBlock<2, 2>(g, row, panel, work)
+            : AccumulateBlock<1, 2>(g, row, panel, work);
+      } else {
+        two ? AccumulateBlock<2, 1>(g, row, panel, work)
+            : AccumulateBlock<1, 1>(g, row, panel, work);
+      }
+    }
+  }
+}
+
+void Accumulate(const AccumulateArgs& args) {
+  NoWork none;
+  for (int32_t row = 0; row < args.columns; row += kPackedRows) {
+    const int32_t end = args.columns - row < kPackedRows ? args.columns : row + kPackedRows;
+    AccumulateRows(args, row, end, none);
+  }
+}
+
+}  // namespace
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_SIMD_AMX_ACCUMULATE_H_
