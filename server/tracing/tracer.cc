@@ -1,6 +1,7 @@
 #include "server/tracing/tracer.h"
 
 #include <chrono>
+#include <cstdlib>
 #include <iterator>
 #include <utility>
 
@@ -17,6 +18,8 @@ constexpr auto kGather = std::chrono::milliseconds(200);
 // Names that are counted in one second. Any more share one count, so that invented tenants cost no
 // memory.
 constexpr size_t kTenantsCounted = 256;
+// The clocks may differ by this much from their difference at the last adjustment.
+constexpr int64_t kMostDriftNanos = 1'000'000;
 
 }  // namespace
 
@@ -27,9 +30,7 @@ std::string SpanError(const absl::Status& status) {
 }
 
 Tracer::Tracer(TracerOptions options, std::vector<std::unique_ptr<SpanExporter>> exporters)
-    : options_(options),
-      exporters_(std::move(exporters)),
-      unix_offset_ns_(UnixNanos() - SteadyNanos()) {
+    : options_(options), exporters_(std::move(exporters)) {
   random_.seed(RandomNumber());
   next_span_ = random_();
   if (on()) thread_ = std::thread([this] { Run(); });
@@ -88,12 +89,21 @@ TraceContext Tracer::Sample(const TraceContext& parent, const std::string& tenan
   return context;
 }
 
+// The clock of Unix time may be set while the server runs, for example soon after the host's start.
+// Smaller differences are those of the two readings, and would tear the spans of a trace apart.
+int64_t Tracer::UnixOffset() {
+  const int64_t now = options_.unix_nanos() - SteadyNanos();
+  if (std::abs(now - unix_offset_ns_) > kMostDriftNanos) unix_offset_ns_ = now;
+  return unix_offset_ns_;
+}
+
 void Tracer::Record(std::vector<TraceSpan> spans) {
-  for (TraceSpan& span : spans) {
-    span.begin_ns += unix_offset_ns_;
-    span.end_ns += unix_offset_ns_;
-  }
   const MutexLock lock(mutex_);
+  const int64_t offset = UnixOffset();
+  for (TraceSpan& span : spans) {
+    span.begin_ns += offset;
+    span.end_ns += offset;
+  }
   if (queue_.size() + spans.size() > static_cast<size_t>(options_.queue_spans) || stop_) {
     dropped_.fetch_add(spans.size(), std::memory_order_relaxed);
     return;

@@ -29,6 +29,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "base/clock.h"
 #include "base/mutex.h"
 #include "scheduler/request.h"
 #include "server/tracing/trace_context.h"
@@ -68,6 +69,7 @@ struct TracerOptions {
   int64_t traces_per_s = 100;
   int64_t tenant_traces_per_s = 50;
   int64_t queue_spans = 16384;  // waiting for the exporter
+  int64_t (*unix_nanos)() = UnixNanos;
 };
 
 struct TracerStats {
@@ -117,11 +119,11 @@ class Tracer {
  private:
   void Run();
   bool WithinBounds(const std::string& tenant) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int64_t UnixOffset() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Export(std::vector<TraceSpan> spans);
 
   const TracerOptions options_;
   const std::vector<std::unique_ptr<SpanExporter>> exporters_;
-  const int64_t unix_offset_ns_ = 0;  // Unix time - steady clock
   std::function<void(const TracedMessage&)> observer_;
   std::atomic<uint64_t> seen_{0};     // steps and calls without a traceparent
   std::atomic<SpanId> next_span_{0};  // from a random one on
@@ -130,7 +132,8 @@ class Tracer {
   Mutex mutex_;
   CondVar changed_;
   std::mt19937_64 random_ ABSL_GUARDED_BY(mutex_);
-  int64_t second_ ABSL_GUARDED_BY(mutex_) = -1;  // of the counts below
+  int64_t unix_offset_ns_ ABSL_GUARDED_BY(mutex_) = 0;  // Unix time - steady clock
+  int64_t second_ ABSL_GUARDED_BY(mutex_) = -1;         // of the counts below
   int64_t begun_ ABSL_GUARDED_BY(mutex_) = 0;
   std::map<std::string, int64_t> begun_by_tenant_ ABSL_GUARDED_BY(mutex_);
   std::vector<TraceSpan> queue_ ABSL_GUARDED_BY(mutex_);

@@ -54,6 +54,32 @@ TEST(TracerTest, WithoutAnExporterNothingIsRecorded) {
   EXPECT_FALSE(tracer.Sample(kCaller, "t").valid());
 }
 
+int64_t clock_is_set_by = 0;
+
+TEST(TracerTest, SpansHaveTheTimeOfTheClockAsItIsSetNow) {
+  constexpr int64_t kHour = int64_t{3600} * 1000000000;
+  Sink sink;
+  auto tracer = MakeTracer({.unix_nanos = [] { return UnixNanos() + clock_is_set_by; }}, &sink);
+  TraceSpan span;
+  span.begin_ns = Tracer::Now();
+  span.end_ns = span.begin_ns + 5;
+  tracer->Record({span, span});
+  for (const int64_t set_by : {-kHour, kHour}) {
+    clock_is_set_by = set_by;
+    tracer->Record({span});
+  }
+  tracer.reset();
+  const MutexLock lock(sink.mutex);
+  ASSERT_EQ(sink.spans.size(), 4u);
+  EXPECT_EQ(sink.spans[0].begin_ns, sink.spans[1].begin_ns);
+  const auto later = [&](size_t i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sink.mutex) {
+    EXPECT_EQ(sink.spans[i].end_ns - sink.spans[i].begin_ns, 5);
+    return static_cast<double>(sink.spans[i].begin_ns - sink.spans[0].begin_ns);
+  };
+  EXPECT_NEAR(later(2), -kHour, kHour / 60);
+  EXPECT_NEAR(later(3), kHour, kHour / 60);
+}
+
 TEST(TracerTest, FollowsTheCaller) {
   Sink sink;
   const auto tracer = MakeTracer({}, &sink);
