@@ -54,10 +54,15 @@ class JsonExporter final : public SpanExporter {
     if (fstat(file_, &now) != 0 || now.st_size + static_cast<int64_t>(text.size()) > max_bytes_) {
       return absl::ResourceExhaustedError("the file of traces is full");
     }
-    // One write appends all lines or a part of them; a line that is cut can only be the last.
     const ssize_t written = write(file_, text.data(), text.size());
     if (written == static_cast<ssize_t>(text.size())) return absl::OkStatus();
-    return absl::UnavailableError(absl::StrCat("write: ", std::strerror(errno)));
+    const std::string why = written < 0 ? std::strerror(errno) : "no room for all lines";
+    // A full disk has taken a part of the lines; the next ones must not go on in a line that is
+    // cut.
+    if (written > 0 && ftruncate(file_, now.st_size) != 0) {
+      return absl::UnavailableError(absl::StrCat("truncate: ", std::strerror(errno)));
+    }
+    return absl::UnavailableError(absl::StrCat("write: ", why));
   }
 
  private:

@@ -2,6 +2,8 @@
 
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <fstream>
@@ -88,6 +90,29 @@ TEST(ExportersTest, AFileGetsALineForEachSpanUpToItsBound) {
   EXPECT_EQ(line["mla.layer"], 0);
   EXPECT_EQ(line["error"], "out_of_range");
   EXPECT_FALSE(line.contains("mla.rows"));
+}
+
+TEST(ExportersTest, LinesThatAFullDiskHasCutDoNotStay) {
+  const std::string path = ::testing::TempDir() + "/cut_spans";
+  auto exporter = MakeJsonExporter(path, 1 << 20, kResource);
+  ASSERT_TRUE(exporter.ok()) << exporter.status();
+  ASSERT_TRUE((*exporter)->Export({Example()}).ok());
+  struct stat one {};
+  ASSERT_EQ(stat(path.c_str(), &one), 0);
+  // The kernel cuts what goes beyond this as it does on a full disk.
+  signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit room{static_cast<rlim_t>(one.st_size + one.st_size / 2), before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &room), 0);
+  EXPECT_EQ((*exporter)->Export({Example()}).code(), absl::StatusCode::kUnavailable);
+  setrlimit(RLIMIT_FSIZE, &before);
+  ASSERT_TRUE((*exporter)->Export({Example()}).ok());
+  std::ifstream in(path);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  ASSERT_EQ(lines.size(), 2u);
+  EXPECT_EQ(lines[1], lines[0]);
 }
 
 TEST(ExportersTest, OnlyAnOrdinaryFileIsWritten) {
