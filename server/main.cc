@@ -5,8 +5,10 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <ctime>
 #include <map>
 #include <memory>
@@ -58,6 +60,14 @@ bool Print(const mla::server::LoadedConfig& loaded) {
   if (command.print_config) text = mla::server::PrintConfig(loaded);
   std::fputs(text.c_str(), stdout);
   return !text.empty();
+}
+
+// Returns the exit code of a process that has printed something: a configuration that a full disk
+// has cut off must not look whole.
+int Printed() {
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return mla::server::kExitDrained;
+  std::fprintf(stderr, "standard output: %s\n", std::strerror(errno));
+  return mla::server::kExitNotStarted;
 }
 
 absl::StatusOr<std::unique_ptr<mla::server::Server>> Start(const mla::server::Config& config) {
@@ -152,7 +162,7 @@ int main(int argc, char** argv) {
     for (const std::string& fault : faults) std::fprintf(stderr, "%s\n", fault.c_str());
     return faults.empty() ? server::kExitDrained : server::kExitBadConfig;
   }
-  if (printed) return 0;
+  if (printed) return Printed();
   mla::wire::KeepMessageMemory();
   mla::wire::SkipChecksOfLockOrder();
   server::RaiseDescriptorLimit();

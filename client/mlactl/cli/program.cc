@@ -4,9 +4,11 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <utility>
 
@@ -31,6 +33,16 @@ constexpr char kStandardOutput[] = "-";
 constexpr char kExitCodes[] =
     "Exit codes: 0 success, 1 wrong usage, 2 the server cannot be reached, 3 it answered with an\n"
     "error, 4 not serving or not drained, 5 outputs differ, 130 interrupted.";
+
+// Returns the exit code of a command that has written all it prints; a script would take what a
+// full disk has cut off for the whole.
+int Written(int code) {
+  const bool flushed = std::fflush(stdout) == 0;
+  const std::string why = flushed ? "cannot be written" : std::strerror(errno);
+  if (flushed && std::ferror(stdout) == 0) return code;
+  const int failed = Fail(absl::InvalidArgumentError("standard output: " + why));
+  return code == kOk ? failed : code;
+}
 
 // Completes what the command line says of the server: client/mlactl/context/context.h.
 absl::Status FillFromContext(const std::string& name, CommonOptions* common) {
@@ -324,13 +336,13 @@ std::vector<std::string> Program::OptionNames() const {
 
 int Program::RunCommand(const CLI::App* command) {
   const Command::RunFunction& run = run_.at(command);
-  if (watch_seconds_ == 0) return run(common_);
+  if (watch_seconds_ == 0) return Written(run(common_));
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   for (;;) {
     if (terminal) std::fputs(kClearScreen, stdout);
-    const int code = run(common_);
-    std::fflush(stdout);
-    if (code != kOk && code != kNotServing) return code;
+    const int code = Written(run(common_));
+    const bool goes_on = code == kOk || code == kNotServing;
+    if (!goes_on || std::ferror(stdout) != 0) return code;
     std::this_thread::sleep_for(std::chrono::duration<double>(watch_seconds_));
   }
 }
@@ -351,7 +363,7 @@ int Program::Run(std::span<const char* const> words) {
     CheckExtras(given);
   } catch (const CLI::CallForHelp&) {
     std::fputs(app_->help().c_str(), stdout);
-    return kOk;
+    return Written(kOk);
   } catch (const CLI::ParseError& error) {
     faults_.push_back(absl::StrReplaceAll(
         error.what(), {{"was given a disallowed flag override", "takes no value"}}));

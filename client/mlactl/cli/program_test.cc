@@ -1,9 +1,13 @@
 #include "client/mlactl/cli/program.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -68,6 +72,38 @@ struct Sample {
   bool fast = false;
   CommonOptions common;
 };
+
+TEST(ProgramTest, OutputThatIsLostIsNoSuccess) {
+  setenv("MLA_CLIENT_CONTEXTS", "/nonexistent", 1);
+  Program program;
+  int code = kOk;
+  program.Add({.name = "say", .group = "First", .summary = "says it", .examples = "mlactl say\n"})
+      .Run([&code](const CommonOptions&) {
+        std::fputs("it\n", stdout);
+        return code;
+      });
+  const auto run = [&program](const char* option) {
+    const std::vector<const char*> words = {"say", option};
+    std::fflush(stdout);
+    const int kept = dup(STDOUT_FILENO), full = open("/dev/full", O_WRONLY | O_CLOEXEC);
+    dup2(full, STDOUT_FILENO);
+    testing::internal::CaptureStderr();
+    const int result = program.Run(std::span(words).first(option == nullptr ? 1 : 2));
+    EXPECT_THAT(testing::internal::GetCapturedStderr(),
+                HasSubstr("standard output: No space left on device"));
+    dup2(kept, STDOUT_FILENO);
+    std::clearerr(stdout);
+    close(kept);
+    close(full);
+    return result;
+  };
+  EXPECT_EQ(run(nullptr), kRefused);
+  EXPECT_EQ(run("--watch=0.1"), kRefused);
+  EXPECT_EQ(run("--help"), kRefused);
+  code = kNotServing;
+  EXPECT_EQ(run(nullptr), kNotServing);
+  EXPECT_EQ(run("--watch=0.1"), kNotServing);
+}
 
 TEST(ProgramTest, OptionsTakeValuesInBothForms) {
   Sample sample;

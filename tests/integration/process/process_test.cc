@@ -50,6 +50,9 @@ TEST(ProcessTest, ConfigCommands) {
   EXPECT_THAT(printed.output, ::testing::ContainsRegex("log.level += debug +# flag --log-level"));
   EXPECT_THAT(Shell(absl::StrCat(kServer, " --version")).output, HasSubstr("mla-server "));
   EXPECT_THAT(Shell(absl::StrCat(kServer, " --help")).output, HasSubstr("--kv-cache-bytes"));
+  const Result lost = Shell(absl::StrCat("(", kServer, " --print-config >/dev/full)"));
+  EXPECT_EQ(lost.code, 2);
+  EXPECT_THAT(lost.output, HasSubstr("standard output: No space left on device"));
 }
 
 // --check-config finds conditions that would stop a start on this machine, or fail once clients
