@@ -77,8 +77,8 @@ absl::StatusOr<std::unique_ptr<PagesFileWriter>> PagesFileWriter::Create(
 }
 
 PagesFileWriter::~PagesFileWriter() {
-  if (file_ == nullptr) return;
-  std::fclose(file_);
+  if (finished_) return;
+  if (file_ != nullptr) std::fclose(file_);
   std::error_code ignored;
   std::filesystem::remove(aside_, ignored);
 }
@@ -101,6 +101,7 @@ absl::Status PagesFileWriter::Finish() {
   if (std::fflush(file_) != 0 || fsync(fileno(file_)) != 0) return Failed("write");
   if (std::fclose(std::exchange(file_, nullptr)) != 0) return Failed("close");
   if (std::rename(aside_.c_str(), path_.c_str()) != 0) return Failed("rename");
+  finished_ = true;
   return absl::OkStatus();
 }
 

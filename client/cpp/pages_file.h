@@ -40,7 +40,7 @@ class PagesFileWriter final {
  public:
   static absl::StatusOr<std::unique_ptr<PagesFileWriter>> Create(
       const std::string& path, const std::optional<wire::MacKey>& key = std::nullopt);
-  // Removes the file unless Finish was called.
+  // Removes what was written unless Finish has succeeded.
   ~PagesFileWriter();
 
   // UNAVAILABLE if the disk is full or fails.
@@ -54,6 +54,7 @@ class PagesFileWriter final {
 
   const std::string path_, aside_;
   std::FILE* file_;
+  bool finished_ = false;
   std::optional<wire::FrameMac> mac_;
 };
 

@@ -24,6 +24,7 @@
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/cli/progress.h"
 #include "client/mlactl/text/units.h"
+#include "nlohmann/json.hpp"
 
 namespace mla::mlactl {
 namespace {
@@ -79,6 +80,11 @@ class RowsProgress {
   uint64_t first_ = 0, rows_ = 0, passed_ = 0, bytes_ = 0;
 };
 
+// Returns any bytes as a string of JSON, in ASCII; what is not UTF-8 is replaced.
+std::string JsonText(const std::string& text) {
+  return nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+}
+
 struct ExportOptions {
   std::string sequence, file, key;
   uint64_t first_row = 0;
@@ -112,8 +118,8 @@ int Export(const CommonOptions& common, const ExportOptions& options) {
   if (!status.ok()) return Fail(status);
   return Emit(
       common,
-      absl::StrFormat("{\"rows\": %d, \"bytes\": %d, \"file\": \"%s\"}\n", header.rows(), bytes,
-                      options.file),
+      absl::StrFormat("{\"rows\": %d, \"bytes\": %d, \"file\": %s}\n", header.rows(), bytes,
+                      JsonText(options.file)),
       absl::StrFormat("%d rows from %d on, %d bytes\n", header.rows(), header.first_row(), bytes));
 }
 

@@ -95,6 +95,22 @@ TEST_F(MlactlPagesTest, RowsGoToAnotherServerThroughAFile) {
   EXPECT_EQ(ReadAll(again), ReadAll(file()));
 }
 
+TEST_F(MlactlPagesTest, TheJsonOfAnExportNamesAnyFile) {
+  const std::string name = a_.File("a\"b\\c\u00e9\x01.mlapages");
+  const Result out = Export(absl::StrCat("'", name, "'"), "--json");
+  ASSERT_EQ(out.code, 0) << out.output;
+  EXPECT_EQ(json::parse(out.output)["file"], name);
+}
+
+TEST_F(MlactlPagesTest, AnExportThatCannotEndLeavesNothing) {
+  const std::string folder = a_.File("folder");
+  std::filesystem::create_directory(folder);
+  const Result out = Export(folder);
+  EXPECT_EQ(out.code, 2) << out.output;
+  EXPECT_THAT(out.output, HasSubstr("folder: rename: Is a directory"));
+  EXPECT_FALSE(std::filesystem::exists(folder + ".part"));
+}
+
 // A command line that runs another one on a terminal.
 std::string OnTerminal(const std::string& command) {
   return absl::StrCat("script -qefc '", command, "' /dev/null </dev/null");
