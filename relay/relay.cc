@@ -51,7 +51,11 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Open(const wire::UcxApi& api, Rela
   std::unique_ptr<Relay> relay(new Relay(std::move(options), memory));
   if (relay->wake_ < 0) return absl::ResourceExhaustedError("no descriptor is left");
   const MutexLock lock(relay->mutex_);
-  auto link = wire::UcxLink::Open(api, relay->options_.link, relay.get());
+  wire::UcxLinkOptions link_options = relay->options_.link;
+  if (relay->options_.between_hosts && relay->options_.device && memory->has_device_memory()) {
+    link_options.transports += memory->device()->nvidia() ? ",cuda_ipc" : ",rocm_ipc";
+  }
+  auto link = wire::UcxLink::Open(api, link_options, relay.get());
   if (!link.ok()) return link.status();
   relay->link_ = *std::move(link);
   if (relay->options_.secret.has_value()) {

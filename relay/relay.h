@@ -42,6 +42,9 @@ struct RelayOptions {
   std::optional<wire::UcxSecret> secret;  // frames are encrypted; not with link.puts
   bool batches = false;                   // the client takes frames that travel together
   bool device = false;  // the client may put tensors into the ring's device memory; with link.puts
+  // Only transports between hosts are used: link.transports, which begins with '^', leaves out
+  // those in memory of the host, and Open adds the one in memory of GPUs where the ring has some.
+  bool between_hosts = false;
   std::chrono::microseconds spin{0};  // how long to poll before sleeping
   // Called by Run when the counts have changed, not more often than ten times a second, and at the
   // end. Empty: no reports.

@@ -106,12 +106,13 @@ absl::Status Serve(const wire::UcxApi& api, const RelaySetup& setup, RelayOption
   return status;
 }
 
-// UCX's transports of one host open the process, the descriptor or the segment that a peer's
-// address names, with the rights of this process. A peer of the network could name the server's
-// own, so they are used only if the operator has named them.
-std::string TransportsOf(const RelaySetup& setup) {
-  std::string named = setup.transports.Get();
-  return named.empty() && std::getenv("UCX_TLS") == nullptr ? "^shm" : named;
+// UCX's transports of one host open the process, the descriptor, the segment or the memory of a GPU
+// that a peer's address or key names, with the rights of this process. A peer of the network could
+// name the server's own, so they are used only if the operator has named them.
+void ChooseTransports(const RelaySetup& setup, RelayOptions* options) {
+  options->link.transports = setup.transports.Get();
+  options->between_hosts = options->link.transports.empty() && std::getenv("UCX_TLS") == nullptr;
+  if (options->between_hosts) options->link.transports = "^shm";
 }
 
 }  // namespace
@@ -132,7 +133,7 @@ int RunRelay() {
   }
   RelayOptions options;
   options.token = setup->token;
-  options.link.transports = TransportsOf(*setup);
+  ChooseTransports(*setup, &options);
   options.link.devices = setup->devices.Get();
   options.link.puts = setup->puts;
   if (setup->encrypted) options.secret = setup->secret;

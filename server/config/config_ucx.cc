@@ -17,8 +17,9 @@ void AddUcxKeys(std::vector<ConfigKey>* keys) {
                "Transports that UCX may use, as of UCX_TLS; empty: of the environment, or those of "
                "the network.",
                "A list that the client's does not meet lets no connection come about. Shared "
-               "memory (shm, posix, sysv, cma) is used if it is named: a client that lies about "
-               "its process then reaches memory of all processes of the server's user.",
+               "memory (shm, posix, sysv, cma), also of GPUs (cuda_ipc, rocm_ipc), is used if it "
+               "is named: a client that lies about its process then reaches memory of all "
+               "processes of the server's user.",
                MLA_SLOT(ucx.transports)),
           Text("ucx.devices",
                "Network devices that UCX may use, as of UCX_NET_DEVICES; empty: of the "

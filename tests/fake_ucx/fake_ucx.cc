@@ -37,9 +37,17 @@ void GetVersion(unsigned* major, unsigned* minor, unsigned* release) {
 
 ucs_status_t ConfigRead(const char*, const char*, ucp_config_t** config) {
   *config = reinterpret_cast<ucp_config_t*>(new int(0));
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  world.transports.clear();
   return UCS_OK;
 }
-ucs_status_t ConfigModify(ucp_config_t*, const char*, const char*) { return UCS_OK; }
+ucs_status_t ConfigModify(ucp_config_t*, const char* name, const char* value) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  if (std::strcmp(name, "TLS") == 0) world.transports = value;
+  return UCS_OK;
+}
 void ConfigRelease(ucp_config_t* config) { delete reinterpret_cast<int*>(config); }
 
 ucs_status_t InitVersion(unsigned, unsigned, const ucp_params_t*, const ucp_config_t*,
@@ -379,6 +387,12 @@ void Cut(const std::string& address) {
 }
 
 Faults& faults() { return TheWorld().faults; }
+
+std::string Transports() {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  return world.transports;
+}
 
 Counts counts() {
   World& world = TheWorld();

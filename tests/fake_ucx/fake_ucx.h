@@ -68,6 +68,8 @@ struct Counts {
   uint64_t wrong_types = 0;  // payloads whose memory is registered as another type than was named
 };
 Counts counts();
+// The transports that the last context was to use; empty: UCX's choice.
+std::string Transports();
 
 }  // namespace mla::fake_ucx
 

@@ -98,6 +98,7 @@ struct World {
   uint64_t next_name = 0x6b657900;
   std::string stop_point, stop_address;  // of StopAt; empty: none
   Counts counts;
+  std::string transports;
 };
 
 World& TheWorld();

@@ -172,6 +172,29 @@ TEST_F(GpuMemoryTest, AUcxThatDoesNotKnowTheGpuIsTheReason) {
   }
 }
 
+// A key may name memory that any process of this user has on the GPU.
+TEST_F(GpuMemoryTest, UcxDoesNotOpenMemoryOfTheHostsGpusUnlessItIsToldTo) {
+  for (const bool nvidia : {true, false}) {
+    const char* const arch = nvidia ? "sm_90" : "gfx950";
+    const DeviceServer server({}, [arch](fake_hip::Control& control) { control.arch = arch; });
+    fake_ucx::Reset({.memory_types = kTypes | UCS_BIT(UCS_MEMORY_TYPE_ROCM)});
+    auto shared = GpuRing::Attach(server, "");
+    ASSERT_TRUE(shared.ok()) << shared.status();
+    relay::RelayOptions options = RelayOptionsOf();
+    options.link.transports = "^shm";
+    options.between_hosts = true;
+    ASSERT_TRUE(relay::Relay::Open(fake_ucx::Api(), options, shared->get()).ok());
+    EXPECT_EQ(fake_ucx::Transports(), nvidia ? "^shm,cuda_ipc" : "^shm,rocm_ipc");
+    options.device = false;  // then UCX need not know them, and would warn of the names
+    ASSERT_TRUE(relay::Relay::Open(fake_ucx::Api(), options, shared->get()).ok());
+    EXPECT_EQ(fake_ucx::Transports(), "^shm");
+    options = RelayOptionsOf();
+    options.link.transports = "rc,cuda_copy,cuda_ipc";
+    ASSERT_TRUE(relay::Relay::Open(fake_ucx::Api(), options, shared->get()).ok());
+    EXPECT_EQ(fake_ucx::Transports(), "rc,cuda_copy,cuda_ipc");
+  }
+}
+
 TEST_F(GpuMemoryTest, AServerWithoutRoomIsTheReason) {
   const DeviceServer server([](server::Config& config) { config.shm.device_bytes = kMiB; });
   GpuRing ring;
