@@ -7,18 +7,11 @@ LDS_LIMIT = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}
 
 # Bytes of spills, stores and loads, that a kernel may have; all others have none.
 KNOWN_SPILLS = {
-    ("sm_90", "mla_attend_64_lists"): 168,
-    ("sm_90", "mla_attend_16_fp8_row_lists"): 280,
-    ("sm_90", "mla_attend_64_fp8_row_lists"): 432,
-    ("sm_90", "mla_attend_16_fp8_tensor_lists"): 44,
-    ("sm_90", "mla_attend_64_fp8_tensor_lists"): 368,
-    ("sm_90", "mla_attend_64_fp8_tensor_products"): 40,
-    ("sm_90", "mla_attend_64_fp8_row_products"): 8,
-    ("sm_90", "mla_attend_64_fp8_tensor_products_lists"): 260,
-    ("sm_90", "mla_attend_64_fp8_row_products_lists"): 120,
+    ("sm_90", "mla_attend_16_fp8_row_lists"): 176,
+    ("sm_90", "mla_attend_16_fp8_tensor_lists"): 8,
+    ("sm_90", "mla_attend_64_fp8_tensor_products"): 8,
+    ("sm_90", "mla_attend_64_fp8_tensor_products_lists"): 256,
     ("sm_90", "mla_attend_expanded_products"): 156,
-    ("sm_90", "mla_attend_64_window"): 224,
-    ("sm_90", "mla_attend_64_fp8_page_window"): 600,
 }
 
 

@@ -63,6 +63,27 @@ MLA_DEVICE void for_each_item(const Args& args, const Body& body) {
   for_each_indexed_item<kRows>(args, [&body](const Item& item, int, int) { body(item); });
 }
 
+#if !MLA_AMD
+// As for_each_item, for warps with few registers: the block's unit and its items are found again
+// for each item, so that nothing of the block is kept while `body` runs.
+template <int kRows, class Body>
+MLA_DEVICE void for_each_item_found_again(const AttendArgs& args, const Body& body) {
+  struct Place {
+    int unit, share;
+    MLA_DEVICE explicit Place(const AttendArgs& of) {
+      const int block = static_cast<int>(tile::unknown(static_cast<uint32_t>(block_index())));
+      unit = block / of.blocks_per_unit;
+      share = block - unit * of.blocks_per_unit;
+    }
+  };
+  for (int i = args.work_indptr[Place(args).unit]; i < args.work_indptr[Place(args).unit + 1];
+       ++i) {
+    const Item item = load_item<kRows>(args, i, Place(args).share);
+    if (item.rows > 0) body(item);
+  }
+}
+#endif
+
 // Address of the results of packed row p: in a partial tile, or in the segment's own output.
 struct RowTarget {
   void* base;
@@ -111,6 +132,19 @@ struct RowScale {
   }
 };
 
+// Zeroes the values of a chunk that are not finite. Returns true if there are any.
+MLA_DEVICE bool clear_non_finite(Chunk& c) {
+  uint32_t found = 0;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t low = (c.w[w] & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
+    const uint32_t high = (c.w[w] & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u;
+    c.w[w] &= ~(low | high);
+    found |= low | high;
+  }
+  return found != 0;
+}
+
 // Zeroes values that are not finite in rows [first_row, kTileKv) of a tile, because a masked
 // probability is zero and zero times NaN is NaN. A packed row that sees such a value has no finite
 // logit for it, so its probability carries the NaN already. kThreads threads share the work; the
@@ -123,15 +157,7 @@ MLA_DEVICE void hide_unseen_values(int first_row, int thread, const At& place) {
   for (int i = begin + thread; i < C::kTileKv * kChunks; i += kThreads) {
     const tile::lds_t at = place(i / kChunks, i % kChunks);
     Chunk c = tile::load_chunk_shared(at);
-    uint32_t found = 0;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const uint32_t low = (c.w[w] & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
-      const uint32_t high = (c.w[w] & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u;
-      c.w[w] &= ~(low | high);
-      found |= low | high;
-    }
-    if (found != 0) tile::store_chunk(at, c);
+    if (clear_non_finite(c)) tile::store_chunk(at, c);
   }
 }
 // Does the same in a tile of column blocks.

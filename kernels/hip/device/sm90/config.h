@@ -48,6 +48,7 @@ struct AttendFp8Config : AttendBase {
   // scales.
   static constexpr int kScoreRegisters = kOfRows == KvFormat::kFp8Row ? 112 : 104;
   static constexpr int kValueRegisters = kOfRows == KvFormat::kFp8Row ? 104 : 112;
+  static constexpr int kCopyRegisters = kOfItems == AttentionKind::kDense ? 40 : 48;
 };
 template <AttentionKind kOfItems>
 struct AttendConfig<16, KvFormat::kFp8Tensor, DType::kBf16, kOfItems>
@@ -78,7 +79,8 @@ struct AttendConfig<64, KvFormat::kFp8Row, DType::kFp8E4m3, kOfItems> : AttendBa
   static constexpr AttentionKind kAttention = kOfItems;
   static constexpr int kStages = 4;
   // Registers of a thread that computes, and of one that copies.
-  static constexpr int kComputeRegisters = 232, kCopyRegisters = 40;
+  static constexpr int kComputeRegisters = kOfItems == AttentionKind::kDense ? 232 : 216;
+  static constexpr int kCopyRegisters = kOfItems == AttentionKind::kDense ? 40 : 72;
 };
 
 struct ProjectConfig {

@@ -58,9 +58,14 @@ class AttendFp8 {
         tile::named_arrive<kWritten, 4 * L::kGroupThreads>();
       }
     } else {
-      tile::give_registers<40>();
+      tile::give_registers<C::kCopyRegisters>();
       Fp8Copier<C, Args> copier(args, shared);
-      for_each_item<C::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
+      const auto copy = [&copier](const Item& item) { copier.copy(item); };
+      if constexpr (L::kLists) {
+        for_each_item_found_again<C::kRows>(args, copy);
+      } else {
+        for_each_item<C::kRows>(args, copy);
+      }
     }
   }
 

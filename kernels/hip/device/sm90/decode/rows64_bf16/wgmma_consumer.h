@@ -4,6 +4,7 @@
 
 #include "kernels/hip/device/kv/window_source.h"
 #include "kernels/hip/device/sm90/decode/rows64_bf16/wgmma_layout.h"
+#include "kernels/hip/device/sm90/decode/rows64_bf16/wgmma_rows.h"
 #include "kernels/hip/device/sm90/merge/merge_parts.h"
 #include "kernels/hip/device/sm90/merge/merge_pieces.h"
 
@@ -26,7 +27,8 @@ class WgmmaConsumer {
     const int kv_begin = source.begin, kv_end = source.end;
     clear(item, kv_end, state);
     const int tiles = (kv_end - kv_begin + C::kTileKv - 1) / C::kTileKv;
-    if (tiles > 0) {
+    state.any = tiles > 0;
+    if (state.any) {
       const int unmasked_end = L::kLists ? kv_end : item.limit(0);
       const Masks masks{unmasked_end, unmasked_end < kv_end,
                         item.segment->softmax_scale * layer_scale(item) * kLog2e};
@@ -66,6 +68,8 @@ class WgmmaConsumer {
   static constexpr float kSlack = 8.0f;          // probabilities stay below 2^8
   static constexpr int kGroupBarrier = 1;        // named barriers: this one and the next
   static constexpr int kGroupsBarrier = 3;       // for both groups
+  // Phases counted: tiles of the own slot, tiles of the other one, items with queries.
+  static constexpr int kTiles = 0, kOthers = 1, kItems = 2;
 
   // Counts this block's share of the item's outputs as written.
   MLA_DEVICE void finish(int segment) const {
@@ -80,6 +84,7 @@ class WgmmaConsumer {
     typename Rows::Softmax softmax;  // of this group's tiles; origins cover both groups' tiles
     float rounded_sum[2];
     int limit[2];
+    bool any;  // there are tiles
   };
   struct Masks {
     int unmasked_end;  // kv rows below it are seen by all packed rows
@@ -111,7 +116,7 @@ class WgmmaConsumer {
   // probabilities. Group 1 does so after computing its own scores, so that it does not idle until
   // they are published.
   MLA_DEVICE void attend_tiles(int kv_begin, const Masks& masks, int tiles, State& state) {
-    const uint32_t query_phase = items++ & 1;
+    const uint32_t query_phase = phases.template next<kItems>();
     if (kGroup >= tiles) release(shared.queries_emptied());
     for (int t = kGroup; t <= tiles; t += 2) {
       if (t == tiles || (kGroup == 0 && t > 0)) {
@@ -130,8 +135,9 @@ class WgmmaConsumer {
       uint32_t p[kScores / 2];
       const bool unseen = some_unseen();
       const Shift shift = make_probabilities(s, p, masks, first, unseen, state);
+      // Unseen entries of a window lead to a row that is seen, so no values need hiding.
       const bool hide =
-          L::kLists ? unseen
+          L::kLists ? C::kAttention == AttentionKind::kSparse && unseen
                     : (Args::kBoxes || masks.ragged) && first + C::kTileKv > masks.unmasked_end;
       publish(p, hide, L::kLists ? 0 : masks.unmasked_end - first, state);
       if (kGroup == 1) finish_other(state);
@@ -147,7 +153,7 @@ class WgmmaConsumer {
 
   // Starts the products with the other group's tile, once its probabilities are there.
   MLA_DEVICE void start_other(State& state) {
-    tile::barrier_wait(shared.published(kOther), others_seen++ & 1);
+    tile::barrier_wait(shared.published(kOther), phases.template next<kOthers>());
     move_outputs(adopt(state), state);
     add_other(state);
   }
@@ -169,7 +175,7 @@ class WgmmaConsumer {
   // Starts the products of the group's next tile, part by part as its columns arrive. For the first
   // tile of an item it also waits for the queries.
   MLA_DEVICE void start_scores(float (&s)[kScores], bool first, uint32_t query_phase) {
-    const uint32_t phase = tiles_seen++ & 1;
+    const uint32_t phase = phases.template next<kTiles>();
     const uint64_t q = tile::along_rows(shared.queries());
     const uint64_t k = tile::along_rows(shared.slot(kGroup));
 #pragma unroll
@@ -252,10 +258,12 @@ class WgmmaConsumer {
     return (a.w[0] & a.w[1] & a.w[2] & a.w[3] & b.w[0] & b.w[1] & b.w[2] & b.w[3]) != ~0u;
   }
   MLA_DEVICE void mask_unseen(float (&s)[kScores]) const {
+    // Hidden from the compiler: it would keep what follows from the lane over the loop.
+    const auto in_row = static_cast<int>(tile::unknown(static_cast<uint32_t>(lane))) & 3;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const uint32_t word = float_to_bits(tile::load_float(shared.seen(kGroup, i >> 2)));
-      const int bit = 4 * (2 * (lane & 3) + (i & 1));
+      const int bit = 4 * (2 * in_row + (i & 1));
       s[i] = (word >> bit & 1) != 0 ? s[i] : negative_infinity();
     }
   }
@@ -272,13 +280,18 @@ class WgmmaConsumer {
   MLA_DEVICE void publish(const uint32_t (&p)[kScores / 2], bool hide, int first_hidden,
                           const State& state) const {
     // P overwrites the rope columns, so all warps' scores must be complete.
-    tile::barrier_wait(shared.scored(kGroup), (tiles_seen - 1) & 1);
+    tile::barrier_wait(shared.scored(kGroup), phases.template last<kTiles>());
     const int matrix_row = warp * 16 + (lane & 15);
+    // With lists, whose loop has no register to keep four places in, three follow from the first.
+    const auto kept = [](lds_t place) { return L::kLists ? tile::unknown(place) : place; };
+    const lds_t first_place =
+        kept(tile::chunk_at<L::kRows>(shared.probabilities(kGroup), matrix_row, lane >> 4));
 #pragma unroll
     for (int i = 0; i < kScores / 2; i += 4) {
-      tile::store_matrices(tile::chunk_at<L::kRows>(shared.probabilities(kGroup), matrix_row,
-                                                    (i >> 1) + (lane >> 4)),
-                           p[i], p[i + 1], p[i + 2], p[i + 3]);
+      const lds_t place = L::kLists ? first_place ^ static_cast<uint32_t>((i >> 1) * 16)
+                                    : tile::chunk_at<L::kRows>(shared.probabilities(kGroup),
+                                                               matrix_row, (i >> 1) + (lane >> 4));
+      tile::store_matrices(place, p[i], p[i + 1], p[i + 2], p[i + 3]);
     }
     if ((lane & 3) == 0) {
 #pragma unroll
@@ -287,12 +300,29 @@ class WgmmaConsumer {
       }
     }
     if (hide) {
-      hide_unseen_values<C, L::kGroupThreads>(shared.slot(kGroup), first_hidden,
-                                              thread_index() & (L::kGroupThreads - 1));
+      if constexpr (L::kLists) {
+        hide_all_values();
+      } else {
+        hide_unseen_values<C, L::kGroupThreads>(shared.slot(kGroup), first_hidden,
+                                                thread_index() & (L::kGroupThreads - 1));
+      }
     }
     tile::publish_shared();
     if (hide) group_barrier();
     tile::barrier_arrive(shared.published(kGroup));
+  }
+
+  // With lists: as hide_unseen_values for all rows, in the order of memory, which takes few
+  // registers.
+  MLA_DEVICE void hide_all_values() const {
+    const auto thread = tile::unknown(static_cast<uint32_t>(thread_index())) &
+                        static_cast<uint32_t>(L::kGroupThreads - 1);
+    const lds_t end = shared.slot(kGroup) + 2 * L::kHalfBlocks * L::kBlockBytes;
+#pragma unroll 1
+    for (lds_t at = shared.slot(kGroup) + thread * 16; at < end; at += L::kGroupThreads * 16) {
+      Chunk c = tile::load_chunk_shared(at);
+      if (clear_non_finite(c)) tile::store_chunk(at, c);
+    }
   }
 
   MLA_DEVICE uint64_t values(int slot, int step) const {
@@ -322,7 +352,7 @@ class WgmmaConsumer {
 
   // Adds up the sums over the lanes of a row and both groups, whose origins are equal by now.
   MLA_DEVICE void add_sums(State& state) const {
-    const uint32_t set = (items - 1) & 1;
+    const uint32_t set = phases.template last<kItems>();
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       state.softmax.sum[slot] = Rows::row_sum(state.softmax.sum[slot]);
@@ -334,11 +364,29 @@ class WgmmaConsumer {
     }
     tile::barrier_arrive(shared.summed());
     tile::barrier_wait(shared.summed(), set);
+    if constexpr (L::kLists) return;  // see sums_of
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       state.softmax.sum[slot] += tile::load_float(shared.sums(set, kOther, row(slot)));
       state.rounded_sum[slot] += tile::load_float(shared.sums(set, kOther, row(slot)) + 4);
     }
+  }
+  // A row's sums over both groups. With lists they stay in shared memory until they are needed,
+  // because results take all registers.
+  struct Sums {
+    float exact, rounded;
+  };
+  MLA_DEVICE Sums sums_of(int slot, const State& state) const {
+    if constexpr (!L::kLists) return {state.softmax.sum[slot], state.rounded_sum[slot]};
+    Sums sums{0.0f, 0.0f};
+    if (!state.any) return sums;
+    const uint32_t set = phases.template last<kItems>();
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      sums.exact += tile::load_float(shared.sums(set, group, row(slot)));
+      sums.rounded += tile::load_float(shared.sums(set, group, row(slot)) + 4);
+    }
+    return sums;
   }
 
   // Stores partial rows in the order PartOrder::kExchanged. It is short code on purpose: in a small
@@ -348,8 +396,9 @@ class WgmmaConsumer {
     for (int slot = 0; slot < 2; ++slot) {
       const int p = row(slot);
       const int64_t target = static_cast<int64_t>(item.work.partial_row) + item.first + p;
-      const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
-      const float inverse = scale.empty ? 0.0f : layer_scale(item) / state.rounded_sum[slot];
+      const Sums sums = sums_of(slot, state);
+      const RowScale scale(state.softmax.origin[slot], sums.exact);
+      const float inverse = scale.empty ? 0.0f : layer_scale(item) / sums.rounded;
       if (tile::any(scale.empty)) {  // zero times a non-finite value is not zero
 #pragma unroll
         for (int i = 2 * slot; i < kOutputs; i += 4) {
@@ -374,16 +423,19 @@ class WgmmaConsumer {
     // Streamed kernels have no registers left for wide stores of fp32 rows.
     const bool wide = (!Args::kStreams || args.o_is_f32 == 0) &&
                       aligned_results(args, item, args.o_is_f32 ? 4 : 8);
-    const bool aligned = aligned_results(args, item, 2);
+    // With lists, pairs of results that are not aligned to eight are stored one by one: a second
+    // answer would be kept over all stores.
+    const bool aligned = !L::kLists && aligned_results(args, item, 2);
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       const int p = row(slot);
       const bool mine = p < item.rows;
       const RowTarget target(args, item, mine ? p : 0, C::kLora);
-      const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
+      const Sums sums = sums_of(slot, state);
+      const RowScale scale(state.softmax.origin[slot], sums.exact);
       // The outputs are sums over rounded probabilities, so they are divided by the sum of the
       // rounded ones.
-      float inverse = scale.empty ? 0.0f : layer_scale(item) / state.rounded_sum[slot];
+      float inverse = scale.empty ? 0.0f : layer_scale(item) / sums.rounded;
       if constexpr (C::kAttention == AttentionKind::kWindow) {
         inverse *= sink_factor(args.windows[item.work.segment], item.head(mine ? p : 0), scale.lse);
       }
@@ -394,82 +446,21 @@ class WgmmaConsumer {
       }
       if (kGroup == 0 && mine && (lane & 3) == 0 && target.lse != nullptr) *target.lse = scale.lse;
       const int64_t index = target.index + kGroup * kColumns;
+      const WgmmaRows<kOutputs> rows{state.o, lane};
       if (!wide) {
-        write_pairs(target, index, slot, mine, aligned, state);
+        rows.write_pairs(target, index, slot, mine, aligned);
       } else if (!Args::kStreams && target.f32) {
-        write_f32(target, index, slot, mine, state);
+        rows.write_f32(target, index, slot, mine);
       } else {
-        write_bf16(target, index, slot, mine, state);
+        rows.write_bf16(target, index, slot, mine);
       }
     }
-  }
-  MLA_DEVICE void write_pairs(const RowTarget& target, int64_t index, int slot, bool mine,
-                              bool aligned, const State& state) const {
-    if (!mine) return;
-#pragma unroll
-    for (int i = 2 * slot; i < kOutputs; i += 4) {
-      const float run[2] = {state.o[i], state.o[i + 1]};
-      store_run(target.base, index + 2 * (i - 2 * slot) + 2 * (lane & 3), run, target.f32, aligned);
-    }
-  }
-  // Lanes of a row exchange pairs, so that each lane stores 16 bytes at once. For fp32, neighbours
-  // swap the pairs of two column blocks of 8.
-  MLA_DEVICE void write_f32(const RowTarget& target, int64_t index, int slot, bool mine,
-                            const State& state) const {
-    const bool odd = (lane & 1) != 0;
-    const int column = odd ? 8 + 2 * (lane & 3) - 2 : 2 * (lane & 3);
-#pragma unroll
-    for (int i = 2 * slot; i < kOutputs; i += 8) {
-      uint32_t words[4];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float a = state.o[i + e], b = state.o[i + 4 + e];
-        const float got = tile::exchange<1>(odd ? a : b);
-        words[e] = float_to_bits(odd ? got : a);
-        words[2 + e] = float_to_bits(odd ? b : got);
-      }
-      if (mine) {
-        store_words(static_cast<float*>(target.base) + index + 2 * (i - 2 * slot) + column, words);
-      }
-    }
-  }
-  // For bf16, the four lanes transpose 4 x 4 words; each then holds one column block of 8.
-  MLA_DEVICE void write_bf16(const RowTarget& target, int64_t index, int slot, bool mine,
-                             const State& state) const {
-    const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
-#pragma unroll
-    for (int i = 2 * slot; i < kOutputs; i += 16) {
-      uint32_t w[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) w[k] = pack_bf16(state.o[i + 4 * k], state.o[i + 4 * k + 1]);
-#pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        const uint32_t got = exchange_words<1>(odd ? w[k] : w[k + 1]);
-        w[k] = odd ? got : w[k];
-        w[k + 1] = odd ? w[k + 1] : got;
-      }
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t got = exchange_words<2>(high ? w[k] : w[k + 2]);
-        w[k] = high ? got : w[k];
-        w[k + 2] = high ? w[k + 2] : got;
-      }
-      if (mine) {
-        store_words(
-            static_cast<uint16_t*>(target.base) + index + 2 * (i - 2 * slot) + 8 * (lane & 3), w);
-      }
-    }
-  }
-  template <int kStep>
-  MLA_DEVICE static uint32_t exchange_words(uint32_t x) {
-    return float_to_bits(tile::exchange<kStep>(bits_to_float(x)));
   }
 
   const Args& args;
   const L shared;
   const int lane, warp;
-  uint32_t tiles_seen = 0, others_seen = 0;  // tiles of the own slot, of the other
-  uint32_t items = 0;                        // items with queries
+  Phases<3, L::kLists> phases;
 };
 
 }  // namespace mla::kernels::hip

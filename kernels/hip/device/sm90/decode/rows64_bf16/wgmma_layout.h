@@ -9,6 +9,36 @@
 
 namespace mla::kernels::hip {
 
+// Counts the phases of kBarriers barriers, whose parities the waits need. kPacked: all in one
+// register, for kernels that have none left.
+template <int kBarriers, bool kPacked>
+class Phases {
+ public:
+  // Counts one more phase of a barrier, and returns the parity of the number before that.
+  template <int kBarrier>
+  MLA_DEVICE uint32_t next() {
+    if constexpr (kPacked) {
+      const uint32_t parity = counts[0] >> kBarrier & 1;
+      counts[0] ^= 1u << kBarrier;
+      return parity;
+    } else {
+      return counts[kBarrier]++ & 1;
+    }
+  }
+  // Returns what next() returned last.
+  template <int kBarrier>
+  MLA_DEVICE uint32_t last() const {
+    if constexpr (kPacked) {
+      return (counts[0] >> kBarrier & 1) ^ 1;
+    } else {
+      return (counts[kBarrier] - 1) & 1;
+    }
+  }
+
+ private:
+  uint32_t counts[kPacked ? 1 : kBarriers] = {};
+};
+
 // Sizes, addresses and barriers. An object holds only the address where the block's shared memory
 // begins, so every thread makes its own.
 template <class C>

@@ -18,7 +18,8 @@ class WgmmaProducer {
   using L = WgmmaLayout<C>;
   using lds_t = tile::lds_t;
   using Source = RowSource<C::kAttention>;
-  static constexpr int kRegisters = 56;  // of a thread
+  // Registers of a thread. A lane that finds rows of lists holds where they lie.
+  static constexpr int kRegisters = L::kLists ? 88 : 56;
   static constexpr int kTileArrivals = L::kTileArrivals, kQueryArrivals = L::kQueryArrivals;
 
   MLA_DEVICE WgmmaProducer(const Args& a, const L& layout)
@@ -36,6 +37,7 @@ class WgmmaProducer {
 
  private:
   using Finder = RowFinder<Source, C::kTileKv>;
+  static constexpr int kQueries = 2;   // number of their barrier in `uses`
   static constexpr int kCopyRows = 4;  // rows of a tile a lane copies chunks of
   static constexpr int kWarpRows = 4;  // neighbouring rows that a warp copies at a time
 
@@ -83,7 +85,7 @@ class WgmmaProducer {
   // this lane has found, for the first tile of an item, whose queries come part by part; or null.
   template <int kSlot>
   MLA_DEVICE void copy_listed(const Source& source, Finder& finder, const uint8_t* query) {
-    const uint32_t n = used[kSlot]++;
+    const uint32_t emptied = uses.template next<kSlot>() ^ 1;
     const uint8_t* const found = finder.row(source);
     const uint32_t seen = tile::ballot(finder.sees());
     finder.next(source);
@@ -97,9 +99,7 @@ class WgmmaProducer {
           tile::barrier_arrive(shared.queries_filled(part));
         }
       }
-      if (part % 2 == 0 && n > 0) {
-        tile::barrier_wait(shared.emptied(kSlot, part / 2 ^ kSlot), (n - 1) & 1);
-      }
+      if (part % 2 == 0) tile::barrier_wait(shared.emptied(kSlot, part / 2 ^ kSlot), emptied);
       if (part == 0) publish_seen(kSlot, seen);
       copy_found(kSlot, part, shared.slot(kSlot), found);
       tile::barrier_arrive_after_copies(shared.filled(kSlot, part));
@@ -234,8 +234,12 @@ class WgmmaProducer {
     return reinterpret_cast<const uint8_t*>(r.list) - static_cast<const uint8_t*>(r.q);
   }
   MLA_DEVICE void await_queries_emptied() {
-    const uint32_t n = items++;
-    if (n > 0) tile::barrier_wait(shared.queries_emptied(), (n - 1) & 1);
+    if constexpr (L::kLists) {
+      tile::barrier_wait(shared.queries_emptied(), uses.template next<kQueries>() ^ 1);
+    } else {
+      const uint32_t n = items++;
+      if (n > 0) tile::barrier_wait(shared.queries_emptied(), (n - 1) & 1);
+    }
   }
   MLA_DEVICE void copy_query_part(int part) const {
     if (!queries_aligned) {  // already copied
@@ -254,6 +258,9 @@ class WgmmaProducer {
   bool queries_aligned = true;
   uint32_t used[2] = {0, 0};
   uint32_t items = 0;
+  // With lists instead of these: tiles of both slots, items. A wait for the phase before the first
+  // one returns at once.
+  Phases<3, true> uses;
 };
 
 }  // namespace mla::kernels::hip

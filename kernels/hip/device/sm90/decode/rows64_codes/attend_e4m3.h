@@ -32,7 +32,7 @@ class AttendE4m3 {
     if (group == 3) {
       tile::give_registers<C::kCopyRegisters>();
       E4m3Copier<C, L> copier(args, shared);
-      for_each_item<L::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
+      for_each_item_found_again<L::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
     } else if (group == 0) {
       tile::give_registers<C::kScoreRegisters>();
       E4m3Scorer<C> scorer(args, shared);

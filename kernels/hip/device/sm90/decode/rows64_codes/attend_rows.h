@@ -92,7 +92,12 @@ class AttendE4m3Rows {
     if (group == 2) {
       tile::give_registers<C::kCopyRegisters>();
       E4m3Copier<C, L, Args> copier(args, shared);
-      for_each_item<L::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
+      const auto copy = [&copier](const Item& item) { copier.copy(item); };
+      if constexpr (Args::kSplit) {
+        for_each_item<L::kRows>(args, copy);
+      } else {
+        for_each_item_found_again<L::kRows>(args, copy);
+      }
     } else {
       tile::take_registers<C::kComputeRegisters>();
       E4m3RowsGroup<C, Args> computing(args, shared);

@@ -92,7 +92,10 @@ class E4m3Columns {
   MLA_DEVICE void store_part(const Item& item, const float (&o)[kBlocks][kProduct],
                              const Scales& scales) const {
     const int64_t first = static_cast<int64_t>(item.work.partial_row) + item.first;
-    const int64_t part = first * C::kLora + group * (C::kLora / 2) + (warp * 8 + (lane >> 2)) * 4;
+    // Hidden from the compiler, which would keep a column made from it over all items.
+    const auto of_lane = static_cast<int>(tile::unknown(static_cast<uint32_t>(lane)));
+    const int64_t part =
+        first * C::kLora + group * (C::kLora / 2) + (warp * 8 + (of_lane >> 2)) * 4;
 #pragma unroll
     for (int j = 0; j < L::kRows / 8; ++j) {
       float by[2];

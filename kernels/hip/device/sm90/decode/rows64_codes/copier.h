@@ -29,10 +29,9 @@ class E4m3Copier {
   MLA_DEVICE void copy(const Item& item) {
     const Source source(args, item);
     if (source.begin >= source.end) return;
-    const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
     RowFinder<Source, C::kTileKv> finder(source,
                                          source.begin + warp * kRows + (lane & (kRows - 1)));
-    for (int t = 0; t < tiles; ++t) {
+    for (int left = source.end - source.begin; left > 0; left -= C::kTileKv) {
       wait_emptied();
       if constexpr (L::kLists) write_seen(ring.at, finder.sees());
       const uint8_t* const row = finder.row(source);

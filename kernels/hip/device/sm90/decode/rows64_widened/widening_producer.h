@@ -20,7 +20,8 @@ class WideningProducer {
  public:
   using L = WgmmaLayout<C>;
   using lds_t = tile::lds_t;
-  static constexpr int kRegisters = 72;  // of a thread
+  // Registers of a thread. A lane that finds rows of lists holds where they lie.
+  static constexpr int kRegisters = L::kLists ? 104 : 72;
   static constexpr int kTileArrivals = L::kTileArrivals, kQueryArrivals = L::kQueryArrivals;
 
   MLA_DEVICE WideningProducer(const AttendArgs& a, const L& layout)
