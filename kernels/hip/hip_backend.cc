@@ -7,7 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
+#include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/device_state/capabilities.h"
+#include "kernels/hip/launch/absorbed_work.h"
 #include "kernels/hip/self_test/host_memory.h"
 
 namespace mla::kernels::hip {
@@ -88,6 +90,7 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
   absl::Status prefill =
       FindPrefillKernels(*device.runtime, backend->module_, *arch, &device.kernels);
   if (prefill.ok()) device.info.fp8_prefill_keys = arch->expanded_products_keys;
+  MLA_RETURN_IF_ERROR(backend->SettleBoxes());
   SelfTestRun run(options.self_test_options);
   absl::Status tested = options.self_test ? backend->TestKernels(&prefill, run) : absl::OkStatus();
   if (tested.ok()) tested = backend->SettleHostMemory(run);
@@ -187,6 +190,20 @@ absl::Status HipBackend::SettleGraphs(SelfTestRun& run) {
     if (!health_.ok()) return health_;
   }
   device_.info.notes.push_back({"graphs", NoteOnGraphs(wanted, amd, options_.graphs, s)});
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::SettleBoxes() {
+  if (device_.arch->boxes.empty()) return absl::OkStatus();
+  MLA_ASSIGN_OR_RETURN(auto page, DeviceBuffer::Create(runtime_.get(), "a page of rows",
+                                                       kMostBoxRows * int64_t{kBf16RowBytes}));
+  uint64_t map[16];
+  const absl::Status encoded = runtime_->EncodeMap(AbsorbedWork::BoxesOf(page.at(), 1), map);
+  device_.brings_boxes = encoded.ok();
+  device_.info.notes.push_back(
+      {"boxes", encoded.ok() ? "the copy engine brings KV rows of bf16"
+                             : absl::StrCat("KV rows of bf16 come by copies of 16 bytes: ",
+                                            std::string(encoded.message()))});
   return absl::OkStatus();
 }
 

@@ -140,6 +140,9 @@ class HipBackend final : public AttentionBackend {
   // Finds out whether kernels reach host memory, and stores the result.
   absl::Status SettleHostMemory(SelfTestRun& run);
   void ReachHost(bool reach);
+  // Finds out whether the driver makes the tensor maps that copies of boxes need, and stores the
+  // result.
+  absl::Status SettleBoxes();
   // Finds out whether graphs are used, and stores the result.
   absl::Status SettleGraphs(SelfTestRun& run);
   absl::Status CheckReached(std::span<std::byte> memory);

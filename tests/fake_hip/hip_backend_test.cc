@@ -197,6 +197,28 @@ TEST_F(HipBackendTest, RowsComeInBoxesWhereTheyCan) {
   control_->encodes_maps = true;
 }
 
+// An operator sees how rows come, and the driver's error if it refuses the map.
+TEST_F(HipBackendTest, StatesWhyRowsDoNotComeInBoxes) {
+  control_->arch = "sm_90";
+  HipBackendOptions options = Options();
+  options.vendor = Vendor::kNvidia;
+  options.images = {Image("sm_90", kImage90)};
+  options.self_test = false;
+  for (const bool encodes : {true, false}) {
+    control_->encodes_maps = encodes;
+    auto backend = HipBackend::Create(options);
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    std::string text;
+    for (const BackendNote& note : (*backend)->Info().notes) {
+      if (note.name == "boxes") text += note.text;
+    }
+    EXPECT_EQ(text, encodes ? "the copy engine brings KV rows of bf16"
+                            : "KV rows of bf16 come by copies of 16 bytes: GPU encode tensor map: "
+                              "invalid argument (1)");
+  }
+  control_->encodes_maps = true;
+}
+
 // The workspaces hold all heads, a few heads, and less than one head's context.
 TEST_F(HipBackendTest, ExpandedFormConformsInRounds) {
   for (const int64_t workspace : {int64_t{64} << 20, int64_t{1} << 20, int64_t{200000}}) {

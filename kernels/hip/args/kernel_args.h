@@ -94,10 +94,16 @@ struct AttendArgs {
   int32_t few_tiles;  // not 0: items are short (AttendsFewTiles)
 };
 
-// Absorbed attention whose copy engine brings KV rows of bf16, by boxes of a tensor map: 64 columns
-// of `box_rows` rows of a page. The map has the dimensions [granule of the pool, row of a page,
-// column] from the layer's first byte on. All segments have one page size, a multiple of box_rows,
-// one row stride and one layer offset, and items begin at multiples of box_rows.
+// Bytes of a KV row of bf16: of those in the pool that boxes bring, and of those that WidenArgs
+// makes.
+inline constexpr int32_t kBf16RowBytes = (512 + 64) * 2;
+
+// Absorbed attention whose copy engine brings KV rows of bf16, by boxes of a tensor map:
+// kBoxColumns columns of `box_rows` rows of a page. The map has the dimensions [granule of the
+// pool, row of a page, column] from the layer's first byte on. All segments have one page size, a
+// multiple of box_rows, one row stride and one layer offset, and items begin at multiples of
+// box_rows.
+inline constexpr int32_t kBoxColumns = 64;  // of 16 bits: what the 128-byte swizzle spans
 inline constexpr int32_t kMostBoxRows = 64;
 inline constexpr int32_t kLeastBoxRows = 8;  // rows after which the swizzle repeats
 struct
@@ -291,7 +297,6 @@ struct AppendArgs {
 // Widens all KV rows of some segments, of fp8_row, to contiguous rows of bf16. One wave a row;
 // `first_row[i]` counts the rows of segments before i.
 inline constexpr char kWidenKernel[] = "mla_widen_rows";
-inline constexpr int32_t kWidenedRowBytes = (512 + 64) * 2;
 struct WidenArgs {
   const SegmentRecord* segments;
   const int32_t* first_row;  // [count + 1]

@@ -27,6 +27,7 @@ struct DeviceState {
   const ArchTraits* arch = nullptr;
   BackendInfo info;
   KernelSet kernels;
+  bool brings_boxes = false;  // the driver makes tensor maps of KV rows (BoxArgs)
 
   WeightStore weights;
   DeviceBuffer pool, table_mirror;

@@ -204,7 +204,7 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
                           .overlap_predecessor = true};
   const size_t boxes = FindBoxes(*device_.arch, variant);
-  if (boxes < device_.arch->boxes.size() && PutBoxes(params, rows, &args)) {
+  if (device_.brings_boxes && boxes < device_.arch->boxes.size() && PutBoxes(params, rows, &args)) {
     MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.boxes[boxes], shape, args));
   } else {
     const AttendArgs& plain = args;
@@ -217,28 +217,35 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
   return AddCombine(recording, device_, params, plan, run);
 }
 
+BoxedRows AbsorbedWork::BoxesOf(uint64_t first, int64_t granules) {
+  return {.first = first,
+          .pages = granules,
+          .page_stride = kPageGranuleBytes,
+          .rows = kMostBoxRows,
+          .row_stride = kBf16RowBytes,
+          .columns = kBf16RowBytes / int32_t{sizeof(uint16_t)},
+          .box_rows = kMostBoxRows,
+          .box_columns = kBoxColumns};
+}
+
 bool AbsorbedWork::PutBoxes(const AttentionParams& params, const Rows& rows, BoxArgs* args) const {
   const SegmentRecord* const common = CommonLayout(params.segments);
   if (common == nullptr) return false;
   args->box_rows = BoxRowsOf(common->page_size, params.plan);
   const int64_t granules = device_.pool.bytes() / kPageGranuleBytes;
   if (args->box_rows < kLeastBoxRows || granules > kMostGranules) return false;
-  const BoxedRows boxed{.first = reinterpret_cast<uint64_t>(rows.pool),
-                        .pages = granules,
-                        .page_stride = kPageGranuleBytes,
-                        .rows = common->page_size,
-                        .row_stride = common->row_stride,
-                        .columns = kWidenedRowBytes / int32_t{sizeof(uint16_t)},
-                        .box_rows = args->box_rows,
-                        .box_columns = 64};
-  return device_.runtime->EncodeMap(boxed, args->rows.words);
+  BoxedRows boxed = BoxesOf(reinterpret_cast<uint64_t>(rows.pool), granules);
+  boxed.rows = common->page_size;
+  boxed.row_stride = common->row_stride;
+  boxed.box_rows = args->box_rows;
+  return device_.runtime->EncodeMap(boxed, args->rows.words).ok();
 }
 
 bool AbsorbedWork::Widens(const AttentionParams& params, const Rows& rows,
                           int32_t packed_rows) const {
   if (params.desc.attention != AttentionKind::kSparse) return false;
   const int64_t kv_rows = KvRows(params);
-  if (kv_rows == 0 || kv_rows * kWidenedRowBytes > widened_.bytes()) return false;
+  if (kv_rows == 0 || kv_rows * kBf16RowBytes > widened_.bytes()) return false;
   return WidensLists(*device_.arch, rows.format, packed_rows, PlacesOf(params.plan), kv_rows);
 }
 
@@ -259,8 +266,8 @@ absl::Status AbsorbedWork::AddWiden(LaunchRecording& recording, const AttentionP
     put(at++, kv_rows);
     record.weights_slot -= params.segments[0].weights_slot;
     record.page_table = count + 1;
-    record.layer_offset = int64_t{kv_rows} * kWidenedRowBytes;
-    record.row_stride = kWidenedRowBytes;
+    record.layer_offset = int64_t{kv_rows} * kBf16RowBytes;
+    record.row_stride = kBf16RowBytes;
     record.page_size = kOnePage;
     kv_rows += record.kv_rows;
     return record;

@@ -316,11 +316,13 @@ absl::Status GpuRuntime::StoreWord(DevicePtr to, uint32_t value, Stream stream) 
   return absl::OkStatus();
 }
 
-bool GpuRuntime::EncodeMap(const BoxedRows& of, std::span<uint64_t, 16> map) const {
+absl::Status GpuRuntime::EncodeMap(const BoxedRows& of, std::span<uint64_t, 16> map) const {
   // As cuda.h numbers them.
   constexpr int kOfBf16 = 9, kPlain = 0, kSwizzle128 = 3, kPromoteTo256 = 3, kFillZeros = 0;
   constexpr uint32_t kDims = 3;
-  if (api_->nvidia_encode_map == nullptr) return false;
+  if (api_->nvidia_encode_map == nullptr) {
+    return absl::UnimplementedError(absl::StrCat(library_, " has no cuTensorMapEncodeTiled"));
+  }
   const uint64_t dims[kDims] = {static_cast<uint64_t>(of.columns), static_cast<uint64_t>(of.rows),
                                 static_cast<uint64_t>(of.pages)};
   const uint64_t strides[kDims - 1] = {static_cast<uint64_t>(of.row_stride),
@@ -329,13 +331,12 @@ bool GpuRuntime::EncodeMap(const BoxedRows& of, std::span<uint64_t, 16> map) con
                                static_cast<uint32_t>(of.box_rows), 1};
   constexpr uint32_t kSteps[kDims] = {1, 1, 1};
   alignas(64) uint64_t encoded[16];  // the driver refuses other addresses
-  if (api_->nvidia_encode_map(encoded, kOfBf16, kDims, reinterpret_cast<void*>(of.first), dims,
-                              strides, box, kSteps, kPlain, kSwizzle128, kPromoteTo256,
-                              kFillZeros) != 0) {
-    return false;
-  }
+  MLA_RETURN_IF_ERROR(Check(
+      api_->nvidia_encode_map(encoded, kOfBf16, kDims, reinterpret_cast<void*>(of.first), dims,
+                              strides, box, kSteps, kPlain, kSwizzle128, kPromoteTo256, kFillZeros),
+      "encode tensor map"));
   std::copy(std::begin(encoded), std::end(encoded), map.begin());
-  return true;
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Module> GpuRuntime::Load(std::span<const std::byte> image) {

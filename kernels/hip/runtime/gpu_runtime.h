@@ -109,9 +109,9 @@ class GpuRuntime final {
   void NoteGraphLaunch() { ++graph_launches_; }
   bool stores_words() const;  // StoreWord; some drivers lack it
 
-  // Encodes a tensor map, whose boxes have the 128-byte swizzle. Returns false if the runtime has
-  // no such maps or refuses this one.
-  bool EncodeMap(const BoxedRows& of, std::span<uint64_t, 16> map) const;
+  // Encodes a tensor map, whose boxes have the 128-byte swizzle. UNIMPLEMENTED if the runtime has
+  // no such maps; the driver's error if it refuses this one.
+  absl::Status EncodeMap(const BoxedRows& of, std::span<uint64_t, 16> map) const;
 
   // --- For calls that are not in this class.
   SymbolTable Symbols() const { return SymbolTable(opened_); }

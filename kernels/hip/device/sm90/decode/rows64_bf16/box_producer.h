@@ -22,6 +22,7 @@ class BoxProducer {
   using lds_t = tile::lds_t;
   using Source = RowSource<C::kAttention>;
   static_assert(C::kFormat == KvFormat::kBf16 && !L::kLists && C::kTileKv == kMostBoxRows);
+  static_assert(L::kDim * 2 == kBf16RowBytes && L::kBlocks * kBoxColumns == L::kDim);
   static constexpr int kRegisters = 40;  // of a thread
   static constexpr int kQueryWarps = L::kGroupWarps - 1;
   static constexpr int kTileArrivals = 1, kQueryArrivals = kQueryWarps * 32;
@@ -88,12 +89,13 @@ class BoxProducer {
             filled, static_cast<uint32_t>(L::part_blocks(part) * L::kBlockBytes));
       }
       if (lane * args.box_rows < L::kRows) {
-        const lds_t to = shared.slot(kSlot) + static_cast<uint32_t>(lane * args.box_rows) * 128;
+        const lds_t to =
+            shared.slot(kSlot) + static_cast<uint32_t>(lane * args.box_rows * kBoxColumns * 2);
 #pragma unroll
         for (int i = 0; i < L::part_blocks(part); ++i) {
           const int block = L::block(kSlot, L::kPartBlocks * part + i);
-          tile::box_copy(to + block * L::kBlockBytes, args.rows, block * 64, box.row, box.granule,
-                         filled, policy);
+          tile::box_copy(to + block * L::kBlockBytes, args.rows, block * kBoxColumns, box.row,
+                         box.granule, filled, policy);
         }
       }
     }

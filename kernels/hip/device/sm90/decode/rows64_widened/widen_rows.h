@@ -21,7 +21,7 @@ class WidenRows {
     const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                           r.page_size, kPageGranuleBytes);
     const uint8_t* const from = pages.row(row - args.first_row[index]);
-    uint8_t* const to = args.rows + int64_t{row} * kWidenedRowBytes;
+    uint8_t* const to = args.rows + int64_t{row} * kBf16RowBytes;
     uint32_t codes[4], rotated[1];
     load_words(codes, from + lane * 16);
     const float scale = stored_scale(as_global<const float>(from + kLora)[lane / (kGroup / 16)]);
@@ -37,7 +37,7 @@ class WidenRows {
  private:
   static constexpr int kLora = 512, kRope = 64, kGroup = 128;  // values a row; values a scale
   static_assert(kRope * 2 == tile::kWave * 4 && kLora == tile::kWave * 16);
-  static_assert(kWidenedRowBytes == (kLora + kRope) * 2);
+  static_assert(kBf16RowBytes == (kLora + kRope) * 2);
 };
 
 }  // namespace mla::kernels::hip
