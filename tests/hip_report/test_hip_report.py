@@ -62,6 +62,29 @@ ASSEMBLY = """mla_attend_64:
 \ts_endpgm
 """
 
+WORDS = """mla_gate:
+\ts_load_dword s16, s[0:1], 0x10
+.LBB1_1: ; =>This Loop Header: Depth=1
+\ts_add_i32 s8, s8, 1
+\ts_cbranch_vccnz .LBB1_3
+.LBB1_2: ;   Parent Loop BB1_1 Depth=1
+         ; =>  This Inner Loop Header: Depth=2
+\ts_memrealtime s[4:5]
+\tglobal_load_dword v1, v0, s[10:11] sc0 sc1
+\ts_waitcnt vmcnt(0)
+\ts_cbranch_vccz .LBB1_2
+.LBB1_3:
+\ts_endpgm
+mla_signal:
+\ts_load_dwordx2 s[4:5], s[0:1], 0x0
+\ts_waitcnt lgkmcnt(0)
+\tglobal_store_dword v[2:3], v4, off sc0 sc1
+\tbuffer_wbl2 sc0 sc1
+\tglobal_store_dword v[2:3], v4, off sc0 sc1
+\tglobal_store_byte v[4:5], v1, off
+\ts_endpgm
+"""
+
 
 def turn(lines, waves=1):
     """The repeated part of a loop made of these instructions."""
@@ -127,13 +150,23 @@ class HipReportTest(unittest.TestCase):
                       page)
         other = report.usage.Usage("gfx950", "mla_expand", occupancy=2)
         turns = report.turns_page([(usages[0], loop, counts, turn), (other, loop, counts, turn)],
-                                  Accesses())
+                                  Accesses(), {"gfx950": WORDS})
         # Memory takes longer than the turn, so its rate is the one of the table.
         self.assertIn("| gfx950 | `mla_attend_64` | 64 | 1152 bytes | bf16 | 32 rows | 3775 | 32 | "
                       f"64 | 20 | {turn.clocks} | 0.06 | 1.0 | 6.0 | 171 |", turns)
         rate = (1 << 20) * 256 * 2.4 * 2 / turn.clocks / 1e3
         self.assertIn("| gfx950 | `mla_expand` | 2 | KV tile of 32 rows | 32 | 64 | 20 | "
                       f"{turn.clocks} | {rate:.0f} |", turns)
+        self.assertIn("| gfx950 | a gate, one look at its word | 4 instructions, 16 clocks, ", turns)
+        self.assertIn("| gfx950 | a signal, to its word | 5 instructions, 20 clocks, ", turns)
+        # 35.7 MB: read and written at 6 TB/s, or over the link; queries alone take 331 us of it.
+        self.assertIn("| gfx950 | 128 | 35.7 MB | 100.7 us | 112.5 us | 726 us | 625 us |", turns)
+
+    def test_gates_and_signals_without_their_accesses_are_no_figures(self):
+        with self.assertRaisesRegex(ValueError, "no loop that loads a word"):
+            report.launches.look_of_gate(WORDS.replace("global_load_dword", "s_load_dword"))
+        with self.assertRaisesRegex(ValueError, "no word for the host"):
+            report.launches.path_of_signal(WORDS.replace("off sc0 sc1", "off"))
 
     def test_the_steady_turn_stays_in_the_loop(self):
         # The last block of the turn jumps back; the one after it only leaves the loop.

@@ -27,6 +27,7 @@ import pathlib
 import re
 import sys
 
+import launches
 import lds_banks
 import timeline
 import usage
@@ -333,6 +334,23 @@ Their rows come from the caches, so they have no share of the memory's time. Whe
 a CU, one works while the other waits, so the rate is at most that of the busiest pipe.
 
 {expanded}
+
+## Launches: where tensors lie, gates and signals
+
+One layer of a batch of tokens that are decoded, with 128 heads of DeepSeek-V3 and 4,096 cached rows
+of bf16 for each token: the attention alone at the memory's rate, and with its tensors. Queries and
+outputs in GPU memory that the client shares are used where they lie; without that, a copy on the
+device would read and write them once. Tensors in host memory cross the link (57 GB/s: PCIe 5.0 x16)
+before and after the kernels. The last column is what kernels would gain that take queries while
+they arrive; such kernels exist for sm_90 only.
+
+{tensors}
+
+A gate and a signal replace calls of a host thread: its wait for an event, and a launch. Only their
+own instructions are counted. Reads and stores of words in host memory take the link's latency,
+which this model does not have.
+
+{words}
 """
 ABSORBED_COLUMNS = ("architecture", "kernel", "packed rows", "a cached row", "products", "a turn",
                     "memory", "matrix", "LDS", "issue", "with waits", "of memory", "limit", "TB/s",
@@ -384,13 +402,17 @@ def expanded_turns(loops, accesses):
                f"{turn.clocks:.0f}", f"{flops:.0f}")
 
 
-def turns_page(loops, accesses):
-    """The page of docs/benchmarks about these results."""
+def turns_page(loops, accesses, assembly):
+    """The page of docs/benchmarks about these results; `assembly` by architecture."""
     memory = ", ".join(f"{bandwidth} TB/s over {cus} CUs at {ghz} GHz on {arch}"
                        for arch, (cus, ghz, bandwidth) in MACHINE.items())
     return TURNS_PAGE.format(
         memory=memory, absorbed=table(ABSORBED_COLUMNS, absorbed_turns(loops, accesses)),
-        expanded=table(EXPANDED_COLUMNS, expanded_turns(loops, accesses)))
+        expanded=table(EXPANDED_COLUMNS, expanded_turns(loops, accesses)),
+        words=table(launches.COLUMNS, [row for arch, text in assembly.items()
+                                       for row in launches.word_rows(arch, text, ISSUE_CLOCKS)]),
+        tensors=table(launches.TENSOR_COLUMNS,
+                      [row for arch in assembly for row in launches.tensor_rows(arch, MACHINE)]))
 
 
 def page_of(records, loops, accesses):
@@ -440,10 +462,14 @@ def main():
     loops = read_loops(records, accesses, folder, faults)
     for r, loop, counts, turn in loops:
         print_loop(r, loop, counts, turn, accesses)
+    assembly = {arch: (folder / f"{arch}.s").read_text(encoding="utf-8") for arch in MACHINE}
+    for arch, text in assembly.items():
+        for row in launches.word_rows(arch, text, ISSUE_CLOCKS):
+            print("  ".join(map(str, row)))
     if options.page is not None:
         faults += check_page(options.page, page_of(records, loops, accesses), options.write)
     if options.turns is not None:
-        faults += check_page(options.turns, turns_page(loops, accesses), options.write)
+        faults += check_page(options.turns, turns_page(loops, accesses, assembly), options.write)
     for fault in faults:
         print(f"FAULT {fault}")
     print(f"\n{len(records)} kernels, {len(faults)} faults")
