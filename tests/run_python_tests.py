@@ -39,6 +39,9 @@ import unchanged
 FOLDERS = ["client/python/tests", "client/demo", "client/demo/sharing", "client/demo/trained",
            "client/demo/v32", "client/demo/v4", "tests"]
 MOST_JOBS = 16  # programs at a time; each may start servers of its own
+# Products of small matrices are faster with one thread: another one spins for a while after each.
+# The server is not linked with OpenBLAS.
+THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 ENGINE_WEIGHT = 2  # an engine's libraries alone take a gigabyte and use every processor
 
 
@@ -248,7 +251,7 @@ def run_in_process(run, text, plugins):
     """The file's records, by case, what it printed and its processor time. A file that leaves no
     records is a failed case."""
     path, prefix = run.path, f"{run.name} "
-    python, environment = sys.executable, dict(os.environ)
+    python, environment = sys.executable, THREADS | dict(os.environ)
     if run.environment:
         try:
             python = environments.make(run.environment)

@@ -15,7 +15,7 @@ INPUTS = (".bazel/bin/server/mla-server", "build/tools/usr/bin/etcd", "client/py
           "tests/cluster", "tests/peers.py")
 HOSTS = pathlib.Path(__file__).resolve().parent / "hosts"
 LONG = os.environ.get("MLA_TEST_LONG", "") != ""
-SMALL = ("--servers=3", "--workers=4", "--hosts=2", "--kills=16", "--partitions=1",
+SMALL = ("--servers=3", "--workers=4", "--hosts=2", "--kills=8", "--partitions=1",
          "--hold=1", "--away=2")
 SKIPPED = 77
 
@@ -40,8 +40,8 @@ class HostsTest(unittest.TestCase):
     def test_no_output_is_wrong_and_no_worker_gives_up(self):
         found = self.run_program("faults.py", *(() if LONG else SMALL))
         parts = {one["part"]: one for one in found}
-        self.assertEqual(parts["points"]["kills"], 150 if LONG else 12)
-        self.assertEqual(parts["kills"]["kills"], 50 if LONG else 4)
+        self.assertEqual(parts["points"]["kills"], 150 if LONG else 6)
+        self.assertEqual(parts["kills"]["kills"], 50 if LONG else 2)
         for name in ("points", "workers"):
             self.assertGreater(parts[name]["outputs"], parts[name].get("kills", 0))
         self.assertGreater(parts["registry"]["turns_meanwhile"], 0)

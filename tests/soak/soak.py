@@ -46,8 +46,9 @@ VERBS = ("step", "open_sequence", "fork", "truncate", "match", "release", "copy_
 class Soak:
     """Owns the server and the workers."""
 
-    def __init__(self, folder, seed, server):
+    def __init__(self, folder, seed, server, workers=WORKERS):
         self._folder = folder
+        self._places = workers
         self._random = random.Random(seed)
         self._next_seed = seed * 1000
         self._workers = {}  # place: (process, log)
@@ -68,7 +69,7 @@ class Soak:
         self._plant = plant
         self._server.start()
         self._serving = True
-        for place in range(WORKERS):
+        for place in range(self._places):
             self._start_worker(place)
 
     def _start_worker(self, place):
@@ -136,7 +137,7 @@ class Soak:
         self.faults[name] = self.faults.get(name, 0) + 1
 
     def _kill(self):
-        place = self._random.randrange(1 if self._plant else 0, WORKERS)
+        place = self._random.randrange(1 if self._plant else 0, self._places)
         process, log = self._workers[place]
         process.kill()
         process.wait()
@@ -145,7 +146,7 @@ class Soak:
         self._start_worker(place)
 
     def _stop(self):
-        place = self._random.randrange(WORKERS)
+        place = self._random.randrange(self._places)
         if place not in self._stopped:
             self._workers[place][0].send_signal(signal.SIGSTOP)
             self._stopped[place] = time.monotonic() + self._random.uniform(*STOP_S)
@@ -207,10 +208,10 @@ class Soak:
             self._server.kill()
 
 
-def soak(seconds, seed, server, plant=False):
+def soak(seconds, seed, server, plant=False, workers=WORKERS):
     """Runs a soak; returns (error or "", counts, faults, folder)."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="mla-soak-"))
-    run = Soak(folder, seed, server)
+    run = Soak(folder, seed, server, workers)
     try:
         run.start(plant)
         failed = run.run(seconds)

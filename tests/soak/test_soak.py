@@ -15,13 +15,15 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent), str(ROOT / "client
 import oracle
 import soak
 
-RUN_SECONDS = 27
+RUN_SECONDS = 18
 WEIGHT = 2
 INPUTS = (".bazel/bin/server/mla-server", "client/python", "tests/soak")
 SERVER = os.environ.get("SERVER_UNDER_TEST", str(ROOT / ".bazel/bin/server/mla-server"))
 LONG = bool(os.environ.get("MLA_TEST_LONG"))
-SECONDS = 1800 if LONG else 8
-SECONDS_OF_ENDS = 5
+SECONDS = 1800 if LONG else 4
+SECONDS_OF_ENDS = 5 if LONG else 2
+# Workers of the two runs with a fault of their own: one a tenant.
+FEWER = soak.WORKERS if LONG else len(soak.TENANTS)
 PLANTED_SECONDS = 1800  # at most; the run ends with the first wrong row
 
 
@@ -39,7 +41,7 @@ class SoakTest(unittest.TestCase):
     def test_a_run_ends_well_whatever_was_done_last(self):
         """Bounds below what tenants use, and a worker that has just begun."""
         with tempfile.TemporaryDirectory(prefix="mla-soak-") as folder:
-            run = soak.Soak(pathlib.Path(folder), 22, SERVER)
+            run = soak.Soak(pathlib.Path(folder), 22, SERVER, FEWER)
             try:
                 run.start()
                 self.assertEqual(run.run(SECONDS_OF_ENDS), "")
@@ -53,7 +55,8 @@ class SoakTest(unittest.TestCase):
             self.assertEqual(failed, "")
 
     def test_a_wrong_row_is_found(self):
-        failed, _, _, folder = soak.soak(PLANTED_SECONDS, 21, SERVER, plant=True)
+        failed, _, _, folder = soak.soak(PLANTED_SECONDS, 21, SERVER, plant=True,
+                                          workers=FEWER)
         self.assertIn("worker 0 ended with status 1", failed, folder)
         shutil.rmtree(folder)
 
