@@ -5,9 +5,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "proto/wire/fp8/fp8_tensor.h"
+#include "server/grpc/grpc_status.h"
 
 namespace mla::server {
 namespace {
@@ -32,6 +34,10 @@ wire::BadFp8Scale Decode(const wire::Fp8Tensor& tensor, const std::byte* sent, k
 absl::Status RefuseScale(const std::string& vector, const wire::BadFp8Scale& bad) {
   return RefuseField("payload", absl::StrCat(vector, ", scale ", bad.part, ": ", bad.scale),
                      "scales of 2^-100 to 2^72", "bad_scale");
+}
+
+uint32_t Micros(int64_t ns) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(ns / 1000, 0, UINT32_MAX));
 }
 
 }  // namespace
@@ -123,6 +129,60 @@ absl::Status AttendMessage::DecodeQueries(const std::byte* sent, std::byte* targ
   return RefuseScale(absl::StrCat("q row ", bad.vector / attend.num_heads, ", head ",
                                   bad.vector % attend.num_heads),
                      bad);
+}
+
+void AttendMessage::FillReply(uint64_t boot_id, v1::AttendStreamReply* reply) const {
+  // An attend's reply sets every field below, so a reply of that kind can be reused without
+  // clearing it.
+  const bool attended = answer.ok() && kind == scheduler::RequestKind::kAttend;
+  if (!attended || !reply->has_attend()) reply->Clear();
+  reply->set_tag(tag);
+  reply->set_boot_id(boot_id);
+  if (!answer.ok()) {
+    v1::StepError* error = reply->mutable_error();
+    error->set_code(static_cast<int32_t>(answer.code()));
+    error->set_message(std::string(answer.message()));
+    *error->mutable_detail() = ToErrorDetail(answer);
+    if (trace.on()) {
+      error->mutable_detail()->set_trace_id(TraceIdText(trace.step.trace));
+    }
+    error->set_step_aborted(step_aborted);
+    return;
+  }
+  switch (kind) {
+    case scheduler::RequestKind::kBeginStep: {
+      v1::BeginStepReply* body = reply->mutable_begin_step();
+      body->set_total_rows(static_cast<uint32_t>(total_rows));
+      body->set_lease_ms(static_cast<uint32_t>(lease_ms));
+      body->set_joined(static_cast<uint32_t>(joined));
+      return;
+    }
+    case scheduler::RequestKind::kEndStep:
+      reply->mutable_end_step()->mutable_lengths()->Add(lengths.begin(), lengths.end());
+      return;
+    case scheduler::RequestKind::kAbortStep:
+      reply->mutable_abort_step();
+      return;
+    case scheduler::RequestKind::kAttend:
+      break;
+  }
+  const scheduler::AttendArgs& args = attend;
+  v1::AttendReply* body = reply->mutable_attend();
+  body->set_row_begin(static_cast<uint32_t>(args.row_begin));
+  body->set_row_count(static_cast<uint32_t>(args.row_count));
+  body->set_head_offset(static_cast<uint32_t>(args.head_offset));
+  body->set_num_heads(static_cast<uint32_t>(args.num_heads));
+  body->set_layer(static_cast<uint32_t>(args.layer));
+  body->set_o_dtype(args.o_dtype == kernels::DType::kBf16 ? v1::DTYPE_BF16 : v1::DTYPE_F32);
+  v1::Timings* times = reply->mutable_timings();
+  times->set_queue_us(Micros(timings.queue_ns));
+  times->set_plan_us(Micros(timings.plan_ns));
+  times->set_kernel_us(Micros(timings.kernel_ns));
+  times->set_write_us(Micros(SteadyNanos() - answered_ns));
+  times->set_launch_requests(static_cast<uint32_t>(timings.launch_requests));
+  times->set_launch_layers(static_cast<uint32_t>(timings.launch_layers));
+  times->set_launch_clients(static_cast<uint32_t>(timings.launch_clients));
+  times->set_plan_reused(timings.plan_reused);
 }
 
 void AttendMessage::Done(const absl::Status& status) {

@@ -23,6 +23,7 @@
 #include "absl/base/thread_annotations.h"
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "mla/v1/attention.pb.h"
 #include "proto/wire/attend_layout.h"
 #include "scheduler/request.h"
 #include "scheduler/tenant_table.h"
@@ -105,6 +106,10 @@ class AttendMessage final : public scheduler::StreamRequest {
   // INVALID_ARGUMENT names the first invalid scale.
   absl::Status DecodeKv(const std::byte* sent, std::byte* target);
   absl::Status DecodeQueries(const std::byte* sent, std::byte* target);
+
+  // Replaces the contents of `reply` by the header of the reply: everything except its tensors.
+  // REQUIRES: answered. Sets Timings.write_us to the time between the answer and this call.
+  void FillReply(uint64_t boot_id, v1::AttendStreamReply* reply) const;
 
   AttendMessageOwner* owner = nullptr;
   uint64_t tag = 0;

@@ -9,7 +9,6 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "proto/wire/attend_codec.h"
-#include "server/attend/attend_reply.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/identity.h"
 #include "server/grpc/request_validator.h"
@@ -351,7 +350,7 @@ void AttendStream::OnAnswered(AttendMessage* message) {
 
 // The payload's slices point into the output memory, so sending copies nothing.
 void AttendStream::Write(AttendMessage* message) {
-  FillReply(*message, shared_.boot_id, &reply_);
+  message->FillReply(shared_.boot_id, &reply_);
   grpc::Slice slices[4];
   size_t count = 1;
   size_t payload = 0;

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "scheduler/limits.h"
-#include "server/attend/attend_reply.h"
 
 namespace mla::server {
 namespace {
@@ -81,7 +80,7 @@ wire::CompletionEntry RingReplies::Make(const AttendMessage& message, uint64_t s
 void RingReplies::Fill(const AttendMessage& message, uint64_t slot, wire::CompletionEntry* entry) {
   arena_.Reset();
   auto* const reply = google::protobuf::Arena::CreateMessage<v1::AttendStreamReply>(&arena_);
-  FillReply(message, boot_id_, reply);
+  message.FillReply(boot_id_, reply);
   const std::span<std::byte> slot_bytes(
       region_->data() + wire::RepliesOffset(entries_) + slot * wire::kReplySlotBytes,
       wire::kReplySlotBytes);

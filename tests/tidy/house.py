@@ -104,7 +104,6 @@ WAY = {
     "scheduler/launching/result_check.cc": "CheckResults",
     "scheduler/steps/answer_queue.cc": "PushAndClaim",
     "server/metrics/histograms.cc": "ObserveLaunch",
-    "server/attend/attend_reply.cc": "FillReply",
 }
 
 

@@ -1,5 +1,5 @@
 // A stream fills one reply again and again: nothing of the last reply may stay.
-#include "server/attend/attend_reply.h"
+#include "server/attend/attend_message.h"
 
 #include <gtest/gtest.h>
 
@@ -59,7 +59,7 @@ std::string TextOf(v1::AttendStreamReply reply) {
   return reply.ShortDebugString();
 }
 
-TEST(AttendReplyTest, NothingOfTheLastReplyStays) {
+TEST(AttendMessageTest, NothingOfTheLastReplyStays) {
   const auto kinds = AllKinds();
   for (const auto& first : kinds) {
     for (const auto& second : kinds) {
@@ -67,20 +67,20 @@ TEST(AttendReplyTest, NothingOfTheLastReplyStays) {
       first(before);
       second(message);
       v1::AttendStreamReply used, fresh;
-      FillReply(before, 11, &used);
-      FillReply(message, 12, &used);
-      FillReply(message, 12, &fresh);
+      before.FillReply(11, &used);
+      message.FillReply(12, &used);
+      message.FillReply(12, &fresh);
       EXPECT_EQ(TextOf(used), TextOf(fresh));
     }
   }
 }
 
-TEST(AttendReplyTest, SaysWhatTheRequestWas) {
+TEST(AttendMessageTest, SaysWhatTheRequestWas) {
   AttendMessage message;
   FillAttend(message);
   message.answered_ns = SteadyNanos();
   v1::AttendStreamReply reply;
-  FillReply(message, 12, &reply);
+  message.FillReply(12, &reply);
   EXPECT_EQ(TextOf(reply),
             "tag: 7 boot_id: 12 attend { row_begin: 1 row_count: 2 head_offset: 16 num_heads: 8 "
             "layer: 5 o_dtype: DTYPE_F32 } timings { queue_us: 3 plan_us: 4 kernel_us: 5 "
