@@ -73,7 +73,6 @@ WAY = {
     "scheduler/launching/tensor_stager.cc": "Stage",
     "scheduler/launching/batch_launch.cc": "Clear",
     "scheduler/launching/record_builder.cc": "Build",
-    "scheduler/launching/records_origin.cc": "Matches",
     "kernels/launch_layout.cc": "Input",
     "scheduler/planning/cache/plan_cache.cc": "Pin",
     "scheduler/planning/planner.cc": "Build",

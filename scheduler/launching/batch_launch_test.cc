@@ -1,5 +1,5 @@
 // When the records of a launch may be taken for another layer.
-#include "scheduler/launching/records_origin.h"
+#include "scheduler/launching/batch_launch.h"
 
 #include <memory>
 #include <vector>
