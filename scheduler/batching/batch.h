@@ -82,40 +82,16 @@ struct Batch {
   bool empty() const { return requests.empty() && pages.empty() && moves.empty(); }
   void Clear();
   void OrderByStage();  // stable
+  // Finds the runs and counts the units of their rows as in the expanded form. REQUIRES: the
+  // segments are in the order of their stages.
+  void FindRuns();
   int32_t rows() const { return rows_by_stage[0] + rows_by_stage[1] + rows_by_stage[2]; }
 
  private:
+  void AddRun(int32_t head);
+
   std::vector<Segment> by_stage_;  // scratch of OrderByStage
 };
-
-// Cost of a request's rows with `heads` heads. REQUIRES that the request outlives it.
-class RequestCost {
- public:
-  RequestCost(const StreamRequest& request, int32_t heads);
-  // Returns the cost of `rows` rows that belong to `entry`, starting at row `row` of the step;
-  // `expands` says that they take the expanded form.
-  LaunchUnits Of(const StepEntry& entry, int32_t row, int32_t rows, bool expands) const {
-    const int64_t cached = entry.start + row - entry.offset;
-    LaunchUnits units;
-    units.pages = rows * appended_row_bytes_;
-    if (expands) {
-      units.expanded = LaunchCost::ExpandedUnits(model_, rows, heads_, cached);
-    } else if (computes_) {
-      units.absorbed = absorbed_.Units(rows, cached);
-    }
-    return units;
-  }
-
- private:
-  const Model& model_;
-  const int32_t heads_;
-  const int64_t appended_row_bytes_;
-  const bool computes_;
-  const AbsorbedCost absorbed_;
-};
-// Finds the runs of a batch and counts the units of their rows as in the expanded form
-// (row_runs.cc).
-void FindRowRuns(Batch* batch);
 
 // A launch has at most this number of ranges of page work, because its metadata has room for so
 // many.

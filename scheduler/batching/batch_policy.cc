@@ -482,7 +482,7 @@ void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work,
     ++launches_without_decode_;
   }
   batch.OrderByStage();
-  if (forms_runs_) FindRowRuns(&batch);
+  if (forms_runs_) batch.FindRuns();
 }
 
 }  // namespace mla::scheduler

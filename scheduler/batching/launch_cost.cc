@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "scheduler/tables/step_table.h"
+#include "scheduler/batching/waiting_requests.h"
 
 namespace mla::scheduler {
 namespace {
@@ -111,5 +111,14 @@ void LaunchCost::Observe(const BatchKey& key, const LaunchUnits& units, int64_t 
   initial_.absorbed = rates->absorbed;
   initial_.expanded = rates->expanded;
 }
+
+// An indexer looks at a key of every row that the query row sees, much as dense attention does.
+RequestCost::RequestCost(const StreamRequest& request, int32_t heads)
+    : model_(*request.engine.step->model),
+      heads_(heads),
+      appended_row_bytes_(Appends(request) ? model_.rows(0).row_stride : 0),
+      computes_(Computes(request)),
+      absorbed_(model_, request.attend.profile, heads,
+                Selects(request.attend) ? AbsorbedCost::kAllRows : MostPlaces(request)) {}
 
 }  // namespace mla::scheduler

@@ -20,6 +20,7 @@
 #include "scheduler/batching/batch_key.h"
 #include "scheduler/request.h"
 #include "scheduler/tables/model_table.h"
+#include "scheduler/tables/step_table.h"
 
 namespace mla::scheduler {
 
@@ -122,6 +123,32 @@ class LaunchCost {
   std::array<Rates, kKeys> rates_;
   double pages_;  // nanoseconds a byte
   uint64_t observed_ = 0;
+};
+
+// Cost of a request's rows with `heads` heads. REQUIRES that the request outlives it.
+class RequestCost {
+ public:
+  RequestCost(const StreamRequest& request, int32_t heads);
+  // Returns the cost of `rows` rows that belong to `entry`, starting at row `row` of the step;
+  // `expands` says that they take the expanded form.
+  LaunchUnits Of(const StepEntry& entry, int32_t row, int32_t rows, bool expands) const {
+    const int64_t cached = entry.start + row - entry.offset;
+    LaunchUnits units;
+    units.pages = rows * appended_row_bytes_;
+    if (expands) {
+      units.expanded = LaunchCost::ExpandedUnits(model_, rows, heads_, cached);
+    } else if (computes_) {
+      units.absorbed = absorbed_.Units(rows, cached);
+    }
+    return units;
+  }
+
+ private:
+  const Model& model_;
+  const int32_t heads_;
+  const int64_t appended_row_bytes_;
+  const bool computes_;
+  const AbsorbedCost absorbed_;
 };
 
 }  // namespace mla::scheduler
