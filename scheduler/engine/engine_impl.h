@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -18,8 +20,8 @@
 #include "base/status_macros.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/engine_core.h"
-#include "scheduler/engine/inbox.h"
 #include "scheduler/engine/model_directory.h"
+#include "scheduler/request.h"
 #include "scheduler/steps/answer_queue.h"
 #include "scheduler/tables/prefix_plan.h"
 
@@ -32,6 +34,57 @@ inline constexpr int kInlineLaunches = 2;
 // A call that takes the role many times lets waiting threads in between two of its turns: it yields
 // up to this many times while any thread waits for the role.
 inline constexpr int kYields = 1000;
+
+// Hands requests over from transports to the engine: a list that many threads add to. The links lie
+// in the requests, so the list never allocates. Push and TakeAll are one atomic operation each;
+// only sleeping takes a lock.
+class Inbox {
+ public:
+  void Push(StreamRequest* request) {
+    request->engine.next = last_.load(std::memory_order_relaxed);
+    while (!last_.compare_exchange_weak(request->engine.next, request)) {
+    }
+  }
+
+  // Returns all requests pushed before the call, linked by engine.next in order of arrival, or
+  // null.
+  StreamRequest* TakeAll() {
+    if (empty()) return nullptr;
+    StreamRequest* newest = last_.exchange(nullptr);
+    StreamRequest* first = nullptr;
+    while (newest != nullptr) {
+      StreamRequest* const before = std::exchange(newest->engine.next, first);
+      first = std::exchange(newest, before);
+    }
+    return first;
+  }
+
+  bool empty() const { return last_.load(std::memory_order_acquire) == nullptr; }
+
+  // Wakes the waiter; if none waits, the next Wait returns at once.
+  void Wake() {
+    {
+      const MutexLock lock(mutex_);
+      woken_ = true;
+    }
+    wake_.NotifyOne();
+  }
+
+  // Sleeps until Wake is called or `nanos` have passed. Returns at once if something was pushed
+  // that TakeAll has not taken.
+  void Wait(int64_t nanos) {
+    MutexLock lock(mutex_);
+    wake_.WaitFor(lock, std::chrono::nanoseconds(nanos),
+                  [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return woken_ || !empty(); });
+    woken_ = false;
+  }
+
+ private:
+  std::atomic<StreamRequest*> last_{nullptr};  // pushed; its links lead to earlier ones
+  Mutex mutex_;
+  CondVar wake_;
+  bool woken_ ABSL_GUARDED_BY(mutex_) = false;
+};
 
 class Engine::Impl {
  public:

@@ -52,7 +52,6 @@ WAY = {
     "scheduler/engine/engine_impl.h": "RunInline",
     "scheduler/steps/answer_collector.cc": "Admit",
     "scheduler/tenant_table.cc": "TryTake",
-    "scheduler/engine/inbox.h": "Push",
     "base/pauses/pause_watch.cc": "Take",
     "scheduler/steps/step_machine.cc": "AcceptAttend",
     "scheduler/steps/step_ends.cc": "Find",
