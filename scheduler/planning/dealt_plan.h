@@ -13,7 +13,7 @@
 #include "kernels/attention_backend.h"
 #include "kernels/types/attention_params.h"
 #include "scheduler/planning/metadata_buffers.h"
-#include "scheduler/planning/plan_tiles.h"
+#include "scheduler/planning/plan_writer.h"
 
 namespace mla::scheduler {
 

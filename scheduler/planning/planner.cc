@@ -6,7 +6,6 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "scheduler/planning/dealt_plan.h"
-#include "scheduler/planning/plan_tiles.h"
 #include "scheduler/planning/plan_writer.h"
 
 namespace mla::scheduler {

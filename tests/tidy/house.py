@@ -76,7 +76,6 @@ WAY = {
     "scheduler/planning/cache/plan_cache.cc": "Pin",
     "scheduler/planning/planner.cc": "Build",
     "scheduler/planning/plan_writer.h": "PlaceBalanced",
-    "scheduler/planning/plan_tiles.h": "OnlyTile",
     "scheduler/planning/metadata_buffers.cc": "View",
     # The backend records and submits it.
     "kernels/hip/hip_backend.cc": "Submit",
