@@ -9,7 +9,7 @@
 // Threading: every public method may be called from any thread. Submit never blocks on a launch;
 // the control calls (sequences, models, stats) take the role and so wait for a running launch at
 // most. Done callbacks run without the role. The thread that has just given the role up calls them,
-// or, while the next launch runs, a thread of their own (answer_queue.h).
+// or, while the next launch runs, a thread of their own (steps/answers.h).
 //
 // Errors: canonical codes; a status brings an ErrorDetail (base/error.h) with field, got, limit and
 // reason. Another tenant's sequence or model is NOT_FOUND, exactly like one that does not exist.

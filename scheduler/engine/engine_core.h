@@ -27,7 +27,7 @@
 #include "scheduler/moves/cache_hints.h"
 #include "scheduler/moves/page_mover.h"
 #include "scheduler/moves/tier_moves.h"
-#include "scheduler/steps/answer_collector.h"
+#include "scheduler/steps/answers.h"
 #include "scheduler/steps/drain_state.h"
 #include "scheduler/steps/engine_load.h"
 #include "scheduler/steps/step_machine.h"

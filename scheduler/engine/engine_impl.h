@@ -22,7 +22,7 @@
 #include "scheduler/engine/engine_core.h"
 #include "scheduler/engine/model_directory.h"
 #include "scheduler/request.h"
-#include "scheduler/steps/answer_queue.h"
+#include "scheduler/steps/answers.h"
 #include "scheduler/tables/prefix_plan.h"
 
 namespace mla::scheduler {

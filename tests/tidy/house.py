@@ -50,7 +50,7 @@ WAY = {
     # The engine takes it.
     "scheduler/engine/engine.cc": "Submit",
     "scheduler/engine/engine_impl.h": "RunInline",
-    "scheduler/steps/answer_collector.cc": "Admit",
+    "scheduler/steps/answers.cc": "Admit",
     "scheduler/tenant_table.cc": "TryTake",
     "base/pauses/pause_watch.cc": "Take",
     "scheduler/steps/step_machine.cc": "AcceptAttend",
@@ -99,7 +99,6 @@ WAY = {
     # It is answered.
     "base/pauses/nap.cc": "Nap",
     "scheduler/launching/result_check.cc": "CheckResults",
-    "scheduler/steps/answer_queue.cc": "PushAndClaim",
     "server/metrics/histograms.cc": "ObserveLaunch",
 }
 

@@ -1,20 +1,25 @@
-// Delivers answers from the engine's role to the transports, in the order in which they were given.
+// Answers on their way from the engine to the transports, in the order in which they are given.
+//
+// AnswerCollector counts the requests that the engine owns, answers them, and keeps the answers
+// until the holder of the engine role takes them. AnswerQueue delivers these.
 //
 // Writing a reply costs as much as a small launch, so it is not done with the role held. The holder
-// leaves its answers here when it gives the role up and delivers them itself, if no other thread is
-// delivering: an idle engine hands nothing over. If more work waits already, the engine's thread
-// goes on with that work and the queue's own thread delivers. One thread delivers at a time, so the
-// answers of a stream never overtake one another.
+// leaves its answers in the queue when it gives the role up and delivers them itself, if no other
+// thread is delivering: an idle engine hands nothing over. If more work waits already, the engine's
+// thread goes on with that work and the queue's own thread delivers. One thread delivers at a time,
+// so the answers of a stream never overtake one another.
 //
 // Requests that arrive during a delivery are mostly the next ones of the clients just answered.
 // They are left to gather (busy) and go when the delivery ends, so that clients in step share
 // launches.
 //
-// Ownership: borrows the requests, whose links it uses (StreamRequest::engine.next), until Done.
-// Threading: all methods from any thread; Flush and Stop not from Done. Allocates nothing.
-#ifndef MLA_SCHEDULER_STEPS_ANSWER_QUEUE_H_
-#define MLA_SCHEDULER_STEPS_ANSWER_QUEUE_H_
+// Ownership: borrow the requests, whose links they use (StreamRequest::engine.next), until Done.
+// Allocate nothing.
+#ifndef MLA_SCHEDULER_STEPS_ANSWERS_H_
+#define MLA_SCHEDULER_STEPS_ANSWERS_H_
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -22,9 +27,13 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "base/mutex.h"
+#include "scheduler/clock.h"
 #include "scheduler/engine_types.h"
+#include "scheduler/limits.h"
 #include "scheduler/request.h"
+#include "scheduler/tenant_table.h"
 
 namespace mla::scheduler {
 
@@ -60,6 +69,63 @@ struct AnswerList {
 // Calls the request's Done, then tells the observer, unless it is null.
 void DeliverAnswer(StreamRequest* request, const absl::Status& status, EngineObserver* observer);
 
+// Reports of the launches that ended while the role was held once, for one call of the observer.
+struct LaunchReports {
+  static constexpr int kMost = 2;
+  int count = 0;
+  std::array<LaunchReport, kMost> items;
+};
+
+// Threading: the engine role, except where a method says any thread.
+class AnswerCollector final {
+ public:
+  // All outlive it; `observer` may be null.
+  AnswerCollector(const Limits& limits, TenantTable* tenants, const Clock* clock,
+                  EngineObserver* observer, EngineStats* stats)
+      : limits_(limits), tenants_(tenants), clock_(clock), observer_(observer), stats_(stats) {}
+
+  // Counts a request that arrives at `now` and is about to be handed over, or refuses it:
+  // RESOURCE_EXHAUSTED when the tenant or the server has as many as it may. Any thread.
+  absl::Status Admit(StreamRequest* request, MonotonicNanos now);
+  // Returns the number of requests admitted and not yet answered. Any thread.
+  int32_t owned() const { return owned_; }
+
+  void Answer(StreamRequest* request, const absl::Status& status);
+  void AnswerAt(MonotonicNanos now, StreamRequest* request, const absl::Status& status);
+  // Gives the request back without an answer.
+  void HandBack(StreamRequest* request, HandedBack why);
+  void NoteReport(const LaunchReport& report);
+
+  // From this call on, answers are collected for TakeAnswers; before it, Done is called at once.
+  void Collect() { collects_ = true; }
+  bool has_answers() const { return !answers_.empty(); }
+  // Returns the answers since the last call, in the order in which they were given. The caller must
+  // call Done for them.
+  AnswerList TakeAnswers() { return std::exchange(answers_, {}); }
+  // Reports of the launches that have ended since the last call. The caller passes them to the
+  // observer once it has delivered the answers: metrics cost as much as a small reply.
+  LaunchReports TakeReports() {
+    LaunchReports taken;
+    taken.count = std::exchange(reports_.count, 0);
+    std::copy_n(reports_.items.begin(), taken.count, taken.items.begin());
+    return taken;
+  }
+
+ private:
+  void Return(StreamRequest* request, const absl::Status& status);
+
+  const Limits& limits_;
+  TenantTable* const tenants_;
+  const Clock* const clock_;
+  EngineObserver* const observer_;
+  EngineStats* const stats_;
+  bool collects_ = false;
+  LaunchReports reports_;
+  AnswerList answers_;
+  std::atomic<int32_t> owned_{0};
+};
+
+// Threading: all methods from any thread; Flush and Stop not from Done.
 class AnswerQueue final {
  public:
   // `observer` may be null.
@@ -127,4 +193,4 @@ class AnswerQueue final {
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_STEPS_ANSWER_QUEUE_H_
+#endif  // MLA_SCHEDULER_STEPS_ANSWERS_H_
