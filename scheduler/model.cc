@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/error.h"
 
 namespace mla::scheduler {
 
@@ -31,6 +32,62 @@ int32_t ModelSpec::o_dim(Profile profile) const {
       return 0;
   }
   return 0;
+}
+
+absl::Status ModelSpec::CheckAttend(const AttendRange& range, Profile profile,
+                                    int32_t total_rows) const {
+  const int32_t heads = geometry.num_heads;
+  const struct {
+    const char* field;
+    int64_t got, low, high;
+  } bounds[] = {
+      {"attend.layer", range.layer, 0, layers - 1},
+      {"attend.row_begin", range.row_begin, 0, total_rows - 1},
+      {"attend.row_count", range.row_count, 1, total_rows - range.row_begin},
+      {"attend.head_offset", range.head_offset, 0, heads - 1},
+      {"attend.num_heads", range.num_heads, profile == Profile::kAppendOnly ? 0 : 1,
+       heads - range.head_offset},
+  };
+  for (const auto& [field, got, low, high] : bounds) {
+    if (got < low || got > high) return RefuseRange(field, absl::StrCat(got), low, high);
+  }
+  if (profile == Profile::kProjected && range.num_heads != heads) {
+    return RefuseField("attend.num_heads", absl::StrCat(range.num_heads),
+                       absl::StrCat(heads, ": PROFILE_PROJECTED has all heads"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ModelSpec::CheckProfile(Profile profile, bool has_kv) const {
+  if (profile == Profile::kAppendOnly && !has_kv) {
+    return RefuseField("attend.has_kv", "false", "true with PROFILE_APPEND_ONLY", "nothing_to_do");
+  }
+  const bool is_projected = profile == Profile::kProjected;
+  const bool computes = profile != Profile::kAppendOnly;
+  if (computes && is_projected != projected.present()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition,
+        is_projected
+            ? "attend.profile: the model was registered without q_lora_rank and hidden_size"
+            : "attend.profile: the server rotates the queries of the model (rope_owner), so "
+              "it must make them",
+        {.field = "attend.profile",
+         .got = is_projected ? "PROFILE_PROJECTED" : "queries",
+         .limit = is_projected ? "another profile for this model"
+                               : "PROFILE_PROJECTED or PROFILE_APPEND_ONLY for this model",
+         .reason = is_projected ? "no_projected_profile" : "queries_projected"});
+  }
+  if (profile == Profile::kExpanded && !has_expanded()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition,
+        "attend.profile: the model was registered without nope_dim and v_dim, so it has no "
+        "EXPANDED form",
+        {.field = "attend.profile",
+         .got = "PROFILE_EXPANDED",
+         .limit = "PROFILE_ABSORBED or PROFILE_APPEND_ONLY for this model",
+         .reason = "no_expanded_profile"});
+  }
+  return absl::OkStatus();
 }
 
 int64_t ModelSpec::head_weights() const {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "kernels/types/attention_desc.h"
 #include "kernels/types/launch.h"
 #include "kernels/types/select.h"
@@ -29,6 +30,13 @@ enum class Fp8Compute : uint8_t {
   kAuto,  // resolved at registration: kOn if that is faster on the backend, else kOff
   kOff,
   kOn,
+};
+
+// The range that an Attend asks for, before its numbers are narrowed.
+struct AttendRange {
+  int64_t layer = 0;
+  int64_t row_begin = 0, row_count = 0;
+  int64_t head_offset = 0, num_heads = 0;
 };
 
 struct ModelSpec {
@@ -61,6 +69,15 @@ struct ModelSpec {
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
   // Returns everything except the id as text; different contents give different texts.
   std::string ContentsText() const;
+
+  // --- Rules of an Attend that need only the model. The validator of messages applies them before
+  // it sizes memory by these numbers. The engine applies them again, because the step id may name
+  // another step by then. Errors name the field, the value and the limit.
+  // Checks that the range lies inside a step of `total_rows` >= 1 rows. An append-only request
+  // needs no heads.
+  absl::Status CheckAttend(const AttendRange& range, Profile profile, int32_t total_rows) const;
+  // Checks that the model allows requests of this profile.
+  absl::Status CheckProfile(Profile profile, bool has_kv) const;
 
   // Returns the operand type of the products of the absorbed form.
   kernels::DType products() const {

@@ -364,28 +364,15 @@ class StreamRequest : public RequestHeader, public RequestResults {
   EngineFields engine;
 };
 
-// --- Rules that need only the request and its step's model. The validator of messages applies them
-// before it sizes memory by these numbers. The engine applies them again, because the step id may
-// name another step by then. Errors name the field, the value and the limit.
+// --- Rules that need only the request. The validator of messages applies them before it sizes
+// memory by these numbers, and the engine applies them again. Errors name the field, the value and
+// the limit.
 
 // Checks how much a step may hold. `participants`: after its default of 1 was applied.
 absl::Status CheckStepBounds(int64_t sequences, int64_t participants, int64_t lease_ms,
                              const Limits& limits);
 // `rows` counts all rows of a step together.
 absl::Status CheckStepRows(int64_t rows, const Limits& limits);
-
-// The range that an Attend asks for, before its numbers are narrowed.
-struct AttendRange {
-  int64_t layer = 0;
-  int64_t row_begin = 0, row_count = 0;
-  int64_t head_offset = 0, num_heads = 0;
-};
-// Checks that the range lies inside a step of `total_rows` >= 1 rows of the model. An append-only
-// request needs no heads.
-absl::Status CheckAttendRange(const AttendRange& range, Profile profile, const ModelSpec& model,
-                              int32_t total_rows);
-// Checks that the model allows requests of this profile.
-absl::Status CheckAttendProfile(Profile profile, bool has_kv, const ModelSpec& model);
 
 }  // namespace mla::scheduler
 

@@ -29,7 +29,7 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
                        "of a model that has the sinks of all layers and heads, as needs_sinks asks",
                        "sinks_missing", absl::StatusCode::kFailedPrecondition);
   }
-  MLA_RETURN_IF_ERROR(CheckAttendProfile(args.profile, args.has_kv, spec));
+  MLA_RETURN_IF_ERROR(spec.CheckProfile(args.profile, args.has_kv));
   const absl::Status& absorbed_f32 = step.model->absorbed_f32;
   if (args.profile == Profile::kAbsorbed && args.q_dtype == kernels::DType::kF32 &&
       !absorbed_f32.ok()) {
@@ -215,9 +215,9 @@ absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat)
                        "the id of a step of the model that this request was sized for",
                        "step_reused", absl::StatusCode::kFailedPrecondition);
   }
-  absl::Status status = CheckAttendRange(
+  absl::Status status = spec.CheckAttend(
       {args.layer, args.row_begin, args.row_count, args.head_offset, args.num_heads}, args.profile,
-      *step.model->spec, step.total_rows);
+      step.total_rows);
   if (status.ok()) status = CheckProfile(step, args);
   if (status.ok()) status = CheckLists(step, args);
   if (status.ok()) status = CheckKvOrder(step, args, repeat);

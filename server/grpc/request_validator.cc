@@ -72,7 +72,7 @@ absl::Status CheckProfile(const v1::Attend& message, const ModelSpec& model, Pro
                          "PROFILE_PROJECTED",
                          "unknown_value");
   }
-  return scheduler::CheckAttendProfile(*out, message.has_kv(), model);
+  return model.CheckProfile(*out, message.has_kv());
 }
 
 // Sets in `sizes` the index inputs, except for their bytes, and the lists that are wanted.
@@ -267,10 +267,9 @@ absl::Status ParseAttend(const v1::Attend& message, const ModelSpec& model, int3
                          int64_t payload_bytes, int64_t message_bytes, scheduler::AttendArgs* args,
                          AttendSizes* sizes, const scheduler::StepPositions& positions) {
   MLA_RETURN_IF_ERROR(CheckProfile(message, model, &args->profile));
-  MLA_RETURN_IF_ERROR(
-      scheduler::CheckAttendRange({message.layer(), message.row_begin(), message.row_count(),
-                                   message.head_offset(), message.num_heads()},
-                                  args->profile, model, total_rows));
+  MLA_RETURN_IF_ERROR(model.CheckAttend({message.layer(), message.row_begin(), message.row_count(),
+                                         message.head_offset(), message.num_heads()},
+                                        args->profile, total_rows));
   bool q_fp8 = false, kv_fp8 = false;
   MLA_RETURN_IF_ERROR(CheckInputDTypes(message, &args->q_dtype, &q_fp8, &kv_fp8));
   MLA_RETURN_IF_ERROR(CheckWireDType(message.o_dtype(), "attend.o_dtype", "DTYPE_BF16 or DTYPE_F32",
