@@ -16,7 +16,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
-#include "base/pauses/pause_watch.h"
+#include "base/pauses.h"
 #include "base/status_macros.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/engine_core.h"

@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/pauses/nap.h"
+#include "base/pauses.h"
 #include "proto/wire/futex.h"
 #include "server/grpc/grpc_status.h"
 #include "server/logging/logging.h"

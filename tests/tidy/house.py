@@ -51,7 +51,7 @@ WAY = {
     "scheduler/engine/engine_impl.h": "RunInline",
     "scheduler/steps/answers.cc": "Admit",
     "scheduler/tenant_table.cc": "TryTake",
-    "base/pauses/pause_watch.cc": "Take",
+    "base/pauses.cc": "Nap",
     "scheduler/steps/step_machine.cc": "AcceptAttend",
     "scheduler/steps/step_ends.cc": "Find",
     "scheduler/tables/step_table.cc": "CheckAttend",
@@ -96,7 +96,6 @@ WAY = {
     "kernels/hip/runtime/kernel_graphs.cc": "Learn",
     "kernels/hip/runtime/gpu_runtime.cc": "Check",
     # It is answered.
-    "base/pauses/nap.cc": "Nap",
     "scheduler/launching/result_check.cc": "CheckResults",
     "server/metrics/histograms.cc": "ObserveLaunch",
 }

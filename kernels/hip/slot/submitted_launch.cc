@@ -5,7 +5,7 @@
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
-#include "base/pauses/nap.h"
+#include "base/pauses.h"
 #include "base/status_macros.h"
 
 namespace mla::kernels::hip {

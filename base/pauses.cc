@@ -1,4 +1,6 @@
-#include "base/pauses/pause_watch.h"
+#include "base/pauses.h"
+
+#include <sys/prctl.h>
 
 #include <utility>
 
@@ -40,6 +42,12 @@ int64_t PauseWatch::Take(int64_t now) {
     break;
   }
   return paused_.load() == 0 ? 0 : paused_.exchange(0);
+}
+
+void Nap(std::chrono::nanoseconds waited) {
+  // A system that refuses it ends sleeps late, as it does without the call.
+  [[maybe_unused]] thread_local const int asked = prctl(PR_SET_TIMERSLACK, 1UL);
+  std::this_thread::sleep_for(std::chrono::nanoseconds(NapNanos(waited.count())));
 }
 
 }  // namespace mla
