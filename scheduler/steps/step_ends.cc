@@ -10,26 +10,7 @@
 
 namespace mla::scheduler {
 
-absl::StatusOr<Step*> StepEnds::Find(StreamRequest* request) const {
-  const Stream& stream = streams_->at(request->stream);
-  absl::StatusOr<Step*> step = steps_->Find(stream.key(), request->stream, request->step_id);
-  if (!step.ok()) request->step_aborted = absl::IsAborted(step.status());
-  return step;
-}
-
-absl::StatusOr<Step*> StepEnds::FindAsLeader(StreamRequest* request) const {
-  MLA_ASSIGN_OR_RETURN(Step* const step, Find(request));
-  if (step->streams[0] == request->stream) return step;
-  return MakeError(absl::StatusCode::kFailedPrecondition,
-                   "only the stream that began the step may end or abort it",
-                   {.field = "step_id",
-                    .got = absl::StrCat(request->step_id),
-                    .limit = "a step that this stream began",
-                    .reason = "not_the_leader"});
-}
-
-absl::Status StepEnds::End(StreamRequest* request, bool* wait) {
-  MLA_ASSIGN_OR_RETURN(Step* const step, FindAsLeader(request));
+absl::Status StepEnds::End(Step* step, StreamRequest* request, bool* wait) {
   StepTable::Touch(step, request->engine.arrival_ns);
   if (step->end != nullptr) {
     return MakeError(absl::StatusCode::kFailedPrecondition,
@@ -119,8 +100,7 @@ void StepEnds::Close(Step* step, const std::string& why_aborted) {
   steps_->Remove(step, why_aborted);
 }
 
-void StepEnds::FinishIfIdle(Step* step) {
-  if (step->end == nullptr || !step->idle() || step->failed) return;
+void StepEnds::Finish(Step* step) {
   StreamRequest* request = std::exchange(step->end, nullptr);
   const absl::Status status = Commit(step, request);
   answers_->Answer(request, status);

@@ -8,7 +8,6 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "scheduler/steps/step_parts.h"
 
 namespace mla::scheduler {
@@ -24,21 +23,19 @@ class StepEnds final {
         stats_(parts.stats),
         streams_(streams) {}
 
-  // Returns the open step of the request, or the error; then request->step_aborted is true if the
-  // step was aborted.
-  absl::StatusOr<Step*> Find(StreamRequest* request) const;
-  // As Find, but refuses streams that did not begin the step.
-  absl::StatusOr<Step*> FindAsLeader(StreamRequest* request) const;
-  // Commits the request's step, or refuses. Returns OK and sets *wait if the step still has
+  // Commits the step of an EndStep, or refuses. Returns OK and sets *wait if the step still has
   // requests; FinishIfIdle then answers when they are done.
-  absl::Status End(StreamRequest* request, bool* wait);
+  absl::Status End(Step* step, StreamRequest* request, bool* wait);
   // Commits the step and answers its EndStep, if that waits and the step has no more requests.
-  void FinishIfIdle(Step* step);
+  void FinishIfIdle(Step* step) {
+    if (step->end != nullptr && step->idle() && !step->failed) Finish(step);
+  }
   // Rolls the step back because of `why`. An EndStep that waits gets `answer`. REQUIRES: no launch
   // carries a request of the step, and none waits.
   void Abort(Step* step, const absl::Status& answer, const std::string& why);
 
  private:
+  void Finish(Step* step);
   absl::Status Commit(Step* step, StreamRequest* request);
   void Close(Step* step, const std::string& why_aborted);
 

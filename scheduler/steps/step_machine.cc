@@ -95,13 +95,31 @@ void StepMachine::Accept(StreamRequest* request) {
       }
       break;
     case RequestKind::kEndStep:
-      status = ends_.End(request, &wait);
+      status = EndStep(request, &wait);
       break;
     case RequestKind::kAbortStep:
       status = AbortStepRequest(request);
       break;
   }
   if (!wait) answers_->Answer(request, status);
+}
+
+absl::StatusOr<Step*> StepMachine::FindStep(StreamRequest* request) const {
+  const Stream& stream = streams_.at(request->stream);
+  absl::StatusOr<Step*> step = steps_->Find(stream.key(), request->stream, request->step_id);
+  if (!step.ok()) request->step_aborted = absl::IsAborted(step.status());
+  return step;
+}
+
+absl::StatusOr<Step*> StepMachine::FindAsLeader(StreamRequest* request) const {
+  MLA_ASSIGN_OR_RETURN(Step* const step, FindStep(request));
+  if (step->streams[0] == request->stream) return step;
+  return MakeError(absl::StatusCode::kFailedPrecondition,
+                   "only the stream that began the step may end or abort it",
+                   {.field = "step_id",
+                    .got = absl::StrCat(request->step_id),
+                    .limit = "a step that this stream began",
+                    .reason = "not_the_leader"});
 }
 
 absl::Status StepMachine::JoinStep(Step* step, StreamRequest* request) {
@@ -146,7 +164,7 @@ absl::Status StepMachine::BeginStep(StreamRequest* request) {
 }
 
 absl::Status StepMachine::AcceptAttend(StreamRequest* request) {
-  MLA_ASSIGN_OR_RETURN(Step* const step, ends_.Find(request));
+  MLA_ASSIGN_OR_RETURN(Step* const step, FindStep(request));
   StepTable::Touch(step, request->engine.arrival_ns);
   AttendArgs& args = request->attend;
   StreamRequest::EngineFields& note = request->engine;
@@ -169,8 +187,13 @@ absl::Status StepMachine::AcceptAttend(StreamRequest* request) {
   return absl::OkStatus();
 }
 
+absl::Status StepMachine::EndStep(StreamRequest* request, bool* wait) {
+  MLA_ASSIGN_OR_RETURN(Step* const step, FindAsLeader(request));
+  return ends_.End(step, request, wait);
+}
+
 absl::Status StepMachine::AbortStepRequest(StreamRequest* request) {
-  MLA_ASSIGN_OR_RETURN(const Step* const step, ends_.FindAsLeader(request));
+  MLA_ASSIGN_OR_RETURN(const Step* const step, FindAsLeader(request));
   launches_.AbortStep(step->tenant, step->id, absl::AbortedError("the client aborted it"));
   return absl::OkStatus();
 }

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "scheduler/steps/launch_queue.h"
 #include "scheduler/steps/launches.h"
 #include "scheduler/steps/step_ends.h"
@@ -48,9 +49,15 @@ class StepMachine final {
   void AddStats(EngineStats* stats) const;
 
  private:
+  // Returns the open step of the request, or the error; then request->step_aborted is true if the
+  // step was aborted.
+  absl::StatusOr<Step*> FindStep(StreamRequest* request) const;
+  // As FindStep, but refuses streams that did not begin the step.
+  absl::StatusOr<Step*> FindAsLeader(StreamRequest* request) const;
   absl::Status BeginStep(StreamRequest* request);
   absl::Status JoinStep(Step* step, StreamRequest* request);
   absl::Status AcceptAttend(StreamRequest* request);
+  absl::Status EndStep(StreamRequest* request, bool* wait);
   absl::Status AbortStepRequest(StreamRequest* request);
 
   const Limits& limits_;

@@ -53,7 +53,6 @@ WAY = {
     "scheduler/tenant_table.cc": "TryTake",
     "base/pauses.cc": "Nap",
     "scheduler/steps/step_machine.cc": "AcceptAttend",
-    "scheduler/steps/step_ends.cc": "Find",
     "scheduler/tables/step_table.cc": "CheckAttend",
     # It waits and is chosen.
     "scheduler/steps/launch_queue.cc": "Add",
