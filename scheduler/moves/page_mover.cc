@@ -56,7 +56,6 @@ bool PageMover::AddPart(PageMove* move, Room* room, Batch* batch) {
 }
 
 void PageMover::Take(const BatchPolicy& policy, Batch* batch) {
-  if (waiting_.empty()) return;
   Room room;
   std::deque<PageMove*> unfinished;
   for (PageMove* const move : waiting_) {

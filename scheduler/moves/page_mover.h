@@ -34,6 +34,7 @@ class PageMover final {
   void Add(PageMove* move);
   bool waiting() const { return !waiting_.empty(); }
   // Adds to the batch the moves that may go with its launch, and page work for which moves wait.
+  // Not needed unless waiting().
   void Take(const BatchPolicy& policy, Batch* batch);
   // Answers the moves of a launch that has ended; unfinished moves wait for the next launch.
   void Finish(Batch* batch, const absl::Status& status);

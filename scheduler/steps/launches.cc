@@ -26,7 +26,7 @@ bool Launches::Start(MonotonicNanos now) {
   queue_->FailWaiting(now);
   queue_->Choose(now, &launch->batch);
   if (launch->batch.gated) TakeBackRows(launch->batch);
-  mover_->Take(queue_->policy(), &launch->batch);
+  if (mover_->waiting()) mover_->Take(queue_->policy(), &launch->batch);
   // Groups that are kept for page work alone come back once it is done.
   if (launch->batch.empty() && !inflight() && cache_->pinned_groups() > 0) {
     queue_->policy().TakeAnyPages(cache_->work(), launch->batch);
@@ -78,7 +78,7 @@ void Launches::Finish(BatchLaunch* launch) {
   const MonotonicNanos begin = completed_at_;
   nothing_ready_ = false;
   cache_->work().Acknowledge(&launch->batch.pages);
-  mover_->Finish(&launch->batch, absl::OkStatus());
+  if (!launch->batch.moves.empty()) mover_->Finish(&launch->batch, absl::OkStatus());
   LaunchReport& report = launch->report;
   if (launch->waited_ns > 0) queue_->ChargeWait(*launch);
   if (launch->late) {

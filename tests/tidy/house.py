@@ -62,7 +62,6 @@ WAY = {
     "scheduler/batching/batch_policy.cc": "Choose",
     "scheduler/batching/batch.cc": "OrderByStage",
     "scheduler/batching/launch_cost.cc": "Nanos",
-    "scheduler/moves/page_mover.cc": "Take",
     "scheduler/kvcache/pool/page_work.cc": "TakeLayer",
     "scheduler/kvcache/kv_cache.cc": "copied_groups",
     # Its launch is put together and planned.
