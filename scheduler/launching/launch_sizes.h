@@ -9,7 +9,7 @@
 #include "kernels/attention_backend.h"
 #include "scheduler/batching/batch_policy.h"
 #include "scheduler/limits.h"
-#include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/planner.h"
 #include "scheduler/planning/round_planner.h"
 
 namespace mla::scheduler {

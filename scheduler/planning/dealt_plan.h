@@ -12,8 +12,8 @@
 
 #include "kernels/attention_backend.h"
 #include "kernels/types/attention_params.h"
-#include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/plan_writer.h"
+#include "scheduler/planning/planner.h"
 
 namespace mla::scheduler {
 

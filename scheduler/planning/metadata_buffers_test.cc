@@ -1,4 +1,4 @@
-#include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/planner.h"
 
 #include <gtest/gtest.h>
 

@@ -7,7 +7,7 @@
 #include <span>
 
 #include "kernels/attention_backend.h"
-#include "scheduler/planning/metadata_buffers.h"
+#include "scheduler/planning/planner.h"
 
 namespace mla::scheduler::testing {
 

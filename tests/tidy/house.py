@@ -73,7 +73,6 @@ WAY = {
     "scheduler/planning/cache/plan_cache.cc": "Pin",
     "scheduler/planning/planner.cc": "Build",
     "scheduler/planning/plan_writer.h": "PlaceBalanced",
-    "scheduler/planning/metadata_buffers.cc": "View",
     # The backend records and submits it.
     "kernels/hip/hip_backend.cc": "Submit",
     "kernels/hip/runtime/call_watch.h": "Scope",

@@ -25,7 +25,6 @@
 #include "kernels/attention_backend.h"
 #include "scheduler/clock.h"
 #include "scheduler/planning/cache/execution_plan.h"
-#include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 #include "scheduler/planning/round_planner.h"
 

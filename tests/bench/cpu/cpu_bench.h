@@ -12,7 +12,6 @@
 #include "kernels/attention_backend.h"
 #include "kernels/cpu/simd/kernel_set.h"
 #include "kernels/types/attention_params.h"
-#include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 
 namespace mla::bench {

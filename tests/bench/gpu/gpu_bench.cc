@@ -42,7 +42,6 @@
 #include "kernels/hip/hip_backend.h"
 #include "kernels/launch_layout.h"
 #include "kernels/shared_device_memory.h"
-#include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 #include "tests/bench/gpu/gpu_programs.h"
 #include "tests/bench/gpu/peers/peer_times.h"

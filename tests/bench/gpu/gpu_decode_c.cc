@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/hip_backend.h"
-#include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 #include "scheduler/testing/heap_buffers.h"
 #include "tests/bench/gpu/gpu_programs.h"

@@ -29,7 +29,6 @@
 #include "absl/strings/str_format.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/launch_layout.h"
-#include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 #include "tests/bench/gpu/gpu_programs.h"
 

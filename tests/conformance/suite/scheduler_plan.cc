@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 
 namespace mla::conformance {
