@@ -130,8 +130,8 @@ class Attendant final {
   }
 
   void Note() {
-    const mla::server::ConfigReloader::Status& status = reloader_.status();
-    server_->NoteConfig({status.reloads, status.refused, !status.why.empty()}, status.why);
+    const mla::server::ReloadStats& status = reloader_.status();
+    server_->NoteConfig(status);
     mla::server::NotifyManager(status.why.empty()
                                    ? "READY=1\nSTATUS=serving"
                                    : "READY=1\nSTATUS=serving; the configuration was refused");

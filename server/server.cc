@@ -61,11 +61,6 @@ void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& back
        {"at_least", absl::StrCat("2 * wire.staging_bytes, ", wire.staging_bytes)}});
 }
 
-TlsStats TlsFiguresOf(const TlsFiles::Status& status) {
-  return {status.reloads,      status.refused,           !status.why.empty(),
-          status.cert_expires, status.client_ca_expires, status.client_crl_expires};
-}
-
 TransportOptions TransportOptionsOf(const ServerOptions& options) {
   return {options.config.ucx, options.relay_program, options.config.shm.ring_entries,
           options.config.backend_options.gpu_runtime_library};
@@ -327,7 +322,12 @@ absl::Status Server::Parts::StartOps() {
   paths["/metrics"] = [this](const HttpRequest& request) {
     status->Note();
     metrics.SetServing(state.Get().serving());
-    if (tls != nullptr) metrics.SetTls(TlsFiguresOf(tls->status()));
+    if (tls != nullptr) {
+      const std::shared_ptr<const TlsMaterial> files = tls->current();
+      metrics.SetTls(tls->status(), {{"cert", files->cert_expires},
+                                     {"client_ca", files->client_ca_expires},
+                                     {"client_crl", files->client_crl_expires}});
+    }
     metrics.SetTraces(tracer->stats());
     const bool open = WantsOpenMetrics(request.accept);
     return HttpReply{200, open ? kOpenMetricsType : "text/plain; version=0.0.4; charset=utf-8",
@@ -467,9 +467,9 @@ bool Server::Alive() const { return parts_->probes->Alive().status == HttpReply(
 
 void Server::Apply(const Config& config) { parts_->Apply(config); }
 
-void Server::NoteConfig(const ConfigStats& stats, const std::string& why) {
-  parts_->metrics.SetConfig(stats);
-  parts_->live.SetRefusal(why);
+void Server::NoteConfig(const ReloadStats& status) {
+  parts_->metrics.SetConfig(status);
+  parts_->live.SetRefusal(status.why);
 }
 
 void Server::LookAtTls() {

@@ -54,9 +54,8 @@ class Server final {
   // calls, sequences and waits that begin from now on; nothing in use is taken away. Waits for a
   // running launch.
   void Apply(const Config& config);
-  // Tells metrics and /readyz?verbose about the configuration on disk. `why`: the reason for which
-  // it is not in use; empty: it is in use.
-  void NoteConfig(const ConfigStats& stats, const std::string& why);
+  // Tells metrics and /readyz?verbose about the configuration on disk.
+  void NoteConfig(const ReloadStats& status);
   // Looks at the files of tls.* at once.
   void LookAtTls();
 

@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "proto/wire/attend_codec.h"
+#include "server/attend/attention_service.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/identity.h"
 #include "server/grpc/request_validator.h"
@@ -37,11 +38,11 @@ grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
 
 }  // namespace
 
-AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
+AttendStream::AttendStream(const WireContext& shared, AttentionService* service,
                            std::unique_ptr<StreamCall> call, scheduler::TenantRef tenant,
                            bool in_place)
     : shared_(shared),
-      registry_(registry),
+      service_(service),
       call_(std::move(call)),
       tenant_(std::move(tenant)),
       builder_(shared.engine, tenant_->name(), shared.team, shared.tracer,
@@ -115,7 +116,7 @@ void AttendStream::Continue() {
   }
   // From here on another thread may be serving the stream if it is paused or stalled.
   if (done) return MaybeFinish();
-  if (stalled) return registry_->OnStalled(this);
+  if (stalled) return service_->OnStalled(this);
   if (read) ReadNext();
 }
 
@@ -463,7 +464,7 @@ void AttendStream::MaybeFinish() {
     if (!cancelled_ && !broken_ && pending_ > 0) return;
     close = !std::exchange(closing_, true);
   }
-  if (close) return registry_->OnEnding(this);
+  if (close) return service_->OnEnding(this);
   grpc::Status status;
   {
     const MutexLock lock(mutex_);
@@ -496,7 +497,7 @@ void AttendStream::Close() {
 
 void AttendStream::OnDone() {
   shared_.metrics->wire().streams.fetch_sub(1);
-  registry_->OnGone(this);
+  service_->OnGone(this);
   delete this;
 }
 

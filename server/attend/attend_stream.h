@@ -65,23 +65,12 @@ struct WireContext {
   Tracer* tracer = nullptr;  // null: no traces
 };
 
-class AttendStream;
-
-// Keeps track of the streams; implemented by the service.
-class AttendStreamRegistry {
- public:
-  virtual ~AttendStreamRegistry() = default;
-  // Must call Resume when staging memory has come back.
-  virtual void OnStalled(AttendStream* stream) = 0;
-  // Must call Close, from a thread that may wait.
-  virtual void OnEnding(AttendStream* stream) = 0;
-  virtual void OnGone(AttendStream* stream) = 0;  // about to be deleted
-};
+class AttentionService;
 
 class AttendStream final : public StreamHandler, public AttendMessageOwner {
  public:
   // `in_place`: queries stay in gRPC's slices. REQUIRES for this: the backend reads_fragments.
-  AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
+  AttendStream(const WireContext& shared, AttentionService* service,
                std::unique_ptr<StreamCall> call, scheduler::TenantRef tenant, bool in_place);
 
   void Start();
@@ -122,7 +111,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   void MaybeFinish();
 
   const WireContext& shared_;
-  AttendStreamRegistry* const registry_;
+  AttentionService* const service_;
   const std::unique_ptr<StreamCall> call_;
   const scheduler::TenantRef tenant_;
   AttendRequestBuilder builder_;

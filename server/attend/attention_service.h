@@ -30,8 +30,7 @@
 
 namespace mla::server {
 
-class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::Attention::Service>,
-                               public AttendStreamRegistry {
+class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::Attention::Service> {
  public:
   explicit AttentionService(WireContext shared);
   ~AttentionService() override;
@@ -45,9 +44,11 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
     reads_in_place_ = in_place && shared_.engine->backend_info().reads_fragments;
   }
 
-  void OnStalled(AttendStream* stream) override;
-  void OnEnding(AttendStream* stream) override;
-  void OnGone(AttendStream* stream) override;
+  // --- Called by the streams. A stalled one is resumed when staging memory has come back, an
+  // ending one closed, and one that has gone is about to delete itself.
+  void OnStalled(AttendStream* stream);
+  void OnEnding(AttendStream* stream);
+  void OnGone(AttendStream* stream);
 
   // Waits until all streams have gone, then ends both threads.
   void Stop();

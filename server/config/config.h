@@ -243,6 +243,13 @@ inline constexpr char kTenantQuotas[] = "tenants.quotas.";
 std::string BytesText(int64_t bytes);
 bool ParseBytes(std::string text, int64_t* bytes);
 
+// How files that are read again while serving went: the configuration, or those of TLS.
+struct ReloadStats {
+  uint64_t reloads = 0;  // how often newer contents were taken into use
+  uint64_t refused = 0;  // how often newer contents could not be used
+  std::string why;       // why the files on disk are not in use; empty: they are
+};
+
 // The keys that differ between the configuration of a running server and one that was read later;
 // "tenants.quotas" stands for the quotas by name.
 struct ConfigChanges {

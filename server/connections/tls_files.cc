@@ -227,13 +227,9 @@ std::shared_ptr<const TlsMaterial> TlsFiles::current() const {
   return current_;
 }
 
-TlsFiles::Status TlsFiles::status() const {
+ReloadStats TlsFiles::status() const {
   const MutexLock lock(mutex_);
-  Status status = status_;
-  status.cert_expires = current_->cert_expires;
-  status.client_ca_expires = current_->client_ca_expires;
-  status.client_crl_expires = current_->client_crl_expires;
-  return status;
+  return status_;
 }
 
 bool TlsFiles::CertificateExpired() const { return std::time(nullptr) >= current()->cert_expires; }

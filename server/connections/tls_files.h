@@ -43,15 +43,6 @@ absl::StatusOr<TlsMaterial> LoadTls(const Config::Tls& tls, std::time_t now);
 
 class TlsFiles final {
  public:
-  struct Status {
-    uint64_t reloads = 0;      // how often newer files were taken into use
-    uint64_t refused = 0;      // how often newer files could not be used
-    std::string why;           // why the files on disk are not in use; empty: they are
-    int64_t cert_expires = 0;  // of the files in use, as in TlsMaterial
-    int64_t client_ca_expires = 0;
-    int64_t client_crl_expires = 0;
-  };
-
   // Fails like LoadTls.
   static absl::StatusOr<std::shared_ptr<TlsFiles>> Open(const Config::Tls& tls);
   ~TlsFiles();
@@ -59,7 +50,7 @@ class TlsFiles final {
   TlsFiles& operator=(const TlsFiles&) = delete;
 
   std::shared_ptr<const TlsMaterial> current() const;
-  Status status() const;
+  ReloadStats status() const;
   bool CertificateExpired() const;
   // Looks at the files at once instead of after tls.reload_ms. Returns before it has.
   void LookSoon();
@@ -82,7 +73,7 @@ class TlsFiles final {
   std::shared_ptr<const TlsMaterial> current_ ABSL_GUARDED_BY(mutex_);
   mutable std::map<std::string, bool> verdicts_
       ABSL_GUARDED_BY(mutex_);  // by the certificate's PEM; valid for the lists in use
-  Status status_ ABSL_GUARDED_BY(mutex_);
+  ReloadStats status_ ABSL_GUARDED_BY(mutex_);
   std::string seen_;  // the contents of the files when they were last read
   bool expiry_logged_ = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;

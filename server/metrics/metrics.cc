@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
 #include "base/version/version.h"
+#include "server/config/config.h"
 #include "server/metrics/open_metrics.h"
 #include "server/metrics/tenant_metrics.h"
 #include "server/process/process_usage.h"
@@ -30,19 +31,12 @@ using prometheus::Family;
 using prometheus::Gauge;
 
 constexpr size_t kMaxTenants = 64;
-constexpr int kCodes = 17;
-
-struct Declaration {
-  const char* name;
-  const char* type;
-  const char* help;
-};
 
 constexpr char kCounter[] = "counter", kGauge[] = "gauge", kHistogram[] = "histogram";
 
 // Metrics that are counted as things happen or are not plain numbers; all others are rows of
 // stats_table.cc. A metric's name appears here only.
-constexpr Declaration kDeclarations[] = {
+constexpr MetricRow kDeclarations[] = {
     {"mla_requests_total", kCounter, "Requests answered, by tenant and canonical code."},
     {"mla_request_duration_seconds", kHistogram,
      "Arrival of a request to its answer, inside the server, by kind."},
@@ -113,9 +107,9 @@ const char* TypeOf(const Stat& stat) {
   return std::string_view(stat.metric).ends_with("_total") ? kCounter : kGauge;
 }
 
-const char* HelpOf(std::string_view name) {
-  for (const Declaration& declaration : kDeclarations) {
-    if (name == declaration.name) return declaration.help;
+std::string HelpOf(absl::string_view name) {
+  for (const MetricRow& row : kDeclarations) {
+    if (name == row.name) return std::string(row.help);
   }
   for (const Stat& stat : AllStats()) {
     if (stat.metric != nullptr && stat.help != nullptr && name == stat.metric) return stat.help;
@@ -209,37 +203,17 @@ struct Metrics::Impl {
     return samples;
   }
 
-  class Tenant final : public TenantCounters {
-   public:
-    explicit Tenant(std::string name) : name_(std::move(name)) {}
-    void Count(absl::StatusCode code) override {
-      const int index = std::clamp(static_cast<int>(code), 0, kCodes - 1);
-      counts_[index].fetch_add(1, std::memory_order_relaxed);
+  void ShowRequests(const std::string& name, const TenantCounters& tenant) {
+    for (int code = 0; code < TenantCounters::kCodes; ++code) {
+      const auto total = static_cast<double>(tenant.count(code));
+      if (total == 0) continue;
+      const std::string text = absl::StatusCodeToString(static_cast<absl::StatusCode>(code));
+      RaiseTo(requests.Add({{"tenant", name}, {"code", text}}), total);
     }
-    void ShowIn(Family<Counter>& family) const {
-      for (int code = 0; code < kCodes; ++code) {
-        const auto total = static_cast<double>(counts_[code].load(std::memory_order_relaxed));
-        if (total == 0) continue;
-        const std::string name = absl::StatusCodeToString(static_cast<absl::StatusCode>(code));
-        RaiseTo(family.Add({{"tenant", name_}, {"code", name}}), total);
-      }
-    }
-    TenantTotals Totals() const {
-      TenantTotals totals;
-      totals.name = name_;
-      for (int code = 0; code < kCodes; ++code) {
-        (code == 0 ? totals.ok : totals.failed) += counts_[code].load(std::memory_order_relaxed);
-      }
-      return totals;
-    }
-
-   private:
-    const std::string name_;
-    std::array<std::atomic<uint64_t>, kCodes> counts_{};
-  };
+  }
 
   Mutex mutex;  // guards tenants and scrapes
-  std::map<std::string, std::unique_ptr<Tenant>> tenants ABSL_GUARDED_BY(mutex);
+  std::map<std::string, std::unique_ptr<TenantCounters>> tenants ABSL_GUARDED_BY(mutex);
 };
 
 Metrics::Metrics() : impl_(std::make_unique<Impl>()) { impl_->build.Set(1); }
@@ -273,7 +247,7 @@ TenantCounters* Metrics::ForTenant(const std::string& tenant) {
   const std::string name =
       found != tenants.end() || tenants.size() < kMaxTenants ? tenant : "other";
   auto& slot = tenants[name];
-  if (slot == nullptr) slot = std::make_unique<Impl::Tenant>(name);
+  if (slot == nullptr) slot = std::make_unique<TenantCounters>();
   return slot.get();
 }
 
@@ -301,26 +275,23 @@ void Metrics::SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, 
 
 void Metrics::SetServing(bool serving) { impl_->serving.Set(serving ? 1 : 0); }
 
-void Metrics::SetConfig(const ConfigStats& stats) {
+void Metrics::SetConfig(const ReloadStats& status) {
   Impl& m = *impl_;
   const MutexLock lock(m.mutex);
-  RaiseTo(m.config_reloads, static_cast<double>(stats.reloads));
-  RaiseTo(m.config_refused, static_cast<double>(stats.refused));
-  m.config_refused_now.Set(stats.refused_now ? 1 : 0);
+  RaiseTo(m.config_reloads, static_cast<double>(status.reloads));
+  RaiseTo(m.config_refused, static_cast<double>(status.refused));
+  m.config_refused_now.Set(status.why.empty() ? 0 : 1);
 }
 
-void Metrics::SetTls(const TlsStats& stats) {
+void Metrics::SetTls(const ReloadStats& status, const std::map<std::string, int64_t>& expires) {
   Impl& m = *impl_;
   const MutexLock lock(m.mutex);
-  RaiseTo(m.tls_reloads, static_cast<double>(stats.reloads));
-  RaiseTo(m.tls_refused, static_cast<double>(stats.refused));
-  m.tls_files_refused.Set(stats.files_refused ? 1 : 0);
-  const auto expires = [&](const char* file, int64_t seconds) {
+  RaiseTo(m.tls_reloads, static_cast<double>(status.reloads));
+  RaiseTo(m.tls_refused, static_cast<double>(status.refused));
+  m.tls_files_refused.Set(status.why.empty() ? 0 : 1);
+  for (const auto& [file, seconds] : expires) {
     if (seconds != 0) m.tls_expiry.Add({{"file", file}}).Set(static_cast<double>(seconds));
-  };
-  expires("cert", stats.cert_expires);
-  expires("client_ca", stats.client_ca_expires);
-  expires("client_crl", stats.client_crl_expires);
+  }
 }
 
 void Metrics::SetTraces(const TracerStats& stats) {
@@ -333,7 +304,12 @@ void Metrics::SetTraces(const TracerStats& stats) {
 std::vector<TenantTotals> Metrics::Tenants() const {
   const MutexLock lock(impl_->mutex);
   std::vector<TenantTotals> all;
-  for (const auto& [name, tenant] : impl_->tenants) all.push_back(tenant->Totals());
+  for (const auto& [name, tenant] : impl_->tenants) {
+    TenantTotals& totals = all.emplace_back(TenantTotals{.name = name});
+    for (int code = 0; code < TenantCounters::kCodes; ++code) {
+      (code == 0 ? totals.ok : totals.failed) += tenant->count(code);
+    }
+  }
   return all;
 }
 
@@ -364,7 +340,7 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats, bool open_metri
        {&m.launches_decode, &m.launches_prefill, &m.launches_mixed, &m.kernel_errors}) {
     RaiseTo(total->shown, count(total->count.load()));
   }
-  for (const auto& [name, tenant] : m.tenants) tenant->ShowIn(m.requests);
+  for (const auto& [name, tenant] : m.tenants) m.ShowRequests(name, *tenant);
   m.tenant_metrics.Update();
   const ProcessUsage usage = ReadProcessUsage();
   RaiseTo(m.cpu_seconds, usage.cpu_seconds);
@@ -384,10 +360,7 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats, bool open_metri
 }
 
 std::vector<MetricRow> Metrics::Declared() {
-  std::vector<MetricRow> rows;
-  for (const Declaration& declaration : kDeclarations) {
-    rows.push_back({declaration.name, declaration.type, declaration.help});
-  }
+  std::vector<MetricRow> rows(std::begin(kDeclarations), std::end(kDeclarations));
   for (const Stat& stat : AllStats()) {
     if (stat.metric != nullptr && stat.help != nullptr) {
       rows.push_back({stat.metric, TypeOf(stat), stat.help});

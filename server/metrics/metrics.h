@@ -12,7 +12,9 @@
 #ifndef MLA_SERVER_METRICS_METRICS_H_
 #define MLA_SERVER_METRICS_METRICS_H_
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -22,6 +24,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "kernels/attention_backend.h"
 #include "kernels/backend_registry.h"
 #include "scheduler/engine.h"
@@ -31,27 +34,21 @@
 
 namespace mla::server {
 
+struct ReloadStats;  // server/config/config.h
 struct TracerStats;  // server/tracing/tracer.h
 
 // Counts the requests of one tenant by status code. Metrics owns it and keeps it as long as itself.
-class TenantCounters {
+class TenantCounters final {
  public:
-  virtual ~TenantCounters() = default;
-  virtual void Count(absl::StatusCode code) = 0;
-};
+  static constexpr int kCodes = 17;  // of absl::StatusCode
+  void Count(absl::StatusCode code) {
+    const int index = std::clamp(static_cast<int>(code), 0, kCodes - 1);
+    counts_[index].fetch_add(1, std::memory_order_relaxed);
+  }
+  uint64_t count(int code) const { return counts_[code].load(std::memory_order_relaxed); }
 
-// State of the TLS files, as in TlsFiles::status. Times are Unix seconds; 0 if the file is not
-// configured.
-struct TlsStats {
-  uint64_t reloads = 0, refused = 0;
-  bool files_refused = false;  // the files now on disk
-  int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
-};
-
-// Figures about the configuration, from ConfigReloader.
-struct ConfigStats {
-  uint64_t reloads = 0, refused = 0;
-  bool refused_now = false;  // the configuration on disk is refused
+ private:
+  std::array<std::atomic<uint64_t>, kCodes> counts_{};
 };
 
 // Calls and requests of one tenant, as counted in mla_requests_total.
@@ -61,9 +58,9 @@ struct TenantTotals {
 };
 
 struct MetricRow {
-  std::string name;
-  std::string type;  // counter, gauge or histogram
-  std::string help;
+  absl::string_view name;
+  absl::string_view type;  // counter, gauge or histogram
+  absl::string_view help;
 };
 
 class Metrics final : public scheduler::EngineObserver {
@@ -88,8 +85,9 @@ class Metrics final : public scheduler::EngineObserver {
   // Sets the metric of grpc.health.v1's present answer, which is 0 until the first call.
   void SetServing(bool serving);
 
-  void SetTls(const TlsStats& stats);
-  void SetConfig(const ConfigStats& stats);
+  // `expires`: by file, Unix seconds; 0 if the file is not configured.
+  void SetTls(const ReloadStats& status, const std::map<std::string, int64_t>& expires);
+  void SetConfig(const ReloadStats& status);
   void SetTraces(const TracerStats& stats);
 
   // From now on Expose shows what tenants use: first tenants with a quota in the configuration,

@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "server/config/config.h"
 #include "server/metrics/metrics.h"
 #include "server/process/process_usage.h"
 
@@ -56,7 +57,7 @@ TEST(MetricsTest, EveryDeclaredMetricIsExposed) {
   kernels::BackendCandidate candidate;
   candidate.name = "hip";
   metrics.SetCandidates({&candidate, 1});
-  metrics.SetTls({1, 2, true, 1000, 2000, 0});
+  metrics.SetTls({1, 2, "bad"}, {{"cert", 1000}, {"client_ca", 2000}, {"client_crl", 0}});
   scheduler::LaunchReport report;
   report.rows_decode = report.rows_prefill = 1;
   metrics.OnLaunch(report);
@@ -100,11 +101,12 @@ TEST(MetricsTest, TenantsShownAreBounded) {
 }
 
 TEST(MetricsTest, NamesFollowTheRules) {
-  for (const auto& [name, type, help] : Metrics::Declared()) {
+  for (const MetricRow& row : Metrics::Declared()) {
+    const std::string name(row.name);
     // Metrics of the process use the names that every exporter uses.
     EXPECT_THAT(name,
                 ::testing::AnyOf(::testing::StartsWith("mla_"), ::testing::StartsWith("process_")));
-    EXPECT_EQ(type == "counter", name.ends_with("_total")) << name;
+    EXPECT_EQ(row.type == "counter", name.ends_with("_total")) << name;
     EXPECT_THAT(name, Not(::testing::ContainsRegex("_(us|ms|perc|percent|kb)(_|$)")));
   }
 }

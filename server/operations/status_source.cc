@@ -79,7 +79,7 @@ StatusPage StatusSource::Page() {
   page.good = now.serving();
   page.message = now.healthy ? now.message : now.why_unhealthy;
   if (options_.tls != nullptr) {
-    const TlsFiles::Status tls = options_.tls->status();
+    const ReloadStats tls = options_.tls->status();
     if (!tls.why.empty()) page.message = "The TLS files on disk are not in use: " + tls.why;
     if (options_.tls->CertificateExpired()) {
       page.good = false;
@@ -199,8 +199,9 @@ void StatusSource::AddSections(const scheduler::EngineStats& stats,
     page->sections.push_back(std::move(notes));
   }
   if (options_.tls != nullptr) {
-    const TlsFiles::Status tls = options_.tls->status();
-    const int64_t left = tls.cert_expires - static_cast<int64_t>(std::time(nullptr));
+    const ReloadStats tls = options_.tls->status();
+    const int64_t left =
+        options_.tls->current()->cert_expires - static_cast<int64_t>(std::time(nullptr));
     page->sections.push_back({"tls",
                               {{"certificate days left", Count(left / kDaySeconds)},
                                {"reloads", tls.reloads},

@@ -27,12 +27,6 @@ struct ReloadHooks {
 
 class ConfigReloader final {
  public:
-  struct Status {
-    uint64_t reloads = 0;  // configurations taken over after the first
-    uint64_t refused = 0;
-    std::string why;  // what is on disk is not in use because of this; empty: it is
-  };
-
   // `running` is the configuration of a file with these `contents`, as it was loaded at the start,
   // before sizes were chosen.
   ConfigReloader(Config running, std::string contents, ReloadHooks hooks);
@@ -44,7 +38,7 @@ class ConfigReloader final {
   // look: a file that is being written is left alone. Returns true if it has reloaded.
   bool Look();
 
-  const Status& status() const { return status_; }
+  const ReloadStats& status() const { return status_; }
   const Config& running() const { return running_; }
 
  private:
@@ -54,7 +48,7 @@ class ConfigReloader final {
   Config running_;
   int64_t longest_lease_ms_;      // default of sequences since the start: clients may renew by it
   std::string used_, looked_at_;  // contents of the file
-  Status status_;
+  ReloadStats status_;
 };
 
 // Contents of a file of at most a megabyte; an error's text where it cannot be read, so that files
