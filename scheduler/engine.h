@@ -261,11 +261,11 @@ class Engine {
   // Undoes StartDrain.
   void CancelDrain();
   // Returns all open sequences except those being exported, sorted by tenant and id.
-  std::vector<TenantSequence> AllSequences();
+  std::vector<SequenceInfo> AllSequences();
   // Called once another server has the sequence as exported, with epoch and length of `info`. The
   // sequence is released, and later calls that name it are told of `peer`. Refused, without a
   // change, if the sequence has changed since or the engine is not draining.
-  absl::Status EndHandOver(const TenantSequence& sequence, const std::string& peer);
+  absl::Status EndHandOver(const SequenceInfo& sequence, const std::string& peer);
   // For operators. Releases sequences of any tenant, as ReleaseSequences does, and aborts their
   // open steps. A selection without ids means all of its tenant's. `not_found` receives absent ids.
   int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);

@@ -178,12 +178,6 @@ struct SequenceList {
   std::vector<std::pair<SequenceId, std::string>> moved;
 };
 
-// A sequence, with the tenant that owns it.
-struct TenantSequence {
-  std::string tenant;
-  SequenceInfo info;
-};
-
 // The contents and the traffic of one slower tier.
 struct TierFigures {
   int64_t bytes_total = 0, bytes_used = 0, groups = 0;

@@ -485,11 +485,11 @@ void Engine::CancelDrain() {
   impl_->WithRole([](EngineCore& core) { core.draining().Cancel(); });
 }
 
-std::vector<TenantSequence> Engine::AllSequences() {
+std::vector<SequenceInfo> Engine::AllSequences() {
   return impl_->WithRole([](EngineCore& core) { return core.transfers().AllSequences(); });
 }
 
-absl::Status Engine::EndHandOver(const TenantSequence& sequence, const std::string& peer) {
+absl::Status Engine::EndHandOver(const SequenceInfo& sequence, const std::string& peer) {
   return impl_->WithRole([&](EngineCore& core) {
     return core.draining().on() ? core.transfers().EndHandOver(sequence, peer)
                                 : absl::AbortedError("the server does not drain");

@@ -317,27 +317,27 @@ void RowTransfers::AbortImport(const std::string& tenant, const MovingPages& pag
   cache_->Rollback(sequence->slot);
 }
 
-std::vector<TenantSequence> RowTransfers::AllSequences() const {
-  std::vector<TenantSequence> infos;
+std::vector<SequenceInfo> RowTransfers::AllSequences() const {
+  std::vector<SequenceInfo> infos;
   for (const std::unique_ptr<Sequence>& sequence : sequences_->slots()) {
     if (sequence == nullptr || sequence->exports) continue;
     const TenantRef tenant = tenants_->Get(sequence->tenant);
-    infos.push_back({tenant ? tenant->name() : "", sequences_->Info(*sequence)});
+    infos.push_back(sequences_->Info(*sequence));
+    if (tenant) infos.back().tenant = tenant->name();
   }
-  std::sort(infos.begin(), infos.end(), [](const TenantSequence& a, const TenantSequence& b) {
-    return std::tie(a.tenant, a.info.id) < std::tie(b.tenant, b.info.id);
+  std::sort(infos.begin(), infos.end(), [](const SequenceInfo& a, const SequenceInfo& b) {
+    return std::tie(a.tenant, a.id) < std::tie(b.tenant, b.id);
   });
   return infos;
 }
 
-absl::Status RowTransfers::EndHandOver(const TenantSequence& moved, const std::string& peer) {
-  MLA_ASSIGN_OR_RETURN(
-      Sequence* const sequence,
-      sequences_->FindIdle(tenants_->Find(moved.tenant), moved.info.id, moved.info.epoch));
-  if (cache_->length(sequence->slot) != moved.info.length) {
+absl::Status RowTransfers::EndHandOver(const SequenceInfo& moved, const std::string& peer) {
+  MLA_ASSIGN_OR_RETURN(Sequence* const sequence,
+                       sequences_->FindIdle(tenants_->Find(moved.tenant), moved.id, moved.epoch));
+  if (cache_->length(sequence->slot) != moved.length) {
     return MakeError(absl::StatusCode::kAborted, "the sequence got rows while it was handed over",
                      {.field = "sequence_id",
-                      .got = absl::StrCat(moved.info.id),
+                      .got = absl::StrCat(moved.id),
                       .limit = "a sequence that stays while its rows move",
                       .reason = "changed_meanwhile"});
   }

@@ -60,8 +60,8 @@ class RowTransfers final {
                                          const SequenceState* state = nullptr,
                                          SequenceTail tail = {});
   void AbortImport(const std::string& tenant, const MovingPages& pages);
-  std::vector<TenantSequence> AllSequences() const;
-  absl::Status EndHandOver(const TenantSequence& sequence, const std::string& peer);
+  std::vector<SequenceInfo> AllSequences() const;
+  absl::Status EndHandOver(const SequenceInfo& sequence, const std::string& peer);
 
  private:
   absl::Status CheckTags(const Model& model, const PageTags& tags) const;

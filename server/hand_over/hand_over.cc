@@ -15,7 +15,7 @@
 namespace mla::server {
 namespace {
 
-using scheduler::TenantSequence;
+using scheduler::SequenceInfo;
 using std::chrono::milliseconds;
 
 // Pause between two checks of sequences that are in a step; doubled as long as none has left its
@@ -144,29 +144,31 @@ void HandOver::Run() {
     pause = std::min(2 * pause, kMostPause);
   }
   RefreshLeft();
-  for (const TenantSequence& sequence : left_) {
+  for (const SequenceInfo& sequence : left_) {
     outcomes_.push_back(Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT, Stopped()));
   }
   for (const auto& peer : peers_) peer->RecallAtLast(options_.counters);
   done_ = true;
 }
 
-std::vector<scheduler::SequenceInfo> HandOver::Find(const std::string& tenant,
-                                                    std::vector<scheduler::SequenceId> ids) {
+std::vector<SequenceInfo> HandOver::Find(const std::string& tenant,
+                                         std::vector<scheduler::SequenceId> ids) {
   scheduler::SequenceSelection named;
   named.tenant = tenant;
   named.ids = std::move(ids);
-  return engine_->GetSequences(named).sequences;
+  std::vector<SequenceInfo> found = engine_->GetSequences(named).sequences;
+  for (SequenceInfo& sequence : found) sequence.tenant = tenant;
+  return found;
 }
 
 void HandOver::RefreshLeft() {
-  std::vector<TenantSequence> now;
+  std::vector<SequenceInfo> now;
   for (auto first = left_.begin(); first != left_.end();) {
     std::vector<scheduler::SequenceId> ids;
     auto end = first;
-    for (; end != left_.end() && end->tenant == first->tenant; ++end) ids.push_back(end->info.id);
-    for (scheduler::SequenceInfo& info : Find(first->tenant, std::move(ids))) {
-      now.push_back({first->tenant, std::move(info)});
+    for (; end != left_.end() && end->tenant == first->tenant; ++end) ids.push_back(end->id);
+    for (SequenceInfo& sequence : Find(first->tenant, std::move(ids))) {
+      now.push_back(std::move(sequence));
     }
     first = end;
   }
@@ -323,7 +325,7 @@ bool HandOver::Pass() {
   RefreshLeft();
   std::vector<uint8_t> untried(left_.size(), 1);  // each is one thread's until all have ended
   OnThreads(left_.size(), [&](size_t i) { untried[i] = TryOne(left_[i]) ? 0 : 1; });
-  std::vector<TenantSequence> left;
+  std::vector<SequenceInfo> left;
   for (size_t i = 0; i < left_.size(); ++i) {
     if (untried[i] != 0) left.push_back(std::move(left_[i]));
   }
@@ -332,25 +334,25 @@ bool HandOver::Pass() {
   return any;
 }
 
-bool HandOver::TryOne(const TenantSequence& listed) {
+bool HandOver::TryOne(const SequenceInfo& listed) {
   const std::string& tenant = listed.tenant;
   // Looked up again, because the client may have truncated or released the sequence while others
   // were moved.
-  const auto now = Find(tenant, {listed.info.id});
+  const auto now = Find(tenant, {listed.id});
   if (now.empty()) return true;
-  const TenantSequence sequence = {tenant, now.front()};
-  if (sequence.info.in_step) return false;
+  const SequenceInfo& sequence = now.front();
+  if (sequence.in_step) return false;
   v1::HandedOver outcome = Offer(sequence);
   const bool moved = outcome.outcome() == v1::HAND_OVER_OUTCOME_MOVED;
-  if (moved || !Find(tenant, {sequence.info.id}).empty()) {
+  if (moved || !Find(tenant, {sequence.id}).empty()) {
     const MutexLock lock(mutex_);
     outcomes_.push_back(std::move(outcome));
   }
   return true;
 }
 
-v1::HandedOver HandOver::Offer(TenantSequence sequence) {
-  if (sequence.info.length == 0) {
+v1::HandedOver HandOver::Offer(SequenceInfo sequence) {
+  if (sequence.length == 0) {
     return Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT,
                    MakeError(absl::StatusCode::kFailedPrecondition, "a sequence without rows",
                              {.reason = "nothing_to_save"}));
@@ -370,7 +372,7 @@ v1::HandedOver HandOver::Offer(TenantSequence sequence) {
     if (peers_.size() == 1) continue;
     Log(LogLevel::kInfo, "not_taken",
         {{"tenant", sequence.tenant},
-         {"sequence", sequence.info.id},
+         {"sequence", sequence.id},
          {"peer", peer->address()},
          {"message", std::string(tried.status.message())},
          {"reason", DetailOf(tried.status).reason}});
@@ -384,13 +386,13 @@ v1::HandedOver HandOver::Offer(TenantSequence sequence) {
                  why);
 }
 
-HandOver::Try HandOver::MoveTo(PeerServer& peer, TenantSequence* sequence) {
+HandOver::Try HandOver::MoveTo(PeerServer& peer, SequenceInfo* sequence) {
   for (const scheduler::HeldWeights& model : models_) {
-    if (model.tenant == sequence->tenant && model.spec->id == sequence->info.model_id) {
+    if (model.tenant == sequence->tenant && model.spec->id == sequence->model_id) {
       EnsureWeights(peer, model);
     }
   }
-  const int64_t bytes = sequence->info.kv_bytes;
+  const int64_t bytes = sequence->kv_bytes;
   peer.Promise(bytes);
   Try tried;
   for (bool ended = true; ended;) {
@@ -402,8 +404,8 @@ HandOver::Try HandOver::MoveTo(PeerServer& peer, TenantSequence* sequence) {
   return tried;
 }
 
-HandOver::Try HandOver::MoveOver(PeerServer& peer, PeerServer::Use* stream,
-                                 TenantSequence* sequence, bool* ended) {
+HandOver::Try HandOver::MoveOver(PeerServer& peer, PeerServer::Use* stream, SequenceInfo* sequence,
+                                 bool* ended) {
   *ended = false;
   // The address may lead to another server by now.
   if (absl::Status same = peer.Ask(*stream->get()); !same.ok()) {
@@ -413,16 +415,16 @@ HandOver::Try HandOver::MoveOver(PeerServer& peer, PeerServer::Use* stream,
     return {.status = same};
   }
   peer.Recall(*stream->get(), options_.counters);
-  auto now = Find(sequence->tenant, {sequence->info.id});
+  auto now = Find(sequence->tenant, {sequence->id});
   if (now.empty()) {
     return {.status = MakeError(absl::StatusCode::kNotFound, "its client has released it",
                                 {.reason = "sequence_not_found"}),
             .settled = true};
   }
-  sequence->info = std::move(now.front());
-  const scheduler::ExportArgs rows = {
-      sequence->tenant, sequence->info.id, sequence->info.epoch, 0, sequence->info.length,
-      /*in_place=*/true};
+  *sequence = std::move(now.front());
+  const scheduler::ExportArgs rows = {sequence->tenant, sequence->id, sequence->epoch, 0,
+                                      sequence->length,
+                                      /*in_place=*/true};
   const absl::StatusOr<scheduler::MovingPages> pages = engine_->BeginExport(rows);
   if (!pages.ok()) return {.status = pages.status(), .settled = true};
   Try tried = Import(peer, *stream->get(), *sequence, *pages);
@@ -430,15 +432,14 @@ HandOver::Try HandOver::MoveOver(PeerServer& peer, PeerServer::Use* stream,
   return tried;
 }
 
-HandOver::Try HandOver::Import(PeerServer& peer, HandOverPeer& stream,
-                               const TenantSequence& sequence,
+HandOver::Try HandOver::Import(PeerServer& peer, HandOverPeer& stream, const SequenceInfo& sequence,
                                const scheduler::MovingPages& pages) {
   v1::ImportTarget target;
-  target.set_model_id(sequence.info.model_id);
-  target.set_client_id(sequence.info.client_id);
-  target.set_lease_ms(static_cast<uint32_t>(sequence.info.lease_ms));
+  target.set_model_id(sequence.model_id);
+  target.set_client_id(sequence.client_id);
+  target.set_lease_ms(static_cast<uint32_t>(sequence.lease_ms));
   target.set_tenant(sequence.tenant);
-  target.set_new_sequence_id(sequence.info.id);
+  target.set_new_sequence_id(sequence.id);
   target.set_attempt(RandomNumber());
   uint64_t bytes = 0;
   const PeerImport import = stream.Import(target, [&](const PartSink& sink) {
@@ -463,7 +464,7 @@ HandOver::Try HandOver::Import(PeerServer& peer, HandOverPeer& stream,
     // The peer may have the sequence even if its answer was lost.
     v1::EvictSequencesRequest request;
     request.set_tenant(sequence.tenant);
-    request.add_sequence_ids(sequence.info.id);
+    request.add_sequence_ids(sequence.id);
     request.set_attempt(target.attempt());
     peer.GiveUp(std::move(request));
     tried.settled = !peer.Recall(stream, options_.counters);
@@ -471,14 +472,14 @@ HandOver::Try HandOver::Import(PeerServer& peer, HandOverPeer& stream,
   return tried;
 }
 
-v1::HandedOver HandOver::Outcome(const TenantSequence& sequence, v1::HandOverOutcome outcome,
+v1::HandedOver HandOver::Outcome(const SequenceInfo& sequence, v1::HandOverOutcome outcome,
                                  const absl::Status& why, const std::string& peer) {
   v1::HandedOver to;
   to.set_tenant(sequence.tenant);
-  to.set_sequence_id(sequence.info.id);
+  to.set_sequence_id(sequence.id);
   to.set_outcome(outcome);
   to.set_peer(peer);
-  to.set_rows(static_cast<uint64_t>(sequence.info.length));
+  to.set_rows(static_cast<uint64_t>(sequence.length));
   if (!why.ok()) {
     // It is never empty, because operators and clients rely on it.
     const std::string& reason = DetailOf(why).reason;

@@ -143,22 +143,22 @@ class HandOver final {
   // Tries the untried sequences that may move now; returns true if it tried any.
   bool Pass();
   // Tries one. Returns false if it stays untried, because it is in a step.
-  bool TryOne(const scheduler::TenantSequence& listed);
+  bool TryOne(const scheduler::SequenceInfo& listed);
   // Updates the remaining sequences and removes closed ones; one call of the engine for each
   // tenant.
   void RefreshLeft();
   std::vector<scheduler::SequenceInfo> Find(const std::string& tenant,
                                             std::vector<scheduler::SequenceId> ids);
   // Offers it to one peer after another. Returns the outcome.
-  v1::HandedOver Offer(scheduler::TenantSequence sequence);
+  v1::HandedOver Offer(scheduler::SequenceInfo sequence);
   // Offers it to one peer, on one stream after another as long as streams end. Updates `sequence`,
   // as it may have waited for the stream.
-  Try MoveTo(PeerServer& peer, scheduler::TenantSequence* sequence);
-  Try MoveOver(PeerServer& peer, PeerServer::Use* stream, scheduler::TenantSequence* sequence,
+  Try MoveTo(PeerServer& peer, scheduler::SequenceInfo* sequence);
+  Try MoveOver(PeerServer& peer, PeerServer::Use* stream, scheduler::SequenceInfo* sequence,
                bool* ended);
-  Try Import(PeerServer& peer, HandOverPeer& stream, const scheduler::TenantSequence& sequence,
+  Try Import(PeerServer& peer, HandOverPeer& stream, const scheduler::SequenceInfo& sequence,
              const scheduler::MovingPages& pages);
-  v1::HandedOver Outcome(const scheduler::TenantSequence& sequence, v1::HandOverOutcome outcome,
+  v1::HandedOver Outcome(const scheduler::SequenceInfo& sequence, v1::HandOverOutcome outcome,
                          const absl::Status& why, const std::string& peer = "");
   bool Stopping();
 
@@ -174,7 +174,7 @@ class HandOver final {
   CondVar changed_;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
-  std::vector<scheduler::TenantSequence> left_;  // the thread's: not tried yet, by tenant and id
+  std::vector<scheduler::SequenceInfo> left_;  // the thread's: not tried yet, by tenant and id
   // Filled by all threads under mutex_; the caller reads it once they have ended.
   std::vector<v1::HandedOver> outcomes_;
 };

@@ -17,24 +17,18 @@
 
 namespace mla::server {
 
-// The result of an import at the peer, as far as this server knows it.
-struct PeerImport {
-  absl::Status status;    // OK: the peer says that it has the rows
-  v1::ImportReply reply;  // valid if the status is OK
-  bool refused = false;   // the peer refused and keeps nothing
-  // All rows were sent. Unless `refused` is true, the peer may have the sequence then, whatever
-  // `status` says.
+// The result of an import or of an upload of weights at the peer, as far as this server knows it.
+template <typename Reply>
+struct PeerAnswer {
+  absl::Status status;   // OK: the peer says that it has all that was sent
+  Reply reply;           // valid if the status is OK
+  bool refused = false;  // the peer refused and keeps nothing
+  // All was sent. Unless `refused` is true, the peer may have it then, whatever `status` says. A
+  // repeat of weights does no harm.
   bool sent = false;
 };
-
-// The result of an upload of weights at the peer.
-struct PeerWeights {
-  // OK: the peer says that it has all of them. It may have them after an error too, if the answer
-  // was lost; this does no harm, since a repeat is accepted.
-  absl::Status status;
-  v1::UploadWeightsReply reply;  // valid if the status is OK
-  bool refused = false;          // the peer refused, and keeps none
-};
+using PeerImport = PeerAnswer<v1::ImportReply>;
+using PeerWeights = PeerAnswer<v1::UploadWeightsReply>;
 
 class HandOverPeer {
  public:

@@ -112,13 +112,12 @@ absl::Status PeerServer::Ask(HandOverPeer& stream) const {
   return Answered(status, info);
 }
 
-absl::Status PeerServer::CheckAnswer(const scheduler::TenantSequence& sequence,
+absl::Status PeerServer::CheckAnswer(const scheduler::SequenceInfo& sequence,
                                      const v1::ImportReply& reply) const {
   absl::Status same = CheckBootId(reply.boot_id());
   if (!same.ok()) return same;
   const v1::SequenceInfo& there = reply.sequence();
-  if (there.sequence_id() == sequence.info.id &&
-      std::cmp_equal(there.length(), sequence.info.length)) {
+  if (there.sequence_id() == sequence.id && std::cmp_equal(there.length(), sequence.length)) {
     return same;
   }
   return Refuse(

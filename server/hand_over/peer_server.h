@@ -79,7 +79,7 @@ class PeerServer final {
   // Returns OK if the server that was checked still answers on this stream.
   absl::Status Ask(HandOverPeer& stream) const;
   absl::Status CheckBootId(uint64_t boot_id) const;
-  absl::Status CheckAnswer(const scheduler::TenantSequence& sequence,
+  absl::Status CheckAnswer(const scheduler::SequenceInfo& sequence,
                            const v1::ImportReply& reply) const;
   // Ends the calls of all streams, and the waits for a free stream.
   void Cancel();

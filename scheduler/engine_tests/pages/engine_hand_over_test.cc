@@ -16,7 +16,7 @@ TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
   const SequenceInfo source = h_.Open();
   Fill(source, 4, 50);
   h_.core().draining().Start("peer:1");
-  std::vector<TenantSequence> all = h_.core().transfers().AllSequences();
+  std::vector<SequenceInfo> all = h_.core().transfers().AllSequences();
   ASSERT_EQ(all.size(), 1u);
   EXPECT_EQ(all[0].tenant, h_.tenant());
   const auto exported = h_.core().transfers().BeginExport(
@@ -25,12 +25,12 @@ TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
   EXPECT_EQ(exported->id, source.id);
   EXPECT_EQ(h_.core().Stats().sequences, 1);  // no fork holds it
   // The sequence has changed since its export.
-  TenantSequence other = all[0];
-  ++other.info.length;
+  SequenceInfo other = all[0];
+  ++other.length;
   EXPECT_EQ(DetailOf(h_.core().transfers().EndHandOver(other, "peer:1")).reason,
             "changed_meanwhile");
   other = all[0];
-  ++other.info.epoch;
+  ++other.epoch;
   EXPECT_EQ(DetailOf(h_.core().transfers().EndHandOver(other, "peer:1")).reason, "epoch_mismatch");
   ASSERT_TRUE(h_.core().sequences().Truncate(h_.tenant(), source.id, 3, source.epoch).ok());
   std::vector<std::byte> bytes(8);
@@ -93,7 +93,7 @@ TEST_F(EngineHandOverTest, WhereSequencesAreIsBounded) {
     h_.core().draining().Cancel();
     moved.push_back(h_.Open().id);
     h_.core().draining().Start("peer:1");
-    const std::vector<TenantSequence> all = h_.core().transfers().AllSequences();
+    const std::vector<SequenceInfo> all = h_.core().transfers().AllSequences();
     ASSERT_EQ(all.size(), 1u);
     ASSERT_EQ(h_.core().transfers().EndHandOver(all[0], "peer:1"), absl::OkStatus());
   }

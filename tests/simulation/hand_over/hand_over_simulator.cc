@@ -670,14 +670,14 @@ void HandOverSimulator::CheckRows(uint64_t id, const Text& text) {
 }
 
 void HandOverSimulator::CheckStrays(int server) {
-  for (const scheduler::TenantSequence& one :
+  for (const scheduler::SequenceInfo& one :
        servers_[static_cast<size_t>(server)]->engine().AllSequences()) {
-    const auto text = texts_.find(one.info.id);
+    const auto text = texts_.find(one.id);
     if (text != texts_.end() && text->second.server == server &&
         text->second.tenant == one.tenant) {
       continue;
     }
-    if (!strays_.contains({server, one.info.id})) {
+    if (!strays_.contains({server, one.id})) {
       return Fail("a server has a sequence that is elsewhere, or was released");
     }
   }
