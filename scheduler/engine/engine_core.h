@@ -80,8 +80,8 @@ class EngineCore final {
   // Any thread may read it. NoteLoad brings it up to date; only the engine role may call that.
   const EngineLoad& load() const { return load_; }
   void NoteLoad() {
-    const kvcache::PoolBytes bytes = cache_->bytes();
-    load_.NotePool(bytes.total, bytes.total - bytes.used, bytes.cached);
+    const kvcache::SlabPoolStats& pool = cache_->pool().stats();
+    load_.NotePool(pool.bytes_total, pool.bytes_total - cache_->bytes_used(), pool.bytes_cached);
   }
 
  private:

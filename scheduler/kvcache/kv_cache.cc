@@ -89,7 +89,7 @@ absl::Status KvCache::RemoveLayout(LayoutId layout) {
   }
   DropCached(layout);
   for (size_t i = restoring_.size(); i-- > 0;) {
-    if (restoring_[i].layout == layout) DropRestore(restoring_[i].room.id);
+    if (restoring_[i].layout == layout) DropRestore(restoring_[i].id);
   }
   if (events_ != nullptr) events_->DropLayout(layout);
   pool_.RemoveLayout(layout);
@@ -489,12 +489,11 @@ KvCacheStats KvCache::stats() const {
   const SlabPoolStats pool = pool_.stats();
   KvCacheStats stats;
   const auto restoring = static_cast<int64_t>(restoring_.size());
-  const PoolBytes bytes = this->bytes();
-  stats.bytes_total = bytes.total;
-  stats.bytes_used = bytes.used;
+  stats.bytes_total = pool.bytes_total;
+  stats.bytes_used = bytes_used();
   stats.groups_used = pool.groups_used - pool.groups_pinned - pool.groups_cached - restoring;
   stats.groups_cached = pool.groups_cached;
-  stats.bytes_cached = bytes.cached;
+  stats.bytes_cached = pool.bytes_cached;
   stats.groups_free = pool.groups_free;
   stats.slabs_free = pool.slabs_free;
   stats.groups_shared = pool.groups_shared;
@@ -546,7 +545,7 @@ std::string KvCache::CheckInvariants() const {
   }
   if (open != open_sequences_) return "open sequences miscounted";
   prefixes_.AddReferences(&references);
-  for (const Restoring& one : restoring_) ++references[one.room.entry];
+  for (const RestoreRoom& room : restoring_) ++references[room.entry];
   if (std::string fault = prefixes_.CheckInvariants(); !fault.empty()) return fault;
   const uint64_t freed =
       std::accumulate(freed_.begin(), freed_.end(), uint64_t{0}) + prefixes_.stats().freed;
@@ -732,8 +731,8 @@ KvCache::RestoreRoom KvCache::TakeToRestore(LayoutId layout, TenantKey tenant) {
     group = pool_.Take(layout, tenant);
   }
   if (group.entry == SlabPool::kNoEntry) return {};
-  const RestoreRoom room = {next_restore_++, group.entry};
-  restoring_.push_back({room, layout});
+  const RestoreRoom room = {next_restore_++, group.entry, layout};
+  restoring_.push_back(room);
   restoring_bytes_ += pool_.group_bytes(layout);
   CheckAfterMutation();
   return room;
@@ -741,12 +740,12 @@ KvCache::RestoreRoom KvCache::TakeToRestore(LayoutId layout, TenantKey tenant) {
 
 KvCache::RestoreRoom KvCache::TakeRestoring(uint64_t id) {
   const auto restoring = std::find_if(restoring_.begin(), restoring_.end(),
-                                      [id](const Restoring& one) { return one.room.id == id; });
+                                      [id](const RestoreRoom& room) { return room.id == id; });
   if (restoring == restoring_.end()) return {};
-  const Restoring one = *restoring;
+  const RestoreRoom room = *restoring;
   restoring_.erase(restoring);
-  restoring_bytes_ -= pool_.group_bytes(one.layout);
-  return one.room;
+  restoring_bytes_ -= pool_.group_bytes(room.layout);
+  return room;
 }
 
 void KvCache::Restore(int32_t node, uint64_t id, Tier from) {

@@ -96,11 +96,6 @@ struct PageNeed {
   int64_t bytes = 0;
 };
 
-// The part of KvCacheStats that is read with every launch.
-struct PoolBytes {
-  int64_t total, used, cached;  // as bytes_total, bytes_used and bytes_cached of KvCacheStats
-};
-
 struct KvCacheStats {
   int64_t bytes_total = 0;
   int64_t bytes_used = 0;  // bytes of groups in use
@@ -207,9 +202,11 @@ class KvCache final {
   const SlabPool& pool() const { return pool_; }
   // Makes an idle group the last of its layout to be evicted.
   void Touch(uint32_t entry) { pool_.Touch(entry); }
+  // A group into which restored bytes are on their way.
   struct RestoreRoom {
     uint64_t id = 0;
     uint32_t entry = SlabPool::kNoEntry;
+    LayoutId layout = -1;
   };
   // Takes a group that the tenant's restored bytes will fill completely; kNoEntry if the pool is
   // full even after evictions.
@@ -282,11 +279,10 @@ class KvCache final {
   int64_t idle_groups(LayoutId layout) const { return pool_.idle_groups(layout); }
   int64_t pinned_groups() const { return pool_.stats().groups_pinned; }
   KvCacheStats stats() const;
-  PoolBytes bytes() const {
+  // Returns KvCacheStats::bytes_used.
+  int64_t bytes_used() const {
     const SlabPoolStats& pool = pool_.stats();
-    return {pool.bytes_total,
-            pool.bytes_used - pool.bytes_pinned - pool.bytes_cached - restoring_bytes_,
-            pool.bytes_cached};
+    return pool.bytes_used - pool.bytes_pinned - pool.bytes_cached - restoring_bytes_;
   }
   // Checks all accounts; returns an empty string if the conservation invariant holds, else a
   // description of the fault.
@@ -318,11 +314,6 @@ class KvCache final {
     int32_t declared = 0;
     int32_t pages_cached = 0;  // leading whole pages that were offered to the cache
     int32_t next_free = kNone;
-  };
-
-  struct Restoring {
-    RestoreRoom room;
-    LayoutId layout = kNone;
   };
 
   KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables);
@@ -405,7 +396,7 @@ class KvCache final {
   int64_t open_sequences_ = 0;
   uint64_t allocations_ = 0;
   uint64_t scrubs_ = 0;
-  std::vector<Restoring> restoring_;  // groups into which restored bytes are on their way
+  std::vector<RestoreRoom> restoring_;
   uint64_t next_restore_ = 1;
   int64_t restoring_bytes_ = 0;
   std::array<uint64_t, kFreedReasons> freed_ = {};
