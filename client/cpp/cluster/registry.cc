@@ -41,20 +41,7 @@ absl::Status Away(const std::string& message) {
   return WithReason(absl::StatusCode::kUnavailable, message, kRegistryAway);
 }
 
-// A registry whose entries only its operator can write.
-class FixedRegistry : public Registry {
- public:
-  absl::StatusOr<std::string> Moved(uint64_t) override { return std::string(); }
-  absl::Status WriteMoved(const std::vector<uint64_t>&, const std::string&) override {
-    return absl::UnimplementedError("lists and the name service have no room for moved sequences");
-  }
-  absl::Status Announce(const Member&, int64_t) override {
-    return absl::UnimplementedError("lists and the name service have no room for announcements");
-  }
-  absl::Status Withdraw() override { return absl::OkStatus(); }
-};
-
-class StaticRegistry final : public FixedRegistry {
+class StaticRegistry final : public Registry {
  public:
   explicit StaticRegistry(const std::vector<std::string>& addresses) {
     for (const std::string& address : addresses) members_.push_back(MemberAt(address));
@@ -67,7 +54,7 @@ class StaticRegistry final : public FixedRegistry {
 
 // Lists every address of a name as a member. In Kubernetes a headless service lists the pods that
 // are ready. A pod that drains is not ready.
-class DnsRegistry final : public FixedRegistry {
+class DnsRegistry final : public Registry {
  public:
   explicit DnsRegistry(Endpoint name) : name_(std::move(name)) {}
 

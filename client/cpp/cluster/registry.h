@@ -22,22 +22,27 @@ struct EtcdFiles {
   std::string ca, cert, key;
 };
 
+// The calls after Read are those of a registry that only its operator can write.
 class Registry {
  public:
   virtual ~Registry() = default;
   virtual absl::StatusOr<std::vector<Member>> Read() = 0;
   // The address of the server to which a drain has moved a sequence; "": nothing is known.
-  virtual absl::StatusOr<std::string> Moved(uint64_t sequence_id) = 0;
+  virtual absl::StatusOr<std::string> Moved(uint64_t) { return std::string(); }
   // Writes down, for an hour, that sequences are at `address` now. UNIMPLEMENTED for a registry
   // that cannot be written.
-  virtual absl::Status WriteMoved(const std::vector<uint64_t>& sequence_ids,
-                                  const std::string& address) = 0;
+  virtual absl::Status WriteMoved(const std::vector<uint64_t>& /*sequence_ids*/,
+                                  const std::string& /*address*/) {
+    return absl::UnimplementedError("lists and the name service have no room for moved sequences");
+  }
   // Writes the value of a member under a lease of so many seconds; the calls after the first one
   // renew it, and write again what has changed. Only one thread at a time may announce one member.
   // UNIMPLEMENTED for a registry that cannot be written.
-  virtual absl::Status Announce(const Member& member, int64_t lease_seconds) = 0;
+  virtual absl::Status Announce(const Member&, int64_t /*lease_seconds*/) {
+    return absl::UnimplementedError("lists and the name service have no room for announcements");
+  }
   // Takes that value out.
-  virtual absl::Status Withdraw() = 0;
+  virtual absl::Status Withdraw() { return absl::OkStatus(); }
 };
 
 // Returns the registry that a target names. INVALID_ARGUMENT: the target has another form, or a
