@@ -100,7 +100,7 @@ std::vector<uint16_t> Values(size_t count, uint64_t seed) {
   return values;
 }
 
-absl::Status Worker::Connect(const std::vector<std::string>& targets, uint64_t region_bytes) {
+absl::Status LaneWorker::Connect(const std::vector<std::string>& targets, uint64_t region_bytes) {
   client::ClientOptions options;
   options.transport = client::ClientOptions::Transport::kRing;
   options.shared_bytes = region_bytes;
@@ -116,7 +116,7 @@ absl::Status Worker::Connect(const std::vector<std::string>& targets, uint64_t r
   return absl::OkStatus();
 }
 
-absl::Status Worker::RegisterModel(bool weights) {
+absl::Status LaneWorker::RegisterModel(bool weights) {
   v1::ModelSpec spec;
   spec.set_model_id(kModel);
   spec.set_layers(static_cast<uint32_t>(flags_.layers));
@@ -134,7 +134,7 @@ absl::Status Worker::RegisterModel(bool weights) {
                          [this](client::Client* server) { return UploadWeights(server); });
 }
 
-absl::Status Worker::UploadWeights(client::Client* server) const {
+absl::Status LaneWorker::UploadWeights(client::Client* server) const {
   const uint64_t head_bytes = kLora * (kNope + kValue) * 2;
   const uint64_t most = std::max(head_bytes, server->info().limits().weight_chunk_bytes());
   const auto all = static_cast<uint32_t>(flags_.heads);
@@ -152,7 +152,7 @@ absl::Status Worker::UploadWeights(client::Client* server) const {
   return server->UploadWeights(kModel, next).status();
 }
 
-absl::StatusOr<Lane> Worker::MakeLane(size_t server, uint64_t in, uint64_t out) {
+absl::StatusOr<Lane> LaneWorker::MakeLane(size_t server, uint64_t in, uint64_t out) {
   Lane lane;
   sessions_.push_back(client_->OpenSession(targets_[server % targets_.size()]));
   lane.session = sessions_.back().get();
@@ -166,7 +166,7 @@ absl::StatusOr<Lane> Worker::MakeLane(size_t server, uint64_t in, uint64_t out) 
 }
 
 // One step that adds rows to a sequence. Its layers are under way at the same time.
-absl::Status Worker::FillStep(const Lane& lane, ClusterSequence* sequence, uint32_t rows) {
+absl::Status LaneWorker::FillStep(const Lane& lane, ClusterSequence* sequence, uint32_t rows) {
   auto step = lane.session->Begin(kModel, {{sequence, rows}}, {.step = {.lease_ms = kLeaseMs}});
   if (!step.ok()) return step.status();
   std::vector<client::PendingClusterAttend> pending;
@@ -185,7 +185,7 @@ absl::Status Worker::FillStep(const Lane& lane, ClusterSequence* sequence, uint3
   return (*step)->End().status();
 }
 
-absl::Status Worker::Fill(const Lane& lane, uint32_t count, uint64_t seed) {
+absl::Status LaneWorker::Fill(const Lane& lane, uint32_t count, uint64_t seed) {
   const auto context = static_cast<uint32_t>(flags_.context);
   for (uint32_t i = 0; i < count; ++i) {
     auto opened = client_->OpenSequence(kModel);
@@ -203,7 +203,7 @@ absl::Status Worker::Fill(const Lane& lane, uint32_t count, uint64_t seed) {
   return absl::OkStatus();
 }
 
-absl::Status Worker::Attach(size_t server, const std::vector<uint64_t>& ids) {
+absl::Status LaneWorker::Attach(size_t server, const std::vector<uint64_t>& ids) {
   for (const uint64_t id : ids) {
     auto attached = client_->Attach(kModel, id);
     if (!attached.ok()) return attached.status();
@@ -216,7 +216,7 @@ absl::Status Worker::Attach(size_t server, const std::vector<uint64_t>& ids) {
   return absl::OkStatus();
 }
 
-void Worker::Detach() {
+void LaneWorker::Detach() {
   for (auto& some : sequences_) {
     for (ClusterSequence& one : some) one.Detach();
   }

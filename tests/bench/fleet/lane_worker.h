@@ -43,9 +43,9 @@ struct Lane {
 };
 
 // Has sequences on some servers, and a session for each lane. `flags` must outlive it.
-class Worker final {
+class LaneWorker final {
  public:
-  explicit Worker(const Flags& flags) : flags_(flags) {}
+  explicit LaneWorker(const Flags& flags) : flags_(flags) {}
 
   absl::Status Connect(const std::vector<std::string>& targets, uint64_t region_bytes);
   absl::Status RegisterModel(bool weights);

@@ -45,7 +45,7 @@ constexpr uint64_t kRoom = 8u << 20;  // of a region, for what is not a tensor
 class Measurement final {
  public:
   explicit Measurement(const Flags& flags)
-      : flags_(flags), own_{Worker(flags_), Worker(flags_)}, both_(flags_) {}
+      : flags_(flags), own_{LaneWorker(flags_), LaneWorker(flags_)}, both_(flags_) {}
   absl::Status Open(const std::vector<std::string>& targets);
   absl::Status Run(const Point& point);
   ~Measurement() { both_.Detach(); }
@@ -60,8 +60,8 @@ class Measurement final {
   absl::Status CompareBoth(const Point& point, const char* way);
 
   const Flags flags_;
-  Worker own_[kServers];
-  Worker both_;
+  LaneWorker own_[kServers];
+  LaneWorker both_;
   Lane alone_[kServers], of_both_[kServers], whole_;
   std::vector<std::string> rows_;
 };
@@ -77,7 +77,7 @@ absl::Status Measurement::Open(const std::vector<std::string>& targets) {
   std::vector<std::thread> threads;
   for (size_t server = 0; server < kServers; ++server) {
     threads.emplace_back([&, server] {
-      Worker& worker = own_[server];
+      LaneWorker& worker = own_[server];
       absl::Status s = worker.Connect({targets[server]}, region);
       if (s.ok()) s = worker.RegisterModel(flags_.profile != "absorbed");
       if (s.ok()) {
