@@ -356,14 +356,6 @@ TierStats TierMoves::stats() const {
 
 // ----------------------------------------------------------------------------------- Into the pool
 
-using kvcache::LayoutId;
-using kvcache::PrefixCache;
-using kvcache::SlabPool;
-using kvcache::Tier;
-using kvcache::TierCopies;
-using kvcache::TierIndex;
-using kvcache::TierJob;
-
 std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::PrefixChain& chain,
                                              int64_t first_row, int64_t most_rows, bool waits) {
   DropUnwanted();

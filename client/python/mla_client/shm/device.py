@@ -156,27 +156,63 @@ class _Current:
             self._runtime.set_device(self._before.value)
 
 
-class DeviceRegion:
+class DeviceMemory:
+    """Memory of a device that is given out in blocks."""
+
+    def __init__(self, device: int, nvidia: bool, size: int, blocks: Any) -> None:
+        """`blocks`: Blocks, or those of the library. The address is set once it is known."""
+        self.device = device
+        self.nvidia = nvidia
+        self.address = 0
+        self.size = size
+        self._blocks = blocks
+        self._lock = threading.Lock()
+
+    def allocate(self, *sizes: int) -> List[int]:
+        """Offsets of that many bytes each, at multiples of 64. ResourceExhausted without room."""
+        with self._lock:
+            offsets: List[int] = []
+            for size in sizes:
+                offset = self._blocks.take(-(-max(size, 1) // 64) * 64)
+                if offset is None:
+                    for taken in offsets:
+                        self._blocks.give(taken)
+                    raise errors.ResourceExhausted(
+                        f"device memory: no room for {sum(sizes)} of {self.size} bytes; ask for "
+                        "more with device_bytes")
+                offsets.append(offset)
+            return offsets
+
+    def free(self, offsets: List[int]) -> None:
+        """Gives back what `allocate` returned."""
+        with self._lock:
+            for offset in offsets:
+                self._blocks.give(offset)
+
+    def array(self, offset: int, shape: Tuple[int, ...], dtype: Any) -> "DeviceArray":
+        """The tensor at an offset."""
+        return DeviceArray(self, self.address + offset, shape, dtype)
+
+
+class DeviceRegion(DeviceMemory):
     """The device memory of one ring, mapped into this process."""
 
     def __init__(self, part: bytes, descriptor: Optional[int], entries: int, device: int,
                  library: str) -> None:
         """`part`: DeviceHeader and the event handles. The descriptor stays the caller's.
         Unavailable names what this process lacks."""
-        _, nvidia, kind, _, self.size, uuid, _, memory = HEADER.unpack_from(part)
+        _, nvidia, kind, _, size, uuid, _, memory = HEADER.unpack_from(part)
         if kind != HANDLE and (kind != DESCRIPTOR or descriptor is None):
             raise errors.Unimplemented(f"device memory: got kind {kind}, must be 1 with a "
                                        "descriptor, or 2")
-        self.device = device
+        super().__init__(device, bool(nvidia), size, Blocks(0, size))
         self.warning = ""  # what will be slow, in words for people
         self._undo: List[Callable[[], None]] = []
         self._events: List[int] = []
         self._local: List[int] = []
         self._recorded_here = True  # the events, by streams of this process's device
         self._relay = 0
-        self._lock = threading.Lock()
-        self._blocks = Blocks(0, self.size)
-        runtime: Any = _Runtime(bool(nvidia), library)
+        runtime: Any = _Runtime(self.nvidia, library)
         self._runtime = runtime
         self._find_devices(uuid)
         try:
@@ -216,10 +252,6 @@ class DeviceRegion:
             for event in self._events:
                 self._runtime.event_destroy(event)
         self._events = []
-
-    @property
-    def nvidia(self) -> bool:
-        return bool(self._runtime.nvidia)
 
     def _own(self) -> _Current:
         return _Current(self._runtime, self.device, self._context)
@@ -295,33 +327,6 @@ class DeviceRegion:
             runtime.stream_wait(self._relay, self._local[slot], 0)
             runtime.event_record(self._events[slot], self._relay)
 
-    # --- Blocks
-
-    def allocate(self, *sizes: int) -> List[int]:
-        """Offsets of that many bytes each, at multiples of 64. ResourceExhausted without room."""
-        with self._lock:
-            offsets: List[int] = []
-            for size in sizes:
-                offset = self._blocks.take(-(-max(size, 1) // 64) * 64)
-                if offset is None:
-                    for taken in offsets:
-                        self._blocks.give(taken)
-                    raise errors.ResourceExhausted(
-                        f"device memory: no room for {sum(sizes)} of {self.size} bytes; ask for "
-                        "more with device_bytes")
-                offsets.append(offset)
-            return offsets
-
-    def free(self, offsets: List[int]) -> None:
-        """Gives back what `allocate` returned."""
-        with self._lock:
-            for offset in offsets:
-                self._blocks.give(offset)
-
-    def array(self, offset: int, shape: Tuple[int, ...], dtype: Any) -> "DeviceArray":
-        """The tensor at an offset."""
-        return DeviceArray(self, self.address + offset, shape, dtype)
-
     def close(self) -> None:
         """Unmaps it: tensors that lie there must not be used any more. Repeating is harmless."""
         runtime = self._runtime
@@ -389,7 +394,7 @@ class DeviceArray:
     anything that reads `__cuda_array_interface__`. bf16 is bfloat16 through DLPack and, since the
     interface has no name for it, uint16 through the other."""
 
-    def __init__(self, region: DeviceRegion, address: int, shape: Tuple[int, ...],
+    def __init__(self, region: DeviceMemory, address: int, shape: Tuple[int, ...],
                  dtype: Any) -> None:
         self._region = region
         self.address = address

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Optional
 
 from mla_client import errors, native
 from mla_client.base import gates, process
-from mla_client.shm.device import DeviceArray
+from mla_client.shm.device import DeviceMemory
 from mla_client.shm.shared_memory import DeviceWish, SharedMemory
 
 _SECOND = 1000  # milliseconds
@@ -39,45 +39,15 @@ class _Blocks:
         self._lib.mla_ring_deallocate(self._ring, offset, self._on_device)
 
 
-class NativeDevice:
+class NativeDevice(DeviceMemory):
     """Device memory of a ring of the library's."""
 
     def __init__(self, memory: "NativeMemory", info: native.Info, device: int,
                  blocks: _Blocks) -> None:
+        super().__init__(device, bool(info.nvidia), info.device_bytes, blocks)
         self._memory = memory
-        self.device = device
-        self.nvidia = bool(info.nvidia)
-        self.address: int = info.device_memory or 0
-        self.size: int = info.device_bytes
+        self.address = info.device_memory or 0
         self.warning = (info.device_warning or b"").decode()
-        self._blocks = blocks
-        self._lock = threading.Lock()
-
-    def allocate(self, *sizes: int) -> List[int]:
-        """Offsets of that many bytes each, at multiples of 64. ResourceExhausted without room."""
-        with self._lock:
-            offsets: List[int] = []
-            for size in sizes:
-                offset = self._blocks.take(-(-max(size, 1) // 64) * 64)
-                if offset is None:
-                    for taken in offsets:
-                        self._blocks.give(taken)
-                    raise errors.ResourceExhausted(
-                        f"device memory: no room for {sum(sizes)} of {self.size} bytes; ask for "
-                        "more with device_bytes")
-                offsets.append(offset)
-            return offsets
-
-    def free(self, offsets: List[int]) -> None:
-        """Gives back what `allocate` returned."""
-        with self._lock:
-            for offset in offsets:
-                self._blocks.give(offset)
-
-    def array(self, offset: int, shape: Tuple[int, ...], dtype: Any) -> DeviceArray:
-        """The tensor at an offset."""
-        region: Any = self
-        return DeviceArray(region, self.address + offset, shape, dtype)
 
 
 class NativeMemory(SharedMemory):
