@@ -25,7 +25,7 @@ void PageMover::Add(PageMove* move) {
   waiting_.push_back(move);
 }
 
-bool PageMover::AddPart(PageMove* move, Room* room, Batch* batch) {
+bool PageMover::AddPart(PageMove* move, kvcache::WorkRoom* room, Batch* batch) {
   PageMove::EngineFields& note = move->engine;
   auto& transfers = move->in ? batch->page_writes : batch->page_reads;
   note.bytes_running = 0;
@@ -56,7 +56,7 @@ bool PageMover::AddPart(PageMove* move, Room* room, Batch* batch) {
 }
 
 void PageMover::Take(const BatchPolicy& policy, Batch* batch) {
-  Room room;
+  kvcache::WorkRoom room{kPageRanges, kLaunchBytes};
   std::deque<PageMove*> unfinished;
   for (PageMove* const move : waiting_) {
     const PageMove::EngineFields& note = move->engine;

@@ -48,12 +48,8 @@ class PageMover final {
   uint64_t bytes_in() const { return bytes_in_; }
 
  private:
-  struct Room {
-    int64_t bytes = kLaunchBytes;
-    size_t places = kPageRanges;
-  };
   // Adds the part of the move's transfers that fits; returns false if nothing does.
-  static bool AddPart(PageMove* move, Room* room, Batch* batch);
+  static bool AddPart(PageMove* move, kvcache::WorkRoom* room, Batch* batch);
   void Answer(PageMove* move, const absl::Status& status);
 
   kvcache::KvCache* const cache_;
