@@ -6,7 +6,12 @@ configuration that sets the define precompiled_headers (opt and what derives fro
 reads them in compiled form, except sources with an -O of their own that no header was compiled
 with. The compiler refuses a header that was compiled with other flags (-Winvalid-pch is an error),
 so FLAGS and .bazelrc cannot drift apart unnoticed.
+
+Under these configurations the sources of tests are compiled by clang with -O0, in half of the time
+that g++ takes (docs/internals/tests.md). Libraries and programs are always g++'s.
 """
+
+load(":objects.bzl", "CLANG", "CLANG_FLAGS", "test_objects")
 
 FOLDER = "third_party/precompiled"
 
@@ -71,6 +76,33 @@ def precompiled_header(name, srcs, optimization, generated = []):
         }),
     )
 
+def precompiled_test_header(name, srcs, generated = []):
+    """Compiles the headers that srcs include with clang, as test_objects reads them.
+
+    Args:
+      name: the header is compiled/NAME.h; a group of files NAME holds it and the compiled one.
+      srcs: texts of #include lines, put together in their order.
+      generated: headers among the included ones that protoc makes.
+    """
+    header = "compiled/" + name + ".h"
+    compiled = "compiled/" + name + ".pch"
+
+    # A compiled header holds the paths of what it read, and clang makes them absolute. Paths of
+    # /proc/self/cwd are so already, and the same in all clones.
+    native.genrule(
+        name = name + "_compiled",
+        srcs = srcs + generated,
+        outs = [header, compiled],
+        cmd = "cat %s >$(location %s) && " % (" ".join(["$(location %s)" % src for src in srcs]), header) +
+              "%s %s -isystem /proc/self/cwd/$(GENDIR)/proto -x c++-header " % (CLANG, " ".join(CLANG_FLAGS)) +
+              "-fpch-instantiate-templates -Xclang -fno-pch-timestamp " +
+              "/proc/self/cwd/$(location %s) -o $(location %s)" % (header, compiled),
+    )
+    native.filegroup(
+        name = name,
+        srcs = [header, compiled] + generated,
+    )
+
 def _reads_messages():
     package = native.package_name() + "/"
     for reader in MESSAGE_READERS:
@@ -106,6 +138,34 @@ def mla_binary(copts = [], deps = [], **kwargs):
     """A cc_binary."""
     native.cc_binary(**dict(kwargs, **_reading("library", copts, deps)))
 
-def mla_test(size = "small", copts = [], deps = [], **kwargs):
-    """A cc_test of GoogleTest, compiled with -O1: most take longer to compile than to run."""
-    native.cc_test(size = size, **dict(kwargs, **_reading("test", copts, deps)))
+def mla_test(name, srcs, size = "small", copts = [], deps = [], **kwargs):
+    """A cc_test of GoogleTest: most take longer to compile than to run.
+
+    Clang compiles its sources without optimisation where headers are compiled beforehand. g++
+    compiles those of a test with copts, for example one that computes itself and has ["-O1"], and
+    all sources in other configurations.
+    """
+    attributes = _reading("test", copts, deps)
+    if copts:
+        native.cc_test(name = name, srcs = srcs, size = size, **dict(kwargs, **attributes))
+        return
+    objects = name + "_objects"
+    kind = "clang_test" + ("_with_messages" if _reads_messages() else "")
+    test_objects(
+        name = objects,
+        testonly = True,
+        srcs = [src for src in srcs if src.endswith(".cc")],
+        headers = [src for src in srcs if not src.endswith(".cc")],
+        deps = deps,
+        precompiled = "//third_party/precompiled:" + kind,
+        tags = ["manual"],  # part of no other configuration
+    )
+    native.cc_test(
+        name = name,
+        size = size,
+        srcs = select({
+            "//third_party/precompiled:enabled": [objects],
+            "//conditions:default": srcs,
+        }),
+        **dict(kwargs, **attributes)
+    )

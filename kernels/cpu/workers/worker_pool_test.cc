@@ -88,7 +88,7 @@ TEST(WorkerPoolTest, PollingDoneFinishesWithoutWait) {
 TEST(WorkerPoolTest, JobsRunInTheOrderOfStart) {
   for (const int32_t threads : {1, 3}) {
     WorkerPool pool(Threads(threads, /*spin_us=*/50), 3, nullptr, nullptr);
-    std::atomic<int32_t> running{-1}, faults{0};
+    std::atomic<int32_t> faults{0};
     std::vector<std::unique_ptr<WorkerPool::Job>> jobs;
     std::atomic<int64_t> done[3] = {};
     for (int32_t i = 0; i < 3; ++i) {

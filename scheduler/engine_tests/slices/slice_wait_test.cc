@@ -5,6 +5,7 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -57,8 +58,8 @@ class SliceWaitTest : public ::testing::TestWithParam<int> {
     for (int i = 0; i < static_cast<int>(delays.size()); ++i) {
       if (delays[i] != kNever) order.push_back(i);
     }
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int a, int b) { return delays[a] < delays[b]; });
+    std::sort(order.begin(), order.end(),
+              [&](int a, int b) { return std::pair(delays[a], a) < std::pair(delays[b], b); });
     size_t sent = 0, answered = 0;
     while (answered < order.size()) {
       // The next thing that happens: a rank sends, or a wait is over.

@@ -85,8 +85,9 @@ std::vector<Row> Rows(int count, uint64_t key) {
 
 void Settle(EngineHarness& h) {
   for (int quiet = 0; quiet < 3;) {
-    const bool busy = h.core().launches().Start() | h.core().launches().Complete(/*wait=*/true);
-    quiet = busy ? 0 : quiet + 1;
+    const bool started = h.core().launches().Start();
+    const bool completed = h.core().launches().Complete(/*wait=*/true);
+    quiet = started || completed ? 0 : quiet + 1;
   }
 }
 

@@ -74,9 +74,9 @@ class ProjectedEngine {
     std::vector<std::unique_ptr<TestRequest>> requests;
     for (int i = 0; i < kSequences; ++i) requests.push_back(Submit(rows, i));
     for (int quiet = 0; quiet < 3;) {
-      const bool busy =
-          h_->core().launches().Start() | h_->core().launches().Complete(/*wait=*/true);
-      quiet = busy ? 0 : quiet + 1;
+      const bool started = h_->core().launches().Start();
+      const bool completed = h_->core().launches().Complete(/*wait=*/true);
+      quiet = started || completed ? 0 : quiet + 1;
     }
     return requests;
   }

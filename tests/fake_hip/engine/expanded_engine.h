@@ -148,9 +148,9 @@ class ExpandedEngine {
   // Runs until nothing is ready and nothing is running.
   void Settle() {
     for (int quiet = 0; quiet < 3;) {
-      const bool busy =
-          h_->core().launches().Start() | h_->core().launches().Complete(/*wait=*/true);
-      quiet = busy ? 0 : quiet + 1;
+      const bool started = h_->core().launches().Start();
+      const bool completed = h_->core().launches().Complete(/*wait=*/true);
+      quiet = started || completed ? 0 : quiet + 1;
     }
   }
 
