@@ -157,7 +157,8 @@ class HipReportTest(unittest.TestCase):
         rate = (1 << 20) * 256 * 2.4 * 2 / turn.clocks / 1e3
         self.assertIn("| gfx950 | `mla_expand` | 2 | KV tile of 32 rows | 32 | 64 | 20 | "
                       f"{turn.clocks} | {rate:.0f} |", turns)
-        self.assertIn("| gfx950 | a gate, one look at its word | 4 instructions, 16 clocks, ", turns)
+        self.assertIn("| gfx950 | a gate, one look at its word | 4 instructions, 16 clocks, ",
+                      turns)
         self.assertIn("| gfx950 | a signal, to its word | 5 instructions, 20 clocks, ", turns)
         # 35.7 MB: read and written at 6 TB/s, or over the link; queries alone take 331 us of it.
         self.assertIn("| gfx950 | 128 | 35.7 MB | 100.7 us | 112.5 us | 726 us | 625 us |", turns)

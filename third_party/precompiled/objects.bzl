@@ -80,7 +80,7 @@ test_objects = rule(
             default = "//third_party/precompiled:compile.sh",
             allow_single_file = True,
             executable = True,
-            cfg = "host",
+            cfg = "exec",
         ),
     },
 )
