@@ -12,13 +12,13 @@ namespace {
 #if defined(MLA_SANITIZED)
 constexpr int64_t kOperations = 100'000;
 #else
-constexpr int64_t kOperations = 1'000'000;
+constexpr int64_t kOperations = 500'000;
 #endif
 
-TEST(Simulation, AMillionOperationsAreAsForetold) {
+TEST(Simulation, ManyOperationsAreAsForetold) {
   RunOptions options;
   options.seed = FirstSeed();
-  options.operations = kOperations * (std::getenv("MLA_TEST_LONG") == nullptr ? 1 : 20);
+  options.operations = kOperations * (std::getenv("MLA_TEST_LONG") == nullptr ? 1 : 40);
   options.threads = 2;
   const RunResult run = RunSeeds(options);
   ASSERT_EQ(run.violations, 0) << run.violation << "replay: ./dev sim --seed " << run.failing_seed
