@@ -368,6 +368,7 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
     DrainHandOver hand_over;
     if (!request->to().empty() || request->also_to_size() > 0) {
       MLA_ASSIGN_OR_RETURN(peers, ConnectPeers(*request));
+      MLA_RETURN_IF_ERROR(peers->MakeThread());
       for (const v1::DrainPeer& peer : peers->asked()) {
         const bool takes = peer.message().empty();
         Log(takes ? LogLevel::kInfo : LogLevel::kWarning, "hand_over",

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -37,6 +38,18 @@ bool TooManyCalls(const absl::Status& status) {
 // Returns true if the peer had no place for a sequence, whose size it has been told.
 bool HadNoRoom(const absl::Status& status) {
   return status.code() == absl::StatusCode::kResourceExhausted;
+}
+
+// Adds a thread that does `work`. Returns false if the machine has none left; the threads that
+// there are then do the work of all.
+bool AddHelper(std::vector<std::thread>* helpers, std::function<void()> work) {
+  try {
+    helpers->emplace_back(std::move(work));
+  } catch (const std::system_error& error) {
+    Log(LogLevel::kWarning, "hand_over_thread", {{"message", error.what()}});
+    return false;
+  }
+  return true;
 }
 
 // Returns the counter of sequences that stay for this reason, which is one of this server's own.
@@ -107,7 +120,28 @@ std::vector<PeerServer*> HandOver::ByRoom() const {
   return peers;
 }
 
-void HandOver::Start() { thread_ = std::thread(&HandOver::Run, this); }
+absl::Status HandOver::MakeThread() {
+  try {
+    thread_ = std::thread([this] {
+      {
+        MutexLock lock(mutex_);
+        changed_.Wait(lock,
+                      [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return begun_ || stop_; });
+        if (!begun_) return;
+      }
+      Run();
+    });
+  } catch (const std::system_error& error) {
+    return absl::UnavailableError(absl::StrCat("no thread for the hand-over: ", error.what()));
+  }
+  return absl::OkStatus();
+}
+
+void HandOver::Start() {
+  const MutexLock lock(mutex_);
+  begun_ = true;
+  changed_.NotifyAll();
+}
 
 void HandOver::Interrupt() {
   const MutexLock lock(mutex_);
@@ -185,7 +219,8 @@ void HandOver::OnThreads(size_t count, const std::function<void(size_t)>& work) 
     }
   };
   std::vector<std::thread> helpers;
-  for (size_t i = 1; i < std::min(count, threads_); ++i) helpers.emplace_back(run);
+  while (helpers.size() + 1 < std::min(count, threads_) && AddHelper(&helpers, run)) {
+  }
   run();
   for (std::thread& helper : helpers) helper.join();
 }
@@ -267,7 +302,8 @@ absl::Status HandOver::SendTransfer(PeerServer& peer, OutgoingWeights& weights,
   if (!streams.empty()) MLA_RETURN_IF_ERROR(accepted());
   std::vector<std::thread> helpers;
   for (auto& stream : streams) {
-    helpers.emplace_back([&, part = stream.get()] { SendPart(peer, *part, weights, parts); });
+    const auto send = [&, part = stream.get()] { SendPart(peer, *part, weights, parts); };
+    if (!AddHelper(&helpers, send)) break;
   }
   absl::Status status = call.SendHeads();
   if (!status.ok()) weights.failed = true;

@@ -89,7 +89,10 @@ class HandOver final {
                                                            std::vector<HandOverTarget> targets);
   ~HandOver();
 
-  // REQUIRES: the engine drains.
+  // Makes the thread, which waits for Start. UNAVAILABLE if the machine has none left. Called
+  // before the engine drains, so that the server then serves on.
+  absl::Status MakeThread();
+  // REQUIRES: the engine drains; MakeThread has succeeded.
   void Start();
   bool done() const { return done_; }
   // Interrupts the running call and returns when the thread has ended. May be called twice.
@@ -172,6 +175,7 @@ class HandOver final {
   std::atomic<bool> done_{false};
   Mutex mutex_;
   CondVar changed_;
+  bool begun_ ABSL_GUARDED_BY(mutex_) = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
   std::vector<scheduler::SequenceInfo> left_;  // the thread's: not tried yet, by tenant and id

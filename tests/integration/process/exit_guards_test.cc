@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -18,6 +19,7 @@
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/testing/faulty_backend.h"
 #include "server/process/exit_guards.h"
+#include "tests/integration/hand_over/weights_fixture.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -26,6 +28,14 @@ namespace {
 thread_local int threads_left = 1 << 20;
 thread_local bool may_make_threads = false;
 std::atomic<bool> others_may{true};
+std::atomic<int> standard_left{1 << 20};
+
+// Returns true for the threads of std::thread, as opposed to those of gRPC.
+bool IsStandard(void* (*start)(void*)) {
+  Dl_info from{};
+  return dladdr(reinterpret_cast<void*>(start), &from) != 0 &&
+         std::string_view(from.dli_fname).find("libstdc++") != std::string_view::npos;
+}
 
 }  // namespace
 
@@ -34,7 +44,8 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attribute
                               void* (*start)(void*), void* argument) {
   using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
   static const auto real = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
-  const bool left = threads_left-- > 0 && (others_may || may_make_threads);
+  const bool left = threads_left-- > 0 && (others_may || may_make_threads) &&
+                    (!IsStandard(start) || standard_left-- > 0);
   return left ? real(thread, attributes, start, argument) : EAGAIN;
 }
 
@@ -134,6 +145,37 @@ TEST(ThreadShortageTest, ARingWithoutAThreadIsRefused) {
   EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
   EXPECT_THAT(std::string(refused.message()), ::testing::HasSubstr("no thread for the ring"));
   EXPECT_TRUE(client::SharedMemory::Connect(listener, options).ok());
+}
+
+class ThreadShortageInADrainTest : public WeightsTest {};
+
+TEST_F(ThreadShortageInADrainTest, WithoutAThreadItIsRefusedAndTheServerServesOn) {
+  Fill(1);
+  const auto b = Serve();
+  standard_left = 0;
+  const absl::Status refused = Drain(Address(*b)).status();
+  standard_left = 1 << 20;
+  EXPECT_TRUE(absl::IsUnavailable(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), ::testing::HasSubstr("no thread for the hand-over"));
+  ExpectHere(&tracks_[0]);
+  EXPECT_TRUE(red_->OpenSequence("m").ok());
+}
+
+TEST_F(ThreadShortageInADrainTest, OneThreadMovesAllSequencesAndWeights) {
+  FillWithWeights();
+  for (int i = 0; i < 3; ++i) {
+    tracks_.push_back(*worker_->Open());
+    ASSERT_EQ(worker_->Step({&tracks_.back()}, {5}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  }
+  const auto b = Serve();
+  standard_left = 1;
+  const auto reply = Drain(Address(*b));
+  const int short_of = -standard_left.exchange(1 << 20);
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_GE(short_of, 2) << "helpers for weights and for sequences";
+  EXPECT_EQ(reply->handed_over_size(), 4);
+  EXPECT_EQ(Outcomes(*a_, "moved"), 1);
+  for (Track& track : tracks_) ExpectMoved(&track, *b, Address(*b));
 }
 
 }  // namespace
