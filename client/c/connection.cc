@@ -121,7 +121,9 @@ absl::Status SendWeights(client::Client* server, const std::string& model_id,
 
 absl::Status Upload(mla_client* client, const char* model_id, std::span<const mla_weights> weights,
                     int32_t* complete) {
-  if (absl::Status status = CheckNotNull(model_id, "model_id"); !status.ok()) return status;
+  absl::Status named = CheckNotNull(model_id, "model_id");
+  if (named.ok() && !weights.empty()) named = CheckNotNull(weights.data(), "weights");
+  if (!named.ok()) return named;
   for (const mla_weights& one : weights) {
     for (const void* tensor : {one.w_uk, one.w_uv}) {
       absl::Status status =
@@ -250,7 +252,9 @@ mla_code mla_upload_weights(mla_client* client, const char* model_id, const mla_
 mla_code mla_upload_scales(mla_client* client, const char* model_id, const float* scales,
                            size_t count, mla_error** error) {
   return Guard(error, [&] {
-    if (absl::Status status = CheckNotNull(model_id, "model_id"); !status.ok()) return status;
+    absl::Status named = CheckNotNull(model_id, "model_id");
+    if (named.ok() && count > 0) named = CheckNotNull(scales, "scales");
+    if (!named.ok()) return named;
     if (client->cluster == nullptr) return client->client->UploadScales(model_id, {scales, count});
     return client->cluster->Upload(
         model_id, "scales",

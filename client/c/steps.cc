@@ -84,7 +84,9 @@ absl::Status Begin(mla_session* session, const char* model_id, std::span<const m
                    const mla_step_options* given, mla_step** out) {
   if (absl::Status status = CheckNotNull(out, "out"); !status.ok()) return status;
   *out = nullptr;
-  if (absl::Status status = CheckNotNull(model_id, "model_id"); !status.ok()) return status;
+  absl::Status named = CheckNotNull(model_id, "model_id");
+  if (named.ok() && !rows.empty()) named = CheckNotNull(rows.data(), "rows");
+  if (!named.ok()) return named;
   mla_step_options known;
   if (absl::Status status = Read(given, false, "options", &known); !status.ok()) return status;
   client::BeginOptions options;

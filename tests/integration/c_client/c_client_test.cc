@@ -222,6 +222,17 @@ TEST(CClientTest, NullArgumentsAreRefusedByName) {
   EXPECT_EQ(mla_upload_weights(client.get(), "m", &missing, 1, nullptr, &error),
             MLA_INVALID_ARGUMENT);
   EXPECT_EQ(Said(error).field, "weights.w_uv");
+  EXPECT_EQ(mla_upload_weights(client.get(), "m", nullptr, 1, nullptr, &error),
+            MLA_INVALID_ARGUMENT);
+  EXPECT_EQ(Said(error).field, "weights");
+  EXPECT_EQ(mla_upload_scales(client.get(), "m", nullptr, 1, &error), MLA_INVALID_ARGUMENT);
+  EXPECT_EQ(Said(error).field, "scales");
+  mla_session* session = nullptr;
+  ASSERT_EQ(mla_session_open(client.get(), &session, &error), MLA_OK);
+  mla_step* step = nullptr;
+  EXPECT_EQ(mla_step_begin(session, "m", nullptr, 1, nullptr, &step, &error), MLA_INVALID_ARGUMENT);
+  EXPECT_EQ(Said(error).field, "rows");
+  mla_session_free(session);
   EXPECT_EQ(mla_pending_ready(nullptr), 1);
   EXPECT_EQ(mla_pending_wait(nullptr, nullptr, &error), MLA_INVALID_ARGUMENT);
   EXPECT_EQ(Said(error).field, "pending");
