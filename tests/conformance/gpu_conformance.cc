@@ -444,10 +444,12 @@ absl::StatusOr<int64_t> RunWindows(const Flags& flags, const Gpu& gpu) {
       [&even](std::span<const PlanShape> shapes, const kernels::PlanTraits& traits) {
         return even.Build(shapes, traits);
       }};
-  const std::vector<std::string> failures = RunWideWindows(
-      backend, plans, static_cast<int32_t>(flags.shapes), flags.sampler.seed, flags.progress);
+  std::vector<WindowCase> cases =
+      WideWindowCases(static_cast<int32_t>(flags.shapes), flags.sampler.seed);
+  for (WindowCase& c : DirectedWindowCases()) cases.push_back(std::move(c));
+  const std::vector<std::string> failures = RunWindows(backend, plans, cases, flags.progress);
   for (const std::string& failure : failures) std::printf("FAIL %s\n", failure.c_str());
-  std::printf("windows: %lld launches, %lld failures\n", 2ll * flags.shapes,
+  std::printf("windows: %lld launches, %lld failures\n", 2ll * std::ssize(cases),
               0ll + std::ssize(failures));
   return std::ssize(failures);
 }

@@ -3,13 +3,15 @@
 //
 //   host_conformance --arch gfx950|gfx942|sm_90 [--image FILE] [--long 1] [--seed S]
 //                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]
-//                    [--kv FORMAT] [--attention dense|v32|projected|indexer] [--compute bf16|fp8]
+//                    [--kv FORMAT] [--attention dense|v32|v4|projected|indexer] [--compute
+//                    bf16|fp8]
 //
 // --image is a library of device code to use instead of the built one. --long has each directed
 // case in each format and draws more cases, as MLA_TEST_LONG does. --kv keeps only cases with rows
 // of this format; --attention keeps only cases without (dense) or with (v32) index lists; with
 // `projected` only products of whole rows run, which come first otherwise; with `indexer` only
-// launches of an indexer, which sparse_kernels_test also has. --compute fp8 takes only 8-bit rows
+// launches of an indexer, and with `v4` only those of windows, which sparse_kernels_test also has.
+// --compute fp8 takes only 8-bit rows
 // and multiplies them in e4m3. --cases runs COUNT cases from number FIRST on. --first-failure ends
 // after the first group with a failed case.
 //
@@ -41,6 +43,8 @@
 #include "tests/conformance/prefill/prefill_cases.h"
 #include "tests/conformance/projected/projected_workload.h"
 #include "tests/conformance/sparse/indexer_cases.h"
+#include "tests/conformance/sparse/window_workload.h"
+#include "tests/conformance/suite/plan_builder.h"
 #include "tests/conformance/suite/scheduler_plan.h"
 #include "tests/conformance/suite/suite.h"
 #include "tests/fake_hip/runtime/fake_control.h"
@@ -99,7 +103,7 @@ bool Parse(int argc, char** argv, Flags& flags) {
     } else if (name == "--kv") {
       flags.kv = value;
     } else if (name == "--attention") {
-      const std::set<std::string> known = {"dense", "v32", "projected", "indexer"};
+      const std::set<std::string> known = {"dense", "v32", "v4", "projected", "indexer"};
       if (!known.contains(value)) return false;
       flags.attention = value;
     } else if (name == "--compute") {
@@ -220,6 +224,12 @@ std::vector<CaseSpec> DirectedCases(const Flags& flags, SamplerOptions sampler, 
   const size_t lists = std::size(kDirectedLists);
   for (size_t i = 0; i < ExtentOf(flags).lists * lists; ++i) {
     add(7000000 + i * 7, i % lists, i / lists, kDirectedLists[i % lists]);
+  }
+  for (size_t i = 0; i < std::size(kDirectedTwice); ++i) {
+    const size_t before = selected.size();
+    add(7500000 + i, i, 0, kDirectedTwice[i]);
+    if (selected.size() == before) continue;
+    for (RequestSpec& request : selected.back().requests) request.lists = ListKind::kTwice;
   }
   sampler.full = kWide;
   for (size_t i = 0; i < std::size(kDirectedWide); ++i) add(6000000 + i, i, 0, kDirectedWide[i]);
@@ -372,15 +382,33 @@ int Report(const Flags& flags, const std::vector<CaseSpec>& cases, const Totals&
   return launched && stream_launches >= streamed ? 0 : 2;
 }
 
-// Returns the number of failed products of rows or launches of an indexer; -1 without a verdict.
+absl::StatusOr<int64_t> RunWindows(const Flags& flags, kernels::hip::HipBackend& backend) {
+  if (absl::Status s = backend.Configure(WindowLimits()); !s.ok()) return s;
+  EvenPlanBuilder even;
+  const PlanBuilder plan = [&even](std::span<const PlanShape> shapes,
+                                   const kernels::PlanTraits& traits) {
+    return even.Build(shapes, traits);
+  };
+  std::vector<WindowCase> cases = DirectedWindowCases();
+  for (WindowCase& c : WideWindowCases(18, flags.seed)) cases.push_back(std::move(c));
+  const std::vector<std::string> failures = RunWindows(backend, {&plan, 1}, cases, flags.progress);
+  for (const std::string& failure : failures) std::printf("FAIL %s\n", failure.c_str());
+  std::printf("windows: %lld launches, %lld failures\n", 0ll + std::ssize(cases),
+              0ll + std::ssize(failures));
+  return std::ssize(failures);
+}
+
+// Returns the number of failed products of rows, or of launches of an indexer or of windows; -1
+// without a verdict.
 int64_t RunOthers(const Flags& flags, const kernels::hip::HipBackendOptions& device) {
-  const bool indexer = flags.attention == "indexer";
+  const bool indexer = flags.attention == "indexer", windows = flags.attention == "v4";
   const bool wanted = flags.attention == "projected" || (flags.attention.empty() && !flags.fp8);
-  if (!indexer && (!wanted || !flags.kv.empty() || flags.first > 0)) return 0;
+  if (!indexer && !windows && (!wanted || !flags.kv.empty() || flags.first > 0)) return 0;
   auto backend = kernels::hip::HipBackend::Create(device);
   if (!backend.ok()) return -1;
-  const auto failures =
-      indexer ? RunDirectedIndexers(**backend) : RunProjected(**backend, ProjectedCases());
+  const auto failures = indexer   ? RunDirectedIndexers(**backend)
+                        : windows ? RunWindows(flags, **backend)
+                                  : RunProjected(**backend, ProjectedCases());
   if (failures.ok()) return *failures;
   std::fprintf(stderr, "%s\n", failures.status().ToString().c_str());
   return -1;
@@ -410,8 +438,9 @@ int Main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
     return 2;
   }
+  const std::set<std::string> others = {"projected", "indexer", "v4"};
   if (const int64_t failed = RunOthers(flags, device);
-      failed != 0 || flags.attention == "projected" || flags.attention == "indexer") {
+      failed != 0 || others.contains(flags.attention)) {
     return failed == 0 ? 0 : failed > 0 ? 1 : 2;
   }
   const std::vector<CaseSpec> cases = Cases(flags, **backend);

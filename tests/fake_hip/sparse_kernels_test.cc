@@ -80,6 +80,22 @@ TEST_P(SparseKernelsTest, RowsAttendToTheWindowAndToEntries) {
   }
 }
 
+TEST_P(SparseKernelsTest, WindowsHoldAtBordersOfTilesAndPagesAndWithEntriesThatStandTwice) {
+  const auto backend = Backend();
+  ASSERT_TRUE(backend->Configure(conformance::WindowLimits()).ok());
+  conformance::EvenPlanBuilder even;
+  const conformance::PlanBuilder plan = [&even](std::span<const conformance::PlanShape> shapes,
+                                                const PlanTraits& traits) {
+    return even.Build(shapes, traits);
+  };
+  for (const WindowCase& c : conformance::DirectedWindowCases()) {
+    WindowWorkload workload(c);
+    absl::Status checked = workload.Run(*backend, plan, c.units);
+    if (checked.ok()) checked = workload.Check();
+    EXPECT_TRUE(checked.ok()) << ToString(c) << ": " << checked;
+  }
+}
+
 TEST_P(SparseKernelsTest, OtherWindowsAreRefused) {
   const auto backend = Backend();
   AttentionDesc desc;

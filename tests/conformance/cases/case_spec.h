@@ -46,8 +46,9 @@ enum class ListKind : uint8_t {
   kOutside,  // positions that the row does not see, in between
   kOne,      // one position each
   kEmpty,    // -1 alone, or nothing
+  kTwice,    // each position at two places, where it counts twice
 };
-inline constexpr int kListKinds = 6;
+inline constexpr int kListKinds = 6;  // that are drawn: all but kTwice
 
 struct RequestSpec {
   int32_t q_rows = 0;

@@ -39,6 +39,13 @@ inline constexpr const char* kDirectedLists[] = {
     "v32:8:1,5000,64/2,40,64:9",   "v32:20:3,333,1/1,0,64:1",        "v32:129:1,600,128/1,1,3:2",
 };
 
+// With lists that name each position twice (ListKind::kTwice): contexts that end at a tile's
+// border, before and after it, on pages that divide no tile; rows of which some see few positions.
+inline constexpr const char* kDirectedTwice[] = {
+    "v32:128:1,63,64:1", "v32:64:1,31,3/1,64,5:2",    "v32:16:2,127,7/1,0,1:2",
+    "v32:72:3,30,6:1",   "v32:128:1,255,16/1,1,64:3",
+};
+
 // Over rows of kFp8Row whose scales no server writes, with both products.
 inline constexpr const char* kDirectedScales[] = {
     "absorbed:128:1,700,64:2", "absorbed:64:1,300,16/2,70,7:2",

@@ -42,6 +42,12 @@ std::vector<int32_t> MakeList(Random& random, const RequestSpec& request, int32_
   if (request.lists == ListKind::kOne) length = 1;
   std::vector<int32_t> list = Positions(random, visible, length);
   if (request.lists == ListKind::kSorted) std::sort(list.begin(), list.end());
+  if (request.lists == ListKind::kTwice) {
+    const std::vector<int32_t> once = list;
+    for (const int32_t position : once) {
+      list.insert(list.begin() + random.Below(static_cast<int64_t>(list.size()) + 1), position);
+    }
+  }
   if (request.lists != ListKind::kHoles && request.lists != ListKind::kOutside) return list;
   std::vector<int32_t> with_holes;
   for (const int32_t position : list) {

@@ -16,7 +16,9 @@ class Mutation:
     @property
     def flags(self):
         """Flags of the conformance run."""
-        return ("--attention", "indexer") if "/index/" in self.file else ()
+        if "/index/" in self.file:
+            return ("--attention", "indexer")
+        return ("--attention", "v4") if "window" in self.file else ()
 
 
 MUTATIONS = (
@@ -333,6 +335,19 @@ MUTATIONS = (
              "sm90/index/index_logits.h", " || at >= t.end)", ")", ("sm_90",)),
     Mutation("mask_of_repeated_index_keys", "The last key is counted as often as it is repeated.",
              "amd/index/index_logits.h", "half() != 0 || at >= end)", "half() != 0)"),
+    Mutation("entries_of_pages_with_any_rows", "A page of three rows is read like one of two.",
+             "kv/window_source.h", "inside = number - page * size;", "inside = number & 1;",
+             ("gfx950", "gfx942")),
+    Mutation("entries_of_the_window_shifted", "The window begins one row too early.",
+             "kv/window_source.h", "    const int numbered = visible(memory.listed() ? word : "
+             "place - held);\n    return place < held ? ~(seen - held + place) : numbered;",
+             "    const int numbered = visible(memory.listed() ? word : place - held);\n"
+             "    return place < held ? ~(seen - held + place - (place > 0)) : numbered;",
+             ("gfx950", "gfx942")),
+    Mutation("mask_of_entries_not_complete", "The entry that a row has not completed is seen.",
+             "kv/window_source.h", "static_cast<uint32_t>(named) < static_cast<uint32_t>(whole)",
+             "static_cast<uint32_t>(named) <= static_cast<uint32_t>(whole)",
+             ("gfx950", "gfx942", "sm_90")),
     # Only sm_90 has kernels for tiles of one row (arch_traits.h).
     Mutation("project_of_a_row_reads_the_next_head", "Weights of the next head are used.",
              "kernels/project.h", "w + static_cast<int64_t>(t.head_offset + h)",

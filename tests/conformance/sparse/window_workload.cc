@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <span>
@@ -112,6 +113,38 @@ std::vector<WindowCase> WideWindowCases(int32_t count, uint64_t seed) {
     const int32_t requests = draw.Of({1, 2, 3});
     for (int32_t k = 0; k < requests; ++k) c.requests.push_back(draw.Request());
     cases.push_back(c);
+  }
+  return cases;
+}
+
+std::vector<WindowCase> DirectedWindowCases() {
+  using enum WindowLists;
+  constexpr auto kAny = WindowSinks::kAny;
+  // window, ratio, page, entry_page, cached, q_rows, lists
+  const std::vector<std::vector<WindowRequest>> launches = {
+      {{64, 0, 64, 1, 63, 1, kNone, kAny}, {64, 0, 64, 1, 64, 1, kNone, kAny}},
+      {{64, 0, 64, 1, 62, 1, kNone, kAny}, {32, 4, 4, 2, 31, 1, kNone, kAny}},
+      {{33, 4, 3, 5, 130, 2, kNone, kAny}, {33, 4, 3, 4, 95, 1, kSome, kAny}},
+      {{8, 4, 4, 3, 127, 3, kHoles, kAny}, {1, 1, 7, 7, 0, 1, kNone, kAny}},
+      {{128, 2, 64, 16, 127, 1, kNone, kAny}, {1, 1, 1, 1, 30, 2, kTwice, kAny}},
+      {{33, 1, 5, 3, 31, 1, kTwice, kAny}, {8, 8, 6, 2, 55, 7, kTwice, kAny}},
+  };
+  constexpr int32_t kHeads[] = {64, 128, 1, 72};
+  std::vector<WindowCase> cases;
+  for (const KvFormat format : {KvFormat::kBf16, KvFormat::kFp8Page}) {
+    for (const std::vector<WindowRequest>& requests : launches) {
+      WindowCase c;
+      c.seed = (uint64_t{9} << 40) + cases.size();
+      // Each launch has other heads in the other format.
+      c.heads = kHeads[(cases.size() + cases.size() / launches.size()) % std::size(kHeads)];
+      c.latent = 448;
+      c.rope = 64;
+      c.rows = c.entries = format;
+      c.o = cases.size() % 2 == 0 ? DType::kBf16 : DType::kF32;
+      c.units = static_cast<int32_t>(1 + cases.size() % 3);
+      c.requests = requests;
+      cases.push_back(c);
+    }
   }
   return cases;
 }
@@ -262,7 +295,7 @@ void WindowWorkload::Make(const WindowRequest& r) {
   const int32_t first = std::max(0, r.cached + 1 - r.window);
   for (int32_t row = first; row < visible; ++row) Fill(&t.rows, row);
   std::set<int32_t> chosen;
-  for (const std::set<int32_t>& of_row : t.chosen) chosen.insert(of_row.begin(), of_row.end());
+  for (const std::multiset<int32_t>& of_row : t.chosen) chosen.insert(of_row.begin(), of_row.end());
   for (const int32_t entry : chosen) Fill(&t.entries, entry);
   if (r.nan) t.rows[static_cast<size_t>(r.cached) * dim() + 1] = kNaN;
   t.stored_rows = Stored(t.rows, c_.rows);
@@ -290,6 +323,11 @@ void WindowWorkload::MakeLists(const WindowRequest& r, Tensors* t) {
     if (r.lists != WindowLists::kNone) {
       std::shuffle(all.begin(), all.end(), random_);
       all.resize(r.lists == WindowLists::kEmpty || whole == 0 ? 0 : 1 + random_() % whole);
+    }
+    if (r.lists == WindowLists::kTwice) {
+      const std::vector<int32_t> once = all;
+      all.insert(all.end(), once.begin(), once.end());
+      std::shuffle(all.begin(), all.end(), random_);
     }
     t->chosen.emplace_back(all.begin(), all.end());
     if (r.lists == WindowLists::kHoles) {
@@ -452,9 +490,8 @@ absl::Status WindowWorkload::CheckRow(size_t index, int32_t row, int32_t head) c
   return absl::OkStatus();
 }
 
-std::vector<std::string> RunWideWindows(AttentionBackend& backend,
-                                        std::span<const PlanBuilder> plans, int32_t count,
-                                        uint64_t seed, bool progress) {
+std::vector<std::string> RunWindows(AttentionBackend& backend, std::span<const PlanBuilder> plans,
+                                    std::span<const WindowCase> cases, bool progress) {
   std::vector<std::string> failures;
   auto last = std::chrono::steady_clock::now();
   const auto done = [&](const char* part) {
@@ -463,7 +500,7 @@ std::vector<std::string> RunWideWindows(AttentionBackend& backend,
     last = now;
     if (progress) std::fprintf(stderr, "  %s: %.1f ms\n", part, taken.count());
   };
-  for (const WindowCase& c : WideWindowCases(count, seed)) {
+  for (const WindowCase& c : cases) {
     if (progress) std::fprintf(stderr, "%s\n", ToString(c).c_str());
     WindowWorkload workload(c);
     done("inputs");

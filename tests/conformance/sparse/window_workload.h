@@ -22,7 +22,8 @@
 
 namespace mla::conformance {
 
-enum class WindowLists { kNone, kSome, kHoles, kEmpty };
+// kTwice: each entry stands at two places, and counts twice.
+enum class WindowLists { kNone, kSome, kHoles, kEmpty, kTwice };
 enum class WindowSinks { kNone, kAny, kInfinite, kMinusInfinite };
 
 struct WindowRequest {
@@ -47,6 +48,10 @@ std::vector<WindowCase> WindowCases();
 // Cases with rows of DeepSeek V4's shape, in formats that GPUs take: bf16 queries, and the same
 // format for rows and entries. Equal seeds make equal cases.
 std::vector<WindowCase> WideWindowCases(int32_t count, uint64_t seed = 12);
+// Cases of such rows in both formats, around the borders of tiles and pages: windows as long as the
+// context, one row longer and one shorter; as many places as fill tiles; pages of rows, of entries
+// or of both that hold no power of two; entries that stand twice.
+std::vector<WindowCase> DirectedWindowCases();
 // Limits of a backend that runs such cases.
 kernels::BackendLimits WindowLimits();
 
@@ -57,8 +62,8 @@ class WindowWorkload {
   struct Tensors {
     std::vector<float> rows, entries, q, sinks;  // as sent; NaN where nothing may be read
     std::vector<float> stored_rows, stored_entries;
-    std::vector<int32_t> list, begin;       // as in SegmentRecord
-    std::vector<std::set<int32_t>> chosen;  // entries that a query row attends to
+    std::vector<int32_t> list, begin;            // as in SegmentRecord
+    std::vector<std::multiset<int32_t>> chosen;  // entries that a query row attends to
     int64_t row_table = 0, entry_table = 0, row_stride = 0, entry_stride = 0;
     int32_t longest = 0;  // places
     std::vector<std::byte> narrow_q, narrow_o;
@@ -113,12 +118,12 @@ class WindowWorkload {
   std::vector<Tensors> tensors_;
 };
 
-// Runs `count` cases of WideWindowCases with each plan and returns its failures. `backend` has
-// WindowLimits. If `progress`, each case is printed before it runs, because a launch may hang, and
-// after it the time of each of its parts.
-std::vector<std::string> RunWideWindows(kernels::AttentionBackend& backend,
-                                        std::span<const PlanBuilder> plans, int32_t count,
-                                        uint64_t seed, bool progress);
+// Runs the cases with each plan and returns their failures. `backend` has WindowLimits. If
+// `progress`, each case is printed before it runs, because a launch may hang, and after it the time
+// of each of its parts.
+std::vector<std::string> RunWindows(kernels::AttentionBackend& backend,
+                                    std::span<const PlanBuilder> plans,
+                                    std::span<const WindowCase> cases, bool progress);
 
 }  // namespace mla::conformance
 
