@@ -70,11 +70,13 @@ struct BackendInfo {
   // faster in the expanded form too; they are used there where CanRun allows. 0 if the expanded
   // form has no 8-bit products.
   int32_t fp8_prefill_keys = 0;
-  bool sparse = false;         // computes on index lists (AttentionKind::kSparse)
-  bool selects = false;        // makes index lists (Launch::selects)
-  int32_t index_dim = 0;       // index dim that it selects with; 0: any
-  bool windows = false;        // computes on windows and entries (AttentionKind::kWindow)
-  bool projects = false;       // has Launch::queries and Launch::hiddens
+  bool sparse = false;    // computes on index lists (AttentionKind::kSparse)
+  bool selects = false;   // makes index lists (Launch::selects)
+  int32_t index_dim = 0;  // index dim that it selects with; 0: any
+  bool windows = false;   // computes on windows and entries (AttentionKind::kWindow)
+  bool projects = false;  // has Launch::queries and Launch::hiddens
+  // Holds W_UQ and W_O in e4m3, too (ProjectedShape::weights).
+  bool projects_codes = false;
   bool unified_memory = true;  // launches work on host memory in place
   // The nanoseconds that a launch takes for a byte of KV rows which its tiles read, as assumed
   // until launches have been measured. A rate that is far too slow cuts requests of the first
@@ -272,13 +274,15 @@ class AttentionBackend {
   virtual absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                    int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
   // Loads W_UQ of one head [nope_dim + rope_dim, q_lora_rank], or its columns of W_O [hidden_size,
-  // v_dim], bf16 row-major, like LoadWeights. UNIMPLEMENTED unless Info().projects.
+  // v_dim], row-major, like LoadWeights. `weights` are Bf16, or if the shape says so codes and
+  // scales (kernels/projected_weights.h), where codes are neither NaN nor -0, and scales valid
+  // ones. UNIMPLEMENTED unless Info().projects, and for codes unless Info().projects_codes.
   virtual absl::Status LoadProjected(int32_t slot, const Geometry& geometry,
                                      const ProjectedShape& shape, ProjectedPart part, int32_t head,
-                                     const Bf16* weights) {
+                                     const void* weights) {
     static_cast<void>(slot), static_cast<void>(geometry), static_cast<void>(shape);
     static_cast<void>(part), static_cast<void>(head), static_cast<void>(weights);
-    return absl::UnimplementedError("the backend does not project queries");
+    return absl::UnimplementedError("the backend does not project queries with such weights");
   }
   // Copy the weights of one head back, bit for bit as LoadWeights and LoadProjected got them, in
   // the same shapes. FAILED_PRECONDITION if the slot does not hold the head's weights for this
@@ -291,10 +295,10 @@ class AttentionBackend {
   }
   virtual absl::Status ReadProjected(int32_t slot, const Geometry& geometry,
                                      const ProjectedShape& shape, ProjectedPart part, int32_t head,
-                                     Bf16* weights) {
+                                     void* weights) {
     static_cast<void>(slot), static_cast<void>(geometry), static_cast<void>(shape);
     static_cast<void>(part), static_cast<void>(head), static_cast<void>(weights);
-    return absl::UnimplementedError("the backend does not project queries");
+    return absl::UnimplementedError("the backend does not project queries with such weights");
   }
   // Frees all weights of the slot.
   virtual absl::Status FreeWeights(int32_t slot) = 0;

@@ -247,15 +247,16 @@ int64_t CpuBackend::PackedProjectedBytes(const Geometry& geometry,
 }
 
 void CpuBackend::PackProjected(const Geometry& geometry, const ProjectedShape& shape,
-                               ProjectedPart part, int32_t head, const Bf16* weights,
+                               ProjectedPart part, int32_t head, const void* weights,
                                std::byte* packed) const {
-  cpu::PackProjected(kernels_, geometry, shape, part, head, weights, packed);
+  cpu::PackProjected(kernels_, geometry, shape, part, head, static_cast<const Bf16*>(weights),
+                     packed);
 }
 
 void CpuBackend::UnpackProjected(const Geometry& geometry, const ProjectedShape& shape,
                                  ProjectedPart part, int32_t head, const std::byte* packed,
-                                 Bf16* weights) const {
-  cpu::UnpackProjected(kernels_, geometry, shape, part, head, packed, weights);
+                                 void* weights) const {
+  cpu::UnpackProjected(kernels_, geometry, shape, part, head, packed, static_cast<Bf16*>(weights));
 }
 
 cpu::PackedWeights CpuBackend::WeightsOf(int32_t slot) const {

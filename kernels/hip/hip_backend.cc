@@ -348,7 +348,7 @@ absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int
 
 absl::Status HipBackend::LoadProjected(int32_t slot, const Geometry& geometry,
                                        const ProjectedShape& shape, ProjectedPart part,
-                                       int32_t head, const Bf16* weights) {
+                                       int32_t head, const void* weights) {
   if (!health_.ok()) return health_;
   const CallWatch::Scope scope(calls_, "an upload of weights");
   absl::Status s = device_.weights.LoadProjected(slot, geometry, shape, part, head, weights,
@@ -365,7 +365,7 @@ absl::Status HipBackend::ReadWeights(int32_t slot, const Geometry& geometry, int
 
 absl::Status HipBackend::ReadProjected(int32_t slot, const Geometry& geometry,
                                        const ProjectedShape& shape, ProjectedPart part,
-                                       int32_t head, Bf16* weights) {
+                                       int32_t head, void* weights) {
   if (!health_.ok()) return health_;
   const CallWatch::Scope scope(calls_, "a copy of weights to the host");
   return device_.weights.ReadProjected(slot, geometry, shape, part, head, weights);

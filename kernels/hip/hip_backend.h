@@ -106,9 +106,9 @@ class HipBackend final : public AttentionBackend {
   absl::Status ReadWeights(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk,
                            Bf16* w_uv) override;
   absl::Status ReadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
-                             ProjectedPart part, int32_t head, Bf16* weights) override;
+                             ProjectedPart part, int32_t head, void* weights) override;
   absl::Status LoadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
-                             ProjectedPart part, int32_t head, const Bf16* weights) override;
+                             ProjectedPart part, int32_t head, const void* weights) override;
   absl::Status FreeWeights(int32_t slot) override;
 
   SlotMemory Memory(int32_t slot) override;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/projected_weights.h"
 #include "kernels/types/page_ranges.h"
 
 namespace mla::kernels {
@@ -185,8 +186,8 @@ absl::Status HostBackend::CheckBudget(int64_t charged) const {
 
 absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
                                         const ProjectedShape& shape, ProjectedPart part,
-                                        int32_t head, const Bf16* weights) {
-  if (!Info().projects) {
+                                        int32_t head, const void* weights) {
+  if (!Info().projects || (shape.codes() && !Info().projects_codes)) {
     return AttentionBackend::LoadProjected(slot, geometry, shape, part, head, weights);
   }
   if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
@@ -203,11 +204,8 @@ absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
         absl::StrCat("weights slot ", slot, " holds weights of another shape"));
   }
   const auto index = static_cast<size_t>(part);
-  const int64_t elements = part == ProjectedPart::kQueries
-                               ? int64_t{geometry.expanded_q_dim()} * shape.q_lora_rank
-                               : int64_t{shape.hidden_size} * geometry.v_dim;
   const bool again = holds && target.projected_heads[index][static_cast<size_t>(head)];
-  const int64_t charged = again ? 0 : elements * static_cast<int64_t>(sizeof(Bf16));
+  const int64_t charged = again ? 0 : WindowOf(geometry, shape, part, head, 1).Bytes(shape.weights);
   if (absl::Status fits = CheckBudget(charged); !fits.ok()) return fits;
   if (!holds) {
     auto memory =
@@ -239,7 +237,7 @@ absl::Status HostBackend::ReadWeights(int32_t slot, const Geometry& geometry, in
 
 absl::Status HostBackend::ReadProjected(int32_t slot, const Geometry& geometry,
                                         const ProjectedShape& shape, ProjectedPart part,
-                                        int32_t head, Bf16* weights) {
+                                        int32_t head, void* weights) {
   if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
   const WeightSlot& held = weights_[slot];
   const std::vector<bool>& loaded = held.projected_heads[static_cast<size_t>(part)];

@@ -77,11 +77,11 @@ class HostBackend : public AttentionBackend {
   absl::Status LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                            int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) override;
   absl::Status LoadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
-                             ProjectedPart part, int32_t head, const Bf16* weights) override;
+                             ProjectedPart part, int32_t head, const void* weights) override;
   absl::Status ReadWeights(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk,
                            Bf16* w_uv) override;
   absl::Status ReadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
-                             ProjectedPart part, int32_t head, Bf16* weights) override;
+                             ProjectedPart part, int32_t head, void* weights) override;
   absl::Status FreeWeights(int32_t slot) override;
 
   SlotMemory Memory(int32_t slot) override;
@@ -120,9 +120,9 @@ class HostBackend : public AttentionBackend {
   // They are called only if Info().projects.
   virtual int64_t PackedProjectedBytes(const Geometry&, const ProjectedShape&) const { return 0; }
   virtual void PackProjected(const Geometry&, const ProjectedShape&, ProjectedPart, int32_t,
-                             const Bf16*, std::byte*) const {}
+                             const void*, std::byte*) const {}
   virtual void UnpackProjected(const Geometry&, const ProjectedShape&, ProjectedPart, int32_t,
-                               const std::byte*, Bf16*) const {}
+                               const std::byte*, void*) const {}
   // Refuses attention that exceeds the configured limits or lacks weights.
   virtual absl::Status CheckAttention(const AttentionParams& params) const;
   // Called in submission order. The launch stays unchanged until Finish has returned.

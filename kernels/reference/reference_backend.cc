@@ -3,24 +3,45 @@
 #include <chrono>
 #include <cstring>
 #include <iterator>
+#include <vector>
 
 #include "kernels/host_memory/transfers.h"
+#include "kernels/projected_weights.h"
 
 namespace mla::kernels {
 namespace {
 
-// Returns the number of weights of one head.
-int64_t ElementsOf(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part) {
-  return part == ProjectedPart::kQueries ? int64_t{geometry.expanded_q_dim()} * shape.q_lora_rank
-                                         : int64_t{shape.hidden_size} * geometry.v_dim;
+int64_t HeadBytes(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
+                  int32_t head) {
+  return WindowOf(geometry, shape, part, head, 1).Bytes(shape.weights);
 }
 
-// Place of a head's weights, in bytes from W_UQ of all heads, which W_O of all heads follows.
+// Place of a head's weights, in bytes from W_UQ of all heads, which W_O of all heads follows. With
+// as many heads as the model has, it is the place after the part.
 int64_t OffsetOf(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
                  int32_t head) {
-  const int64_t queries = geometry.num_heads * ElementsOf(geometry, shape, ProjectedPart::kQueries);
-  const int64_t first = part == ProjectedPart::kQueries ? 0 : queries;
-  return (first + head * ElementsOf(geometry, shape, part)) * static_cast<int64_t>(sizeof(Bf16));
+  int64_t offset = part == ProjectedPart::kQueries
+                       ? 0
+                       : OffsetOf(geometry, shape, ProjectedPart::kQueries, geometry.num_heads);
+  for (int32_t h = 0; h < head; ++h) offset += HeadBytes(geometry, shape, part, h);
+  return offset;
+}
+
+// Returns the weights of all heads that codes stand for.
+std::vector<Bf16> Widened(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
+                          const std::byte* packed) {
+  std::vector<Bf16> weights;
+  for (int32_t head = 0; head < geometry.num_heads; ++head) {
+    const WeightWindow window = WindowOf(geometry, shape, part, head, 1);
+    const std::byte* const own = packed + OffsetOf(geometry, shape, part, head);
+    for (int64_t r = 0; r < window.rows; ++r) {
+      for (int64_t c = 0; c < window.columns; ++c) {
+        const auto code = static_cast<uint8_t>(own[r * window.columns + c]);
+        weights.push_back(WidenedWeight(code, ScaleOf(window, own, window.BlockOf(r, c))));
+      }
+    }
+  }
+  return weights;
 }
 
 }  // namespace
@@ -39,6 +60,7 @@ ReferenceBackend::ReferenceBackend() {
   info_.selects = true;
   info_.windows = true;
   info_.projects = true;
+  info_.projects_codes = true;
   info_.units = 1;
   info_.unified_memory = true;
   info_.splits_queries = true;
@@ -81,26 +103,24 @@ void ReferenceBackend::UnpackWeights(const Geometry& geometry, const std::byte* 
   std::memcpy(w_uv, packed + uk, uv);
 }
 
-// The weights are packed in the order of the heads: W_UQ of all heads, then W_O of all heads.
+// The weights are packed as they come, in the order of the heads: W_UQ of all heads, then W_O.
 int64_t ReferenceBackend::PackedProjectedBytes(const Geometry& geometry,
                                                const ProjectedShape& shape) const {
-  return static_cast<int64_t>(sizeof(Bf16)) * geometry.num_heads *
-         (ElementsOf(geometry, shape, ProjectedPart::kQueries) +
-          ElementsOf(geometry, shape, ProjectedPart::kOutputs));
+  return OffsetOf(geometry, shape, ProjectedPart::kOutputs, geometry.num_heads);
 }
 
 void ReferenceBackend::PackProjected(const Geometry& geometry, const ProjectedShape& shape,
-                                     ProjectedPart part, int32_t head, const Bf16* weights,
+                                     ProjectedPart part, int32_t head, const void* weights,
                                      std::byte* packed) const {
   std::memcpy(packed + OffsetOf(geometry, shape, part, head), weights,
-              static_cast<size_t>(ElementsOf(geometry, shape, part)) * sizeof(Bf16));
+              static_cast<size_t>(HeadBytes(geometry, shape, part, head)));
 }
 
 void ReferenceBackend::UnpackProjected(const Geometry& geometry, const ProjectedShape& shape,
                                        ProjectedPart part, int32_t head, const std::byte* packed,
-                                       Bf16* weights) const {
+                                       void* weights) const {
   std::memcpy(weights, packed + OffsetOf(geometry, shape, part, head),
-              static_cast<size_t>(ElementsOf(geometry, shape, part)) * sizeof(Bf16));
+              static_cast<size_t>(HeadBytes(geometry, shape, part, head)));
 }
 
 ReferenceWeights ReferenceBackend::WeightsOf(int32_t slot) const {
@@ -153,9 +173,12 @@ void ReferenceBackend::ProjectRows(const RowProjection& projection, ProjectedPar
   const auto project = part == ProjectedPart::kQueries ? ReferenceQueryRow : ReferenceHiddenRow;
   for (const RowProjectionRecord& record : projection.records) {
     const WeightSlot& weights = Weights(record.weights_slot);
-    const Bf16* first = weights.projected.As<const Bf16>();
-    if (part == ProjectedPart::kOutputs) {
-      first += g.num_heads * ElementsOf(g, weights.shape, ProjectedPart::kQueries);
+    const auto* first = weights.projected.As<const Bf16>() +
+                        OffsetOf(g, weights.shape, part, 0) / static_cast<int64_t>(sizeof(Bf16));
+    std::vector<Bf16> widened;
+    if (weights.shape.codes()) {
+      widened = Widened(g, weights.shape, part, weights.projected.As<const std::byte>());
+      first = widened.data();
     }
     for (int32_t row = 0; row < record.rows; ++row) {
       project(projection, record, weights.shape, first, row);

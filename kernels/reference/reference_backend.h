@@ -33,9 +33,9 @@ class ReferenceBackend final : public HostBackend {
   int64_t PackedProjectedBytes(const Geometry& geometry,
                                const ProjectedShape& shape) const override;
   void PackProjected(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
-                     int32_t head, const Bf16* weights, std::byte* packed) const override;
+                     int32_t head, const void* weights, std::byte* packed) const override;
   void UnpackProjected(const Geometry& geometry, const ProjectedShape& shape, ProjectedPart part,
-                       int32_t head, const std::byte* packed, Bf16* weights) const override;
+                       int32_t head, const std::byte* packed, void* weights) const override;
   void Start(int32_t slot, const Launch& launch) override;
   bool Finished(int32_t) override { return true; }
   absl::StatusOr<int64_t> Finish(int32_t slot) override;

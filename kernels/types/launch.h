@@ -117,14 +117,17 @@ struct Projection {
   std::span<const FragmentedInput> fragments;
 };
 
-// Sizes of the rows that a worker of PROJECTED sends and receives; 0 in models without that
-// profile.
+// Sizes of the rows that a worker of PROJECTED sends and receives, 0 in models without that
+// profile, and the type in which W_UQ and W_O are held.
 struct ProjectedShape {
   int32_t q_lora_rank = 0;  // elements of a normed query row (DeepSeek-V3: 1536)
   int32_t hidden_size = 0;  // elements of a row of hidden states (7168)
+  // kBf16, or kFp8E4m3 of kind kE4m3Fn with fp32 scales of blocks (kernels/projected_weights.h).
+  DType weights = DType::kBf16;
   // GPUs pad the rows of W_UQ and W_O to multiples of this many elements.
   static constexpr int32_t kRowStep = 64;
   bool present() const { return q_lora_rank > 0; }
+  bool codes() const { return weights == DType::kFp8E4m3; }
   friend bool operator==(const ProjectedShape&, const ProjectedShape&) = default;
 };
 

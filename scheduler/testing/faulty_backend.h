@@ -142,7 +142,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   absl::Status LoadProjected(int32_t slot, const kernels::Geometry& g,
                              const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
-                             int32_t head, const kernels::Bf16* weights) override {
+                             int32_t head, const void* weights) override {
     return inner_->LoadProjected(slot, g, shape, part, head, weights);
   }
   absl::Status ReadWeights(int32_t slot, const kernels::Geometry& g, int32_t head,
@@ -153,7 +153,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   absl::Status ReadProjected(int32_t slot, const kernels::Geometry& g,
                              const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
-                             int32_t head, kernels::Bf16* weights) override {
+                             int32_t head, void* weights) override {
     MLA_RETURN_IF_ERROR(At(FaultPoint::kReadWeights));
     return inner_->ReadProjected(slot, g, shape, part, head, weights);
   }

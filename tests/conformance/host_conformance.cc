@@ -406,9 +406,12 @@ int64_t RunOthers(const Flags& flags, const kernels::hip::HipBackendOptions& dev
   if (!indexer && !windows && (!wanted || !flags.kv.empty() || flags.first > 0)) return 0;
   auto backend = kernels::hip::HipBackend::Create(device);
   if (!backend.ok()) return -1;
+  std::vector<ProjectedCase> cases = ProjectedCases();
+  const std::vector<ProjectedCase> of_codes = ProjectedCodeCases();
+  cases.insert(cases.end(), of_codes.begin(), of_codes.end());
   const auto failures = indexer   ? RunDirectedIndexers(**backend)
                         : windows ? RunWindows(flags, **backend)
-                                  : RunProjected(**backend, ProjectedCases());
+                                  : RunProjected(**backend, cases);
   if (failures.ok()) return *failures;
   std::fprintf(stderr, "%s\n", failures.status().ToString().c_str());
   return -1;

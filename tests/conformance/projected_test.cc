@@ -95,6 +95,24 @@ TEST(ProjectedTest, AgreesWithSumsInFp64) {
   }
 }
 
+// The reference holds codes. CPUs hold panels, and refuse codes. The first cases have the odd
+// shapes.
+TEST(ProjectedTest, WeightsOfE4m3AgreeWithSumsInFp64) {
+  std::vector<ProjectedCase> cases = ProjectedCodeCases();
+  cases.resize(6);
+  for (Subject& subject : Subjects(ProjectedLimits(cases))) {
+    const bool holds = subject.name == "reference";
+    EXPECT_EQ(subject.backend->Info().projects_codes, holds) << subject.name;
+    for (const ProjectedCase& c : cases) {
+      ProjectedWorkload workload(c);
+      absl::Status s = workload.LoadWeights(*subject.backend);
+      if (holds && s.ok()) s = workload.Check(*subject.backend);
+      EXPECT_EQ(s.code(), holds ? absl::StatusCode::kOk : absl::StatusCode::kUnimplemented)
+          << subject.name << ": " << ToString(c) << ": " << s;
+    }
+  }
+}
+
 TEST(ProjectedTest, WeightsAreChargedAndNeededWhole) {
   std::vector<Subject> subjects;
   AddLevel(*kernels::cpu::UsableLevels().front(), 1, &subjects);
@@ -127,6 +145,26 @@ TEST(ProjectedTest, WeightsAreChargedAndNeededWhole) {
 }
 
 // No dim of the first shapes fits a panel or a group of elements; the second have whole ones.
+TEST(ProjectedTest, CodesAreChargedAndComeBackAsTheyWere) {
+  kernels::ReferenceBackend backend;
+  const kernels::Geometry geometry{5, 64, 64, 128, 64};
+  const kernels::ProjectedShape shape{200, 150, DType::kFp8E4m3};
+  kernels::BackendLimits limits = Limits();
+  limits.max_geometry = geometry;
+  // Heads of 192 rows touch two blocks of them, and have 64 of 320 columns of W_O.
+  limits.weights_bytes = int64_t{5} * 64 * (128 + 64) * 2  // W_UK and W_UV
+                         + 5 * (192 * 200 + 2 * 2 * 4) + 5 * (150 * 64 + 2 * 4);
+  ASSERT_TRUE(backend.Configure(limits).ok());
+  const absl::Status s = CheckWeightsComeBack(backend, 1, geometry, shape);
+  EXPECT_TRUE(s.ok()) << s;
+  ASSERT_TRUE(backend.FreeWeights(1).ok());
+  kernels::ReferenceBackend smaller;
+  --limits.weights_bytes;
+  ASSERT_TRUE(smaller.Configure(limits).ok());
+  EXPECT_EQ(CheckWeightsComeBack(smaller, 1, geometry, shape).code(),
+            absl::StatusCode::kResourceExhausted);
+}
+
 TEST(ProjectedTest, WeightsComeBackAsTheyWere) {
   const std::pair<kernels::Geometry, kernels::ProjectedShape> models[] = {
       {kGeometry, kShape}, {{2, 64, 16, 32, 48}, {96, 80}}, {{2, 8, 4, 6, 5}, {}}};

@@ -1,5 +1,7 @@
 // Tests the products of whole rows on a GPU: its kernels, compiled for the host, against sums in
 // fp64, and its weights of PROJECTED.
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -8,6 +10,7 @@
 
 #include "gmock/gmock.h"
 #include "kernels/hip/args/row_args.h"
+#include "kernels/projected_weights.h"
 #include "tests/conformance/projected/projected_workload.h"
 #include "tests/conformance/projected/weights_round_trip.h"
 #include "tests/fake_hip/backend_fixture.h"
@@ -43,6 +46,25 @@ TEST_P(ProjectedKernelsTest, AgreeWithSumsInFp64) {
     absl::Status s = workload.LoadWeights(*backend);
     if (s.ok()) s = workload.Check(*backend);
     EXPECT_TRUE(s.ok()) << ToString(c) << ": " << s;
+  }
+}
+
+// Codes and scales give the same bits as the weights that they stand for, held as bf16.
+TEST_P(ProjectedKernelsTest, WeightsOfE4m3AgreeWithSumsAndWithThoseOfBf16) {
+  const std::vector<ProjectedCase> cases = conformance::ProjectedCodeCases();
+  const auto backend = Backend(conformance::ProjectedLimits(cases));
+  ASSERT_TRUE(backend->Info().projects_codes);
+  for (const ProjectedCase& c : cases) {
+    ProjectedWorkload workload(c);
+    absl::Status s = workload.LoadWeights(*backend);
+    if (s.ok()) s = workload.Check(*backend);
+    ASSERT_TRUE(s.ok()) << ToString(c) << ": " << s;
+    const std::vector<std::byte> of_codes(workload.out().begin(), workload.out().end());
+    s = workload.LoadWeights(*backend, true);
+    if (s.ok()) s = workload.Run(*backend);
+    ASSERT_TRUE(s.ok()) << ToString(c) << ", widened: " << s;
+    EXPECT_TRUE(std::equal(of_codes.begin(), of_codes.end(), workload.out().begin()))
+        << ToString(c);
   }
 }
 
@@ -85,16 +107,16 @@ TEST_P(ProjectedKernelsTest, BlocksFinishWholePairsAlone) {
           args.halves = halves;
           args.splits = 1;
           const bool whole = PairsAreWhole(args, columns);
-          const bool finishes = FinishesRows({columns, 1, 0, true}, args);
+          const bool finishes = FinishesRows({columns, 1, 0, 0, true}, args);
           // Neighbours in heads of odd length may be whole by chance.
           EXPECT_TRUE(whole || !finishes)
               << columns << " " << nope << " " << pairs << " " << halves;
           EXPECT_TRUE(finishes || !whole || args.head % 2 == 1)
               << columns << " " << nope << " " << pairs << " " << halves;
           finishing += finishes ? 1 : 0;
-          EXPECT_FALSE(FinishesRows({columns, 1, 0, false}, args));
+          EXPECT_FALSE(FinishesRows({columns, 1, 0, 0, false}, args));
           args.splits = 2;
-          EXPECT_FALSE(FinishesRows({columns, 1, 0, true}, args));
+          EXPECT_FALSE(FinishesRows({columns, 1, 0, 0, true}, args));
         }
       }
     }
@@ -151,6 +173,58 @@ TEST_P(ProjectedKernelsTest, RefusesHeadsAndShapesThatDoNotFit) {
   EXPECT_EQ(load(1, c.shape, 0), absl::StatusCode::kOk);
 }
 
+// Weights of e4m3 take the bytes of their codes and scales, and not one more.
+TEST_P(ProjectedKernelsTest, CodesTakeHalfOfTheBytes) {
+  const Geometry g{4, 512, 64, 128, 128};
+  const ProjectedShape bf16{256, 384}, codes{256, 384, DType::kFp8E4m3};
+  const ProjectedCase c{g, codes, {{2, 1}}};
+  BackendLimits limits = conformance::ProjectedLimits({&c, 1});
+  // Codes; scales of 64 rows of W_UQ and of a block of W_O.
+  limits.weights_bytes = 4 * 192 * 256 + 384 * 512 + (12 * 2 + 3 * 4) * 4 + 112;
+  EXPECT_EQ(limits.weights_bytes, ProjectedBytes(g, codes));
+  const auto load = [&](HipBackend& backend, int32_t slot, const ProjectedShape& shape) {
+    const std::vector<std::byte> head(size_t{192} * 256 * 2);
+    return backend.LoadProjected(slot, g, shape, ProjectedPart::kQueries, 0, head.data()).code();
+  };
+  const auto backend = Backend(limits);
+  EXPECT_EQ(load(*backend, 0, bf16), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(load(*backend, 0, codes), absl::StatusCode::kOk);
+  EXPECT_EQ(load(*backend, 0, bf16), absl::StatusCode::kFailedPrecondition);  // the other type
+  EXPECT_EQ(load(*backend, 1, codes), absl::StatusCode::kResourceExhausted);
+  --limits.weights_bytes;
+  EXPECT_EQ(load(*Backend(limits), 0, codes), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_P(ProjectedKernelsTest, RefusesCodesOfHeadsThatScalesCannotFollow) {
+  for (const Geometry& g : {Geometry{3, 512, 10, 23, 64}, Geometry{3, 512, 8, 8, 32}}) {
+    const ProjectedCase c{g, {64, 32, DType::kFp8E4m3}, {{2, 1}}};
+    const auto backend = Backend(conformance::ProjectedLimits({&c, 1}));
+    const absl::Status s = ProjectedWorkload(c).LoadWeights(*backend);
+    EXPECT_EQ(s.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(s.message(), HasSubstr("multiples of 16 and 64"));
+  }
+}
+
+// A copy of scales that fails leaves the head without weights.
+TEST_P(ProjectedKernelsTest, AHeadWhoseScalesDidNotArriveIsMissing) {
+  const Geometry g{2, 512, 8, 8, 64};
+  const ProjectedCase c{g, {64, 32, DType::kFp8E4m3}, {{2, 1}}};
+  const auto backend = Backend(conformance::ProjectedLimits({&c, 1}));
+  ProjectedWorkload workload(c);
+  ASSERT_TRUE(workload.LoadWeights(*backend).ok());
+  ASSERT_TRUE(workload.Check(*backend).ok());
+  const std::vector<std::byte> head(2048);
+  const auto load = [&] {
+    return backend->LoadProjected(1, g, c.shape, ProjectedPart::kQueries, 1, head.data());
+  };
+  control_->FailOnce("hipMemcpy2DAsync", 1);
+  EXPECT_FALSE(load().ok());
+  EXPECT_EQ(workload.Check(*backend).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(load().ok());
+  ASSERT_TRUE(workload.LoadWeights(*backend).ok());
+  EXPECT_TRUE(workload.Check(*backend).ok());
+}
+
 // Weights of PROJECTED lie in one arena with the weights of EXPANDED, and move with them.
 TEST_P(ProjectedKernelsTest, WeightsMoveWithThoseOfOtherModels) {
   const Geometry g{2, 512, 8, 8, 8};
@@ -177,10 +251,13 @@ TEST_P(ProjectedKernelsTest, WeightsMoveWithThoseOfOtherModels) {
 }
 
 // W_UK and W_UV of the first shapes lie in panels where the architecture has any; rows of the
-// second W_UQ and W_O are padded.
+// second W_UQ and W_O are padded. Heads of the last ones begin inside blocks of scales.
 TEST_P(ProjectedKernelsTest, WeightsComeBackAsTheyWere) {
-  const std::pair<Geometry, ProjectedShape> models[] = {{{2, 512, 64, 128, 128}, {128, 96}},
-                                                        {{3, 512, 8, 8, 8}, {72, 40}}};
+  const std::pair<Geometry, ProjectedShape> models[] = {
+      {{2, 512, 64, 128, 128}, {128, 96}},
+      {{3, 512, 8, 8, 8}, {72, 40}},
+      {{5, 512, 64, 128, 64}, {200, 150, DType::kFp8E4m3}},
+      {{3, 512, 16, 32, 192}, {72, 40, DType::kFp8E4m3}}};
   const ProjectedCase c{models[0].first, models[0].second, {{2, 1}}};
   BackendLimits limits = conformance::ProjectedLimits({&c, 1});
   limits.weights_bytes = int64_t{4} << 20;

@@ -112,8 +112,8 @@ struct ArchTraits {
   int32_t project_row_wide_shared_bytes = 0;
   int32_t project_row_deep_shared_bytes = 0;
   // The kernels for products of whole rows.
-  RowProductShape few_rows = {128, 2, 0, false};
-  RowProductShape many_rows = {128, 2, 0, false};
+  RowProductShape few_rows = {128, 2, 0, 0, false};
+  RowProductShape many_rows = {128, 2, 0, 0, false};
   // True if there is a kernel that widens the rows of a launch with lists beforehand (WidensLists).
   bool widens_lists = false;
   bool indexer = false;  // there are kernels for an indexer
@@ -178,8 +178,8 @@ inline constexpr ArchTraits kSm90Traits{
     .project_shared_bytes = 49152,
     .project_row_wide_shared_bytes = 33280,
     .project_row_deep_shared_bytes = 10240,
-    .few_rows = {96, 2, 114688, true},
-    .many_rows = {256, 1, 196608, false},
+    .few_rows = {96, 2, 114688, 106496, true},
+    .many_rows = {256, 1, 196608, 229376, false},
     .widens_lists = true,
     .indexer = true,
     .index_logits_threads = 288,

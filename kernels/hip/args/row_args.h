@@ -13,18 +13,24 @@ namespace mla::kernels::hip {
 inline constexpr char kPackRowsKernel[] = "mla_pack_rows";
 inline constexpr char kFewRowsKernel[] = "mla_row_product_few";
 inline constexpr char kManyRowsKernel[] = "mla_row_product_many";
+inline constexpr char kFewRowsOfCodesKernel[] = "mla_row_product_few_e4m3";
+inline constexpr char kManyRowsOfCodesKernel[] = "mla_row_product_many_e4m3";
 inline constexpr char kFinishRowsKernel[] = "mla_finish_rows";
 
-inline constexpr int32_t kRowProductFew = 32;    // most rows of mla_row_product_few
+inline constexpr int32_t kRowProductFew = 32;    // most rows of mla_row_product_few*
 inline constexpr int32_t kRowProductMany = 128;  // most rows of a product
 inline constexpr int32_t kRowProductDepth = 64;  // depth of a step; rows of weights are padded
 inline constexpr int32_t kRowRun = 4;            // columns that a thread finishes
+// Columns of W_UQ or W_O in e4m3 that share scales begin at multiples of this number of columns, or
+// of more.
+inline constexpr int32_t kLeastScaleColumns = 16;
 // Sizes the launch of a kernel of row products: the columns that a block computes, and the blocks
 // that a unit holds at a time.
 struct RowProductShape {
   int32_t columns, blocks_per_unit;
-  int32_t shared_bytes;  // dynamic shared memory
-  bool finishes;         // its blocks can do what mla_finish_rows does
+  int32_t shared_bytes;       // dynamic shared memory
+  int32_t code_shared_bytes;  // the same over weights of e4m3
+  bool finishes;              // its blocks can do what mla_finish_rows does
 };
 
 struct RowProductRow {
@@ -38,10 +44,15 @@ struct RowProductRow {
 // many: first the steps of their rounded values, then the steps of the remainders.
 struct RowProductArgs {
   const RowProductRow* rows;
-  const uint16_t* weights;  // [columns, padded depth]
-  uint16_t* packed;         // [count, planes, padded depth]; null: rows are read in place
-  float* sums;              // [splits, count, pitch]
-  int32_t count;            // 1 .. kRowProductMany
+  const uint16_t* weights;  // [columns, padded depth]; null: `codes` are the weights
+  // The scale of code (c, k) is scales[c >> scale_column_shift, k / kRowProductDepth >>
+  // scale_step_shift], as the codes of the architecture's kind (ArchTraits::fp8) need it.
+  const uint8_t* codes;  // [columns, padded depth], e4m3 without NaN and -0
+  const float* scales;   // [.., scale_pitch]
+  int32_t scale_column_shift, scale_step_shift, scale_pitch;
+  uint16_t* packed;  // [count, planes, padded depth]; null: rows are read in place
+  float* sums;       // [splits, count, pitch]
+  int32_t count;     // 1 .. kRowProductMany
   int32_t columns;
   int32_t pitch;  // `columns`, rounded up to a multiple of kRowRun
   int32_t depth;

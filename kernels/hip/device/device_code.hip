@@ -14,6 +14,7 @@
 
 #include "kernels/hip/args/arch_traits.h"
 #include "kernels/hip/device/kernels/attend.h"
+#include "kernels/hip/device/kernels/code_row_product.h"
 #include "kernels/hip/device/kernels/combine.h"
 #include "kernels/hip/device/kernels/copies.h"
 #include "kernels/hip/device/kernels/gate.h"
@@ -250,11 +251,14 @@ mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
 }
 
 using FewRows = RowProduct<WaveProducts<FewRowsConfig>>;
+using FewCodeRows = CodeRowProduct<WaveProducts<FewCodeRowsConfig>>;
 #if MLA_AMD
 using ManyRows = RowProduct<WaveProducts<ManyRowsConfig>>;
+using ManyCodeRows = CodeRowProduct<WaveProducts<ManyCodeRowsConfig>>;
 #define MLA_MANY_ROWS_BOUNDS MLA_LAUNCH_BOUNDS_OF_TWO(256)
 #else
 using ManyRows = RowProduct<WarpgroupProducts<ManyRowsConfig::kStages>>;
+using ManyCodeRows = CodeRowProduct<WarpgroupProducts<ManyCodeRowsConfig::kStages>>;
 #define MLA_MANY_ROWS_BOUNDS MLA_LAUNCH_BOUNDS(256)
 #endif
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
@@ -272,6 +276,16 @@ mla_row_product_many(const MLA_KERNEL_ARGUMENT RowProductArgs args) {
   if (came_late(args)) return;
   ManyRows::run(args);
 }
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
+    mla_row_product_few_e4m3(const MLA_KERNEL_ARGUMENT RowProductArgs args) {
+  if (came_late(args)) return;
+  FewCodeRows::run(args);
+}
+extern "C" __global__ void MLA_MANY_ROWS_BOUNDS
+mla_row_product_many_e4m3(const MLA_KERNEL_ARGUMENT RowProductArgs args) {
+  if (came_late(args)) return;
+  ManyCodeRows::run(args);
+}
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
     mla_finish_rows(const MLA_KERNEL_ARGUMENT RowProductArgs args) {
   if (came_late(args)) return;
@@ -281,6 +295,11 @@ static_assert(FewRows::kRows == kRowProductFew);
 static_assert(ManyRows::kRows == kRowProductMany);
 static_assert(FewRows::kThreads == 256);
 static_assert(ManyRows::kThreads == 256);
+static_assert(FewCodeRows::kRows == kRowProductFew && FewCodeRows::kThreads == 256);
+static_assert(ManyCodeRows::kRows == kRowProductMany && ManyCodeRows::kThreads == 256);
+// Sums are then the same for weights of both types.
+static_assert(FewCodeRows::kColumns == FewRows::kColumns);
+static_assert(ManyCodeRows::kColumns == ManyRows::kColumns);
 #if MLA_AMD
 static_assert(FewRows::kColumns == kGfx950Traits.few_rows.columns);
 static_assert(ManyRows::kColumns == kGfx942Traits.many_rows.columns);
@@ -339,6 +358,8 @@ static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);
 static_assert(Project<ProjectConfig>::kSharedBytes == kSm90Traits.project_shared_bytes);
 static_assert(FewRows::kSharedBytes == kSm90Traits.few_rows.shared_bytes);
 static_assert(ManyRows::kSharedBytes == kSm90Traits.many_rows.shared_bytes);
+static_assert(FewCodeRows::kSharedBytes == kSm90Traits.few_rows.code_shared_bytes);
+static_assert(ManyCodeRows::kSharedBytes == kSm90Traits.many_rows.code_shared_bytes);
 #endif
 
 }  // namespace mla::kernels::hip

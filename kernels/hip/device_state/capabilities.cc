@@ -74,6 +74,7 @@ BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch) {
     info.supported += absl::StrCat("; an indexer with index_dim ", kIndexDim);
   }
   info.projects = true;
+  info.projects_codes = true;
   info.supported += "; PROJECTED with queries and outputs of bf16";
   info.fp8_products = !arch.fp8_compute.empty();
   if (info.fp8_products) info.fp8_compute = std::string(arch.fp8_compute);

@@ -54,6 +54,8 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
   find(kPackRowsKernel, 0, &kernels->pack_rows);
   find(kFewRowsKernel, arch.few_rows.shared_bytes, &kernels->few_rows);
   find(kManyRowsKernel, arch.many_rows.shared_bytes, &kernels->many_rows);
+  find(kFewRowsOfCodesKernel, arch.few_rows.code_shared_bytes, &kernels->few_code_rows);
+  find(kManyRowsOfCodesKernel, arch.many_rows.code_shared_bytes, &kernels->many_code_rows);
   find(kFinishRowsKernel, 0, &kernels->finish_rows);
   if (arch.widens_lists) find(kWidenKernel, 0, &kernels->widen);
   if (arch.indexer) {

@@ -18,6 +18,7 @@ struct KernelSet {
   Function index_logits = nullptr, index_select = nullptr, widen = nullptr;
   Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
   Function pack_rows = nullptr, few_rows = nullptr, many_rows = nullptr, finish_rows = nullptr;
+  Function few_code_rows = nullptr, many_code_rows = nullptr;
   std::vector<Function> attend, split, boxes, stream, expand,
       expanded;  // by index, as in ArchTraits
 };

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "kernels/formats/fp8.h"
 #include "kernels/hip/args/expanded_args.h"
 #include "kernels/hip/args/row_args.h"
 #include "kernels/hip/device_state/weight_panels.h"
@@ -25,26 +26,16 @@ int64_t ValuesOffset(const Geometry& g, int32_t heads) {
 }
 
 static_assert(kRowProductDepth == ProjectedShape::kRowStep);
-
-// Returns a matrix of PROJECTED without the padding of its rows.
-WeightStore::ProjectedMatrix Shape(const Geometry& g, const ProjectedShape& shape,
-                                   ProjectedPart part) {
-  WeightStore::ProjectedMatrix m;
-  const bool queries = part == ProjectedPart::kQueries;
-  m.columns = queries ? g.num_heads * g.expanded_q_dim() : shape.hidden_size;
-  m.depth = queries ? shape.q_lora_rank : g.num_heads * g.v_dim;
-  m.padded_depth = (m.depth + kRowProductDepth - 1) / kRowProductDepth * kRowProductDepth;
-  return m;
-}
-int64_t BytesOf(const WeightStore::ProjectedMatrix& m) {
-  return int64_t{m.columns} * m.padded_depth * int64_t{sizeof(Bf16)};
-}
+static_assert(kLeastScaleColumns == kScaledQueryStep && kScaledValueStep == kRowProductDepth);
 
 // The bytes of pinned memory in which matrices are packed; no packed matrix is larger.
 constexpr int64_t kPackedBytes = int64_t{4} << 20;
 constexpr int64_t kMatrixBytes =
     int64_t{kExpandedLora} * std::max(kDims256.nope, kDims256.value) * int64_t{sizeof(Bf16)};
 static_assert(kMatrixBytes <= kPackedBytes);
+
+// Weights come and go as codes of this kind, which every architecture's kind reads as numbers.
+constexpr Fp8Kind kContractCodes = Fp8Kind::kE4m3Fn;
 
 absl::Status NotHeld(int32_t slot, int32_t head) {
   return absl::FailedPreconditionError(
@@ -202,21 +193,25 @@ void WeightStore::Drop(int32_t extent) {
 
 absl::Status WeightStore::PlaceProjected(int32_t slot, const Geometry& geometry,
                                          const ProjectedShape& shape, const DeviceBuffer& scratch) {
-  const ProjectedMatrix queries = Shape(geometry, shape, ProjectedPart::kQueries);
-  const ProjectedMatrix outputs = Shape(geometry, shape, ProjectedPart::kOutputs);
-  const int64_t bytes = BytesOf(queries) + BytesOf(outputs);
+  if (shape.codes() && !CanHoldCodes(geometry)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "weights of e4m3: got nope_dim + rope_dim ", geometry.expanded_q_dim(), ", v_dim ",
+        geometry.v_dim, ", limits: multiples of ", kScaledQueryStep, " and ", kScaledValueStep));
+  }
+  const int64_t bytes = ProjectedBytes(geometry, shape);
   MLA_RETURN_IF_ERROR(CheckRoom(bytes));
   ProjectedSlot& target = projected_[slot];
   target.geometry = geometry;
   target.shape = shape;
-  for (std::vector<bool>& heads : target.loaded) {
-    heads.assign(static_cast<size_t>(geometry.num_heads), false);
+  bool padded = false;
+  for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
+    const ProjectedMatrix m = MatrixOf(geometry, shape, part);
+    padded = padded || m.depth != m.padded_depth;
+    target.loaded[static_cast<size_t>(part)].assign(static_cast<size_t>(geometry.num_heads), false);
   }
   const int32_t extent = ExtentOfProjected(slot);
   MLA_RETURN_IF_ERROR(Place(extent, bytes, scratch));
-  if (queries.depth == queries.padded_depth && outputs.depth == outputs.padded_depth) {
-    return absl::OkStatus();
-  }
+  if (!padded) return absl::OkStatus();
   const DevicePtr at = memory_.at() + static_cast<uint64_t>(arena_.at(extent));
   absl::Status s = runtime_->Fill(at, 0, bytes, stream_);
   if (!s.ok()) Drop(extent);
@@ -225,7 +220,7 @@ absl::Status WeightStore::PlaceProjected(int32_t slot, const Geometry& geometry,
 
 absl::Status WeightStore::LoadProjected(int32_t slot, const Geometry& geometry,
                                         const ProjectedShape& shape, ProjectedPart part,
-                                        int32_t head, const Bf16* weights,
+                                        int32_t head, const void* weights,
                                         const DeviceBuffer& scratch) {
   MLA_RETURN_IF_ERROR(CheckSlot(slot));
   if (head < 0 || head >= geometry.num_heads || !shape.present()) {
@@ -239,23 +234,48 @@ absl::Status WeightStore::LoadProjected(int32_t slot, const Geometry& geometry,
         absl::StrCat("weights slot ", slot, " holds weights of another shape"));
   }
   if (!target.used()) MLA_RETURN_IF_ERROR(PlaceProjected(slot, geometry, shape, scratch));
+  const auto loaded = target.loaded[static_cast<size_t>(part)].begin() + head;
+  *loaded = false;  // an error leaves part of the old weights
   MLA_RETURN_IF_ERROR(CopyRows(RowsOf(slot, part, head), weights));
-  target.loaded[static_cast<size_t>(part)][static_cast<size_t>(head)] = true;
+  if (shape.codes()) MLA_RETURN_IF_ERROR(CopyScales(slot, part, head, weights));
+  *loaded = true;
   return absl::OkStatus();
+}
+
+DevicePtr WeightStore::MatrixAt(int32_t slot, ProjectedPart part) const {
+  const ProjectedSlot& held = projected_[slot];
+  int64_t offset = arena_.at(ExtentOfProjected(slot));
+  if (part == ProjectedPart::kOutputs) {
+    offset += MatrixOf(held.geometry, held.shape, ProjectedPart::kQueries).bytes();
+  }
+  return memory_.at() + static_cast<uint64_t>(offset);
 }
 
 WeightStore::HeadRows WeightStore::RowsOf(int32_t slot, ProjectedPart part, int32_t head) const {
   const ProjectedSlot& held = projected_[slot];
-  const Geometry& g = held.geometry;
-  const bool queries = part == ProjectedPart::kQueries;
+  const auto size = static_cast<int64_t>(ElementSize(held.shape.weights));
+  const WeightWindow window = WindowOf(held.geometry, held.shape, part, head, 1);
   HeadRows result;
-  result.rows = queries ? g.expanded_q_dim() : held.shape.hidden_size;
-  result.row_bytes = (queries ? held.shape.q_lora_rank : g.v_dim) * int64_t{sizeof(Bf16)};
-  result.pitch = Shape(g, held.shape, part).padded_depth * int64_t{sizeof(Bf16)};
-  int64_t offset = arena_.at(ExtentOfProjected(slot));
-  offset += head * (queries ? result.rows * result.pitch : result.row_bytes);
-  if (!queries) offset += BytesOf(Shape(g, held.shape, ProjectedPart::kQueries));
-  result.at = memory_.at() + static_cast<uint64_t>(offset);
+  result.rows = window.rows;
+  result.row_bytes = window.columns * size;
+  result.pitch = MatrixOf(held.geometry, held.shape, part).padded_depth * size;
+  result.at = MatrixAt(slot, part) +
+              static_cast<uint64_t>(window.row * result.pitch + window.column * size);
+  return result;
+}
+
+WeightStore::HeadRows WeightStore::ScalesOf(int32_t slot, ProjectedPart part, int32_t head) const {
+  const ProjectedSlot& held = projected_[slot];
+  const ProjectedMatrix m = MatrixOf(held.geometry, held.shape, part);
+  const WeightWindow window = WindowOf(held.geometry, held.shape, part, head, 1);
+  constexpr int64_t kSize = sizeof(float);
+  HeadRows result;
+  result.rows = (window.rows + m.scale_rows - 1) / m.scale_rows;
+  result.row_bytes = (window.columns + m.scale_depth - 1) / m.scale_depth * kSize;
+  result.pitch = m.scale_pitch * kSize;
+  result.at = MatrixAt(slot, part) +
+              static_cast<uint64_t>(m.weight_bytes() + window.row / m.scale_rows * result.pitch +
+                                    window.column / m.scale_depth * kSize);
   return result;
 }
 
@@ -265,9 +285,9 @@ absl::Status WeightStore::CheckRow(int64_t row_bytes) {
       absl::StrCat("weights: got rows of ", row_bytes, " bytes, limit ", kPackedBytes));
 }
 
-absl::Status WeightStore::CopyRows(const HeadRows& to, const Bf16* from) {
+absl::Status WeightStore::CopyRows(const HeadRows& to, const void* from) {
   MLA_RETURN_IF_ERROR(CheckRow(to.row_bytes));
-  const auto* const source = reinterpret_cast<const std::byte*>(from);
+  const auto* const source = static_cast<const std::byte*>(from);
   const int64_t at_once = kPackedBytes / to.row_bytes;
   for (int64_t row = 0; row < to.rows; row += at_once) {
     const int64_t count = std::min(at_once, to.rows - row);
@@ -282,9 +302,9 @@ absl::Status WeightStore::CopyRows(const HeadRows& to, const Bf16* from) {
   return absl::OkStatus();
 }
 
-absl::Status WeightStore::CopyRowsOut(const HeadRows& from, Bf16* to) {
+absl::Status WeightStore::CopyRowsOut(const HeadRows& from, void* to) {
   MLA_RETURN_IF_ERROR(CheckRow(from.row_bytes));
-  auto* const target = reinterpret_cast<std::byte*>(to);
+  auto* const target = static_cast<std::byte*>(to);
   const int64_t at_once = kPackedBytes / from.row_bytes;
   for (int64_t row = 0; row < from.rows; row += at_once) {
     const int64_t count = std::min(at_once, from.rows - row);
@@ -296,6 +316,50 @@ absl::Status WeightStore::CopyRowsOut(const HeadRows& from, Bf16* to) {
     std::memcpy(target + row * from.row_bytes, packed_.data(),
                 static_cast<size_t>(count * from.row_bytes));
   }
+  return absl::OkStatus();
+}
+
+template <class Visit>
+void WeightStore::ForEachScale(const ProjectedSlot& held, ProjectedPart part,
+                               const WeightWindow& window, const Visit& visit) const {
+  const ProjectedMatrix m = MatrixOf(held.geometry, held.shape, part);
+  for (int64_t r = 0; r < window.rows; r += m.scale_rows) {
+    for (int64_t c = 0; c < window.columns; c += m.scale_depth) visit(window.BlockOf(r, c));
+  }
+}
+
+absl::Status WeightStore::CopyScales(int32_t slot, ProjectedPart part, int32_t head,
+                                     const void* from) {
+  const ProjectedSlot& held = projected_[slot];
+  const HeadRows to = ScalesOf(slot, part, head);
+  MLA_RETURN_IF_ERROR(CheckRow(to.rows * to.row_bytes));
+  const WeightWindow window = WindowOf(held.geometry, held.shape, part, head, 1);
+  auto* next = reinterpret_cast<float*>(packed_.data());
+  ForEachScale(held, part, window, [&](int64_t block) {
+    const float scale = ScaleOf(window, from, block);
+    *next++ = arch_->fp8 == Fp8Kind::kE4m3Fn ? scale : ScaleToKind(scale, arch_->fp8);
+  });
+  absl::Status s = runtime_->CopyRowsIn(to.at, to.pitch, packed_.data(), to.row_bytes, to.row_bytes,
+                                        to.rows, stream_);
+  s.Update(runtime_->Synchronize(stream_));  // before the same memory is filled again
+  return s;
+}
+
+absl::Status WeightStore::CopyScalesOut(int32_t slot, ProjectedPart part, int32_t head, void* to) {
+  const ProjectedSlot& held = projected_[slot];
+  const HeadRows from = ScalesOf(slot, part, head);
+  absl::Status s = runtime_->CopyRowsOut(packed_.data(), from.row_bytes, from.at, from.pitch,
+                                         from.row_bytes, from.rows, stream_);
+  s.Update(runtime_->Synchronize(stream_));  // after it the memory holds the scales
+  if (!s.ok()) return s;
+  const WeightWindow window = WindowOf(held.geometry, held.shape, part, head, 1);
+  auto* const scales = static_cast<std::byte*>(to) + window.elements();
+  const auto* next = reinterpret_cast<const float*>(packed_.data());
+  ForEachScale(held, part, window, [&](int64_t block) {
+    const float scale = arch_->fp8 == Fp8Kind::kE4m3Fn ? *next : ScaleToKind(*next, kContractCodes);
+    ++next;
+    std::memcpy(scales + block * int64_t{sizeof(scale)}, &scale, sizeof(scale));
+  });
   return absl::OkStatus();
 }
 
@@ -338,7 +402,7 @@ absl::Status WeightStore::Read(int32_t slot, const Geometry& geometry, int32_t h
 
 absl::Status WeightStore::ReadProjected(int32_t slot, const Geometry& geometry,
                                         const ProjectedShape& shape, ProjectedPart part,
-                                        int32_t head, Bf16* weights) {
+                                        int32_t head, void* weights) {
   MLA_RETURN_IF_ERROR(CheckSlot(slot));
   const ProjectedSlot& held = projected_[slot];
   const std::vector<bool>& loaded = held.loaded[static_cast<size_t>(part)];
@@ -346,20 +410,23 @@ absl::Status WeightStore::ReadProjected(int32_t slot, const Geometry& geometry,
       head >= static_cast<int32_t>(loaded.size()) || !loaded[static_cast<size_t>(head)]) {
     return NotHeld(slot, head);
   }
-  return CopyRowsOut(RowsOf(slot, part, head), weights);
+  MLA_RETURN_IF_ERROR(CopyRowsOut(RowsOf(slot, part, head), weights));
+  return shape.codes() ? CopyScalesOut(slot, part, head, weights) : absl::OkStatus();
 }
 
-WeightStore::ProjectedMatrix WeightStore::Projected(int32_t slot, ProjectedPart part) const {
+WeightStore::HeldMatrix WeightStore::Projected(int32_t slot, ProjectedPart part) const {
   if (!CheckSlot(slot).ok() || !projected_[slot].used()) return {};
   const ProjectedSlot& held = projected_[slot];
   const std::vector<bool>& loaded = held.loaded[static_cast<size_t>(part)];
   if (!std::all_of(loaded.begin(), loaded.end(), [](bool head) { return head; })) return {};
-  ProjectedMatrix m = Shape(held.geometry, held.shape, part);
-  int64_t offset = arena_.at(ExtentOfProjected(slot));
-  if (part == ProjectedPart::kOutputs) {
-    offset += BytesOf(Shape(held.geometry, held.shape, ProjectedPart::kQueries));
+  HeldMatrix m{.shape = MatrixOf(held.geometry, held.shape, part)};
+  const auto* const at = memory_.As<const uint8_t>() + (MatrixAt(slot, part) - memory_.at());
+  if (held.shape.codes()) {
+    m.codes = at;
+    m.scales = reinterpret_cast<const float*>(at + m.shape.weight_bytes());
+  } else {
+    m.weights = reinterpret_cast<const uint16_t*>(at);
   }
-  m.at = memory_.As<const uint16_t>() + offset / int64_t{sizeof(Bf16)};
   return m;
 }
 

@@ -1,7 +1,7 @@
 // Keeps the weights of the EXPANDED and PROJECTED profiles in device memory: a slot for each model
 // and layer. A slot has up to two pieces of memory, one with W_UK of all heads and then W_UV, and
-// one with W_UQ and then W_O. Rows of the latter are padded with zeros to a multiple of
-// kRowProductDepth.
+// one with W_UQ and then W_O, in bf16 or in e4m3 with its scales (kernels/projected_weights.h).
+// Rows of the latter are padded with zeros to a multiple of kRowProductDepth.
 //
 // Everything happens on the stream of the kernels, so launches submitted before a call see the
 // weights from before it. Slots lie in one arena. If none of its gaps is large enough, slots move.
@@ -19,6 +19,7 @@
 #include "kernels/hip/device_state/weight_arena.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
+#include "kernels/projected_weights.h"
 
 namespace mla::kernels::hip {
 
@@ -34,25 +35,28 @@ class WeightStore final {
                     const Bf16* w_uk, const Bf16* w_uv, const DeviceBuffer& scratch);
   // As AttentionBackend::LoadProjected.
   absl::Status LoadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
-                             ProjectedPart part, int32_t head, const Bf16* weights,
+                             ProjectedPart part, int32_t head, const void* weights,
                              const DeviceBuffer& scratch);
   // Does what AttentionBackend::ReadWeights and ReadProjected do.
   absl::Status Read(int32_t slot, const Geometry& geometry, int32_t head, Bf16* w_uk, Bf16* w_uv);
   absl::Status ReadProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
-                             ProjectedPart part, int32_t head, Bf16* weights);
+                             ProjectedPart part, int32_t head, void* weights);
   absl::Status Free(int32_t slot);
   // True after a move of slots has failed halfway: no weights may be read any more.
   bool torn() const { return torn_; }
 
   bool InPanels(const Geometry& geometry) const;
   bool Holds(int32_t slot, int32_t head_begin, int32_t heads) const;
-  // One matrix of PROJECTED, with all heads.
-  struct ProjectedMatrix {
-    const uint16_t* at =
-        nullptr;  // [columns, padded_depth] on the device; null: some head is missing
-    int32_t columns = 0, depth = 0, padded_depth = 0;
+  // One matrix of PROJECTED on the device. If some head is missing, both addresses are null, else
+  // one.
+  struct HeldMatrix {
+    ProjectedMatrix shape;
+    const uint16_t* weights = nullptr;
+    const uint8_t* codes = nullptr;
+    const float* scales = nullptr;  // with codes
+    bool whole() const { return weights != nullptr || codes != nullptr; }
   };
-  ProjectedMatrix Projected(int32_t slot, ProjectedPart part) const;
+  HeldMatrix Projected(int32_t slot, ProjectedPart part) const;
   // Return device addresses of the weights of a slot that has some.
   const uint16_t* UkOf(int32_t slot) const { return Published(slot); }
   const uint16_t* UvOf(int32_t slot) const {
@@ -88,6 +92,7 @@ class WeightStore final {
   void Drop(int32_t extent);
   absl::Status PlaceProjected(int32_t slot, const Geometry& geometry, const ProjectedShape& shape,
                               const DeviceBuffer& scratch);
+  DevicePtr MatrixAt(int32_t slot, ProjectedPart part) const;
   // The rows of one head in a slot's weights of PROJECTED, `pitch` bytes apart. REQUIRES: the slot
   // has such weights.
   struct HeadRows {
@@ -96,8 +101,18 @@ class WeightStore final {
   };
   HeadRows RowsOf(int32_t slot, ProjectedPart part, int32_t head) const;
   // Copy these rows through pinned memory, from or to rows without gaps.
-  absl::Status CopyRows(const HeadRows& to, const Bf16* from);
-  absl::Status CopyRowsOut(const HeadRows& from, Bf16* to);
+  absl::Status CopyRows(const HeadRows& to, const void* from);
+  absl::Status CopyRowsOut(const HeadRows& from, void* to);
+  // The scales of one head, [rows, row_bytes / 4]. REQUIRES: the slot has e4m3.
+  HeadRows ScalesOf(int32_t slot, ProjectedPart part, int32_t head) const;
+  // Copy a head's scales from or to its bytes (kernels/projected_weights.h), which have one for
+  // each block.
+  absl::Status CopyScales(int32_t slot, ProjectedPart part, int32_t head, const void* from);
+  absl::Status CopyScalesOut(int32_t slot, ProjectedPart part, int32_t head, void* to);
+  // Calls visit(block) for the scales of a head in the order of ScalesOf.
+  template <class Visit>
+  void ForEachScale(const ProjectedSlot& held, ProjectedPart part, const WeightWindow& window,
+                    const Visit& visit) const;
   static absl::Status CheckRow(int64_t row_bytes);
   // Copies one matrix [rows, columns] a head, contiguously from `to` on.
   absl::Status CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,

@@ -21,6 +21,8 @@ constexpr host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(mla_pack_rows),
     MLA_HOST_KERNEL(mla_row_product_few),
     MLA_HOST_KERNEL(mla_row_product_many),
+    MLA_HOST_KERNEL(mla_row_product_few_e4m3),
+    MLA_HOST_KERNEL(mla_row_product_many_e4m3),
     MLA_HOST_KERNEL(mla_finish_rows),
     MLA_HOST_KERNEL(mla_index_logits),
     MLA_HOST_KERNEL(mla_index_select),

@@ -1,6 +1,7 @@
 #include "kernels/hip/launch/row_work.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,6 +24,21 @@ bool ReadInPlace(const RowProjection& projection, const RowProjectionRecord& r, 
   return projection.in == DType::kBf16 && depth % kRowProductDepth == 0 &&
          reinterpret_cast<uintptr_t>(r.in) % kCopiedBytes == 0 &&
          r.in_row_stride * ElementBytes(projection.in) % int64_t{kCopiedBytes} == 0;
+}
+
+int32_t Log2(int32_t power) { return std::countr_zero(static_cast<uint32_t>(power)); }
+
+void SetWeights(const WeightStore::HeldMatrix& weights, RowProductArgs& args) {
+  args.columns = weights.shape.rows;
+  args.depth = weights.shape.depth;
+  args.padded_depth = weights.shape.padded_depth;
+  args.weights = weights.weights;
+  if (weights.codes == nullptr) return;
+  args.codes = weights.codes;
+  args.scales = weights.scales;
+  args.scale_column_shift = Log2(weights.shape.scale_rows);
+  args.scale_step_shift = Log2(weights.shape.scale_depth / kRowProductDepth);
+  args.scale_pitch = weights.shape.scale_pitch;
 }
 
 }  // namespace
@@ -75,8 +91,8 @@ absl::Status RowWork::Add(LaunchRecording& recording, const RowProjection& proje
   Group group = {};
   for (size_t i = 0; i < projection.records.size();) {
     const int32_t slot = projection.records[i].weights_slot;
-    const WeightStore::ProjectedMatrix weights = device_.weights.Projected(slot, part);
-    if (weights.at == nullptr) {
+    const WeightStore::HeldMatrix weights = device_.weights.Projected(slot, part);
+    if (!weights.whole()) {
       return absl::FailedPreconditionError(absl::StrCat(queries ? "queries" : "hiddens",
                                                         ".records[", i, "]: weights slot ", slot,
                                                         " does not hold all heads"));
@@ -85,18 +101,15 @@ absl::Status RowWork::Add(LaunchRecording& recording, const RowProjection& proje
     bool in_place = true;
     for (; i < projection.records.size() && projection.records[i].weights_slot == slot; ++i) {
       group.rows += projection.records[i].rows;
-      in_place = in_place && ReadInPlace(projection, projection.records[i], weights.depth);
+      in_place = in_place && ReadInPlace(projection, projection.records[i], weights.shape.depth);
     }
     RowProductArgs& args = group.args;
     args = {};
     args.rows = rows;
-    args.weights = weights.at;
+    SetWeights(weights, args);
     args.packed = in_place ? nullptr : packed_.As<uint16_t>();
     args.sums = sums_.As<float>();
-    args.columns = weights.columns;
-    args.pitch = (weights.columns + kRowRun - 1) / kRowRun * kRowRun;
-    args.depth = weights.depth;
-    args.padded_depth = weights.padded_depth;
+    args.pitch = (args.columns + kRowRun - 1) / kRowRun * kRowRun;
     args.in_is_f32 = projection.in == DType::kF32;
     args.out_is_f32 = projection.out == DType::kF32;
     args.planes = args.in_is_f32 ? 2 : 1;
@@ -150,13 +163,17 @@ absl::Status RowWork::AddProduct(LaunchRecording& recording, const RowProductArg
     MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.pack_rows, shape, args));
   }
   const bool few = args.count <= kRowProductFew;
+  const bool codes = args.codes != nullptr;
   const RowProductShape& kernel = few ? device_.arch->few_rows : device_.arch->many_rows;
+  const KernelSet& kernels = device_.kernels;
+  const Function of_weights = few ? kernels.few_rows : kernels.many_rows;
+  const Function of_codes = few ? kernels.few_code_rows : kernels.many_code_rows;
   LaunchShape product = shape;
   product.grid_x = BlocksFor(args.columns, kernel.columns);
   product.grid_y = static_cast<uint32_t>(args.splits);
-  product.shared_bytes = static_cast<uint32_t>(kernel.shared_bytes);
-  MLA_RETURN_IF_ERROR(recording.AddKernel(
-      few ? device_.kernels.few_rows : device_.kernels.many_rows, product, args));
+  product.shared_bytes =
+      static_cast<uint32_t>(codes ? kernel.code_shared_bytes : kernel.shared_bytes);
+  MLA_RETURN_IF_ERROR(recording.AddKernel(codes ? of_codes : of_weights, product, args));
   if (args.finishes != 0) return absl::OkStatus();
   shape.grid_x = BlocksFor(args.columns, int64_t{kBlockThreads} * kRowRun);
   return recording.AddKernel(device_.kernels.finish_rows, shape, args);

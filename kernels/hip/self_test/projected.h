@@ -11,10 +11,12 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/attention_backend.h"
+#include "kernels/formats/fp8.h"
 #include "kernels/hip/args/row_args.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/plan.h"
 #include "kernels/launch_layout.h"
+#include "kernels/projected_weights.h"
 
 namespace mla::kernels::hip::self_test {
 
@@ -32,8 +34,10 @@ inline constexpr double kProjectedOff = 0x1p-7, kProjectedWideOff = 0x1p-14;
 
 // The rows of one product, their weights and their results, of dtype `dtype`.
 struct RowProductData {
-  RowProductData(ProjectedPart of_part, DType of_rows, int32_t count)
+  RowProductData(ProjectedPart of_part, DType of_rows, DType of_weights, int32_t count)
       : part(of_part), dtype(of_rows), rows(count) {
+    shape.weights = of_weights;
+    MakeWeights();
     for (const Bf16 x : Pattern(size_t(rows) * size_t(depth), 21)) {
       // No bf16 holds the fp32 rows.
       in_floats.push_back(dtype == DType::kF32 ? ToFloat(x) * 1.0009766f : ToFloat(x));
@@ -42,6 +46,32 @@ struct RowProductData {
     out = Store(std::vector<float>(size_t(rows) * size_t(columns), NAN));
     for (size_t i = 0; queries() && i < size_t(rows) * size_t(kProjectedGeometry.rope_dim); ++i) {
       rotations.push_back(static_cast<float>(i % 11) / 8.0f - 0.5f);
+    }
+  }
+  // Makes the bytes to load, and the weights that they stand for.
+  void MakeWeights() {
+    const size_t count = size_t(columns) * size_t(depth);
+    const WeightWindow window = WindowOf(kProjectedGeometry, shape, part, 0, 1);
+    loaded.resize(size_t(window.Bytes(shape.weights)));
+    if (!shape.codes()) {
+      weights = Pattern(count, queries() ? 22 : 23);
+      std::copy_n(reinterpret_cast<const std::byte*>(weights.data()), loaded.size(),
+                  loaded.begin());
+      return;
+    }
+    std::byte* const scales = &loaded[count];
+    for (int64_t block = 0; block < window.blocks(); ++block) {
+      const float scale = 0.0007f * static_cast<float>(3 + block % 7);
+      std::copy_n(reinterpret_cast<const std::byte*>(&scale), sizeof(scale),
+                  scales + size_t(block) * sizeof(scale));
+    }
+    for (size_t i = 0; i < count; ++i) {
+      // All codes except -0 and NaN.
+      const auto number = static_cast<uint8_t>((i * 61 + i / size_t(depth) * 7) % 253);
+      const uint8_t code = number <= kFp8LargestCode ? number : static_cast<uint8_t>(number + 2);
+      loaded[i] = std::byte{code};
+      const int64_t block = window.BlockOf(int64_t(i) / depth, int64_t(i) % depth);
+      weights.push_back(WidenedWeight(code, ScaleOf(window, loaded.data(), block)));
     }
   }
   bool queries() const { return part == ProjectedPart::kQueries; }
@@ -73,7 +103,9 @@ struct RowProductData {
   const int32_t depth = queries() ? kProjectedShape.q_lora_rank : kProjectedGeometry.v_dim;
   const int32_t columns =
       queries() ? kProjectedGeometry.expanded_q_dim() : kProjectedShape.hidden_size;
-  const std::vector<Bf16> weights = Pattern(size_t(columns) * size_t(depth), queries() ? 22 : 23);
+  ProjectedShape shape = kProjectedShape;
+  std::vector<std::byte> loaded;
+  std::vector<Bf16> weights;
   std::vector<float> in_floats, rotations;
   std::vector<std::byte> in, out;
 };
@@ -103,7 +135,7 @@ inline double ExpectedRotated(const RowProductData& d, int32_t row, int32_t colu
 
 inline absl::Status MultiplyRows(AttentionBackend& backend, RowProductData& d, RopeLayout rope) {
   absl::Status s =
-      backend.LoadProjected(0, kProjectedGeometry, kProjectedShape, d.part, 0, d.weights.data());
+      backend.LoadProjected(0, kProjectedGeometry, d.shape, d.part, 0, d.loaded.data());
   if (!s.ok()) return s;
   LaunchLayout layout(backend, 0);
   const auto in = layout.Input(d.in.data(), int64_t(d.in.size()));
@@ -126,8 +158,8 @@ inline absl::Status MultiplyRows(AttentionBackend& backend, RowProductData& d, R
 }
 
 inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart part, DType dtype,
-                                    int32_t rows, RopeLayout rope) {
-  RowProductData d(part, dtype, rows);
+                                    DType weights, int32_t rows, RopeLayout rope) {
+  RowProductData d(part, dtype, weights, rows);
   if (absl::Status s = MultiplyRows(backend, d, rope); !s.ok()) return s;
   double largest = 0.0;
   for (int32_t c = 0; c < d.columns; ++c) {
@@ -140,7 +172,8 @@ inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart par
       const float got = d.Result(row, c);
       // Not `>`: the result may be NaN.
       if (std::abs(got - want) <= off) continue;
-      return Wrong(absl::StrCat(d.queries() ? "projected queries" : "hidden states", ", ", rows,
+      return Wrong(absl::StrCat(d.queries() ? "projected queries" : "hidden states",
+                                d.shape.codes() ? " of weights in e4m3, " : ", ", rows,
                                 " rows, row ", row, ", column ", c),
                    got, want);
     }
@@ -149,15 +182,19 @@ inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart par
 }
 
 // The first product has few rows of fp32, which are packed with their remainders; the second has
-// many of bf16.
+// many of bf16. Both have weights of both types.
 inline absl::Status CheckProjected(AttentionBackend& backend) {
-  absl::Status s;
-  for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
-    if (s.ok()) s = CheckRowProduct(backend, part, DType::kF32, 3, RopeLayout::kHalves);
-    if (!s.ok()) return s;
-    s = CheckRowProduct(backend, part, DType::kBf16, kProjectedRows, RopeLayout::kInterleaved);
+  for (const DType weights : {DType::kBf16, DType::kFp8E4m3}) {
+    if (absl::Status s = backend.FreeWeights(0); !s.ok()) return s;
+    for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
+      absl::Status s = CheckRowProduct(backend, part, DType::kF32, weights, 3, RopeLayout::kHalves);
+      if (!s.ok()) return s;
+      s = CheckRowProduct(backend, part, DType::kBf16, weights, kProjectedRows,
+                          RopeLayout::kInterleaved);
+      if (!s.ok()) return s;
+    }
   }
-  return s;
+  return absl::OkStatus();
 }
 
 }  // namespace mla::kernels::hip::self_test

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kernels/formats/fp8.h"
 
 namespace mla::conformance {
 namespace {
@@ -31,6 +32,18 @@ float Drawn(uint64_t index) {
   x ^= x >> 29;
   x *= 0xbf58476d1ce4e5b9u;
   return static_cast<float>(static_cast<int32_t>(x >> 40 & 0xff) - 128) / 128.0f;
+}
+
+// Returns any code except NaN and -0.
+uint8_t DrawnCode(uint64_t index) {
+  const auto code = static_cast<uint8_t>(static_cast<int32_t>(Drawn(index) * 128.0f) & 0xff);
+  return (code & 0x7f) > kernels::kFp8LargestCode || code == 0x80 ? 0 : code;
+}
+
+// Returns a scale that is no power of two, or 0.
+float DrawnScale(int32_t slot, int32_t head, int64_t block) {
+  const auto number = static_cast<uint64_t>((int64_t{slot} * 1000 + head) * 100000 + block);
+  return number % 13 == 5 ? 0.0f : (Drawn(number) + 1.5f) * 0.0033f;
 }
 
 void Store(DType dtype, float value, std::byte* to) {
@@ -62,6 +75,18 @@ void AddVariants(const ProjectedCase& base, std::vector<ProjectedCase>& cases) {
   }
 }
 
+// Adds every third case again, with tensors in shared device memory.
+void AddShared(std::vector<ProjectedCase>& cases) {
+  const size_t count = cases.size();
+  for (size_t i = 0; i < count; i += 3) {
+    ProjectedCase c = cases[i];
+    c.shared = true;
+    c.in_gap = i % 2 == 0 ? 8 : 3;
+    c.out_gap = i % 2 == 0 ? 4 : 1;
+    cases.push_back(c);
+  }
+}
+
 }  // namespace
 
 std::string ToString(const ProjectedCase& c) {
@@ -74,8 +99,8 @@ std::string ToString(const ProjectedCase& c) {
                       kernels::Name(c.dtype), c.rope == RopeLayout::kHalves ? " halves" : "",
                       " heads ", g.num_heads, " nope ", g.nope_dim, " rope ", g.rope_dim, " v ",
                       g.v_dim, " q_lora ", c.shape.q_lora_rank, " hidden ", c.shape.hidden_size,
-                      " rows ", absl::StrJoin(clients, ","), " gaps ", c.in_gap, ",", c.out_gap,
-                      c.shared ? " shared" : "");
+                      c.shape.codes() ? " e4m3" : "", " rows ", absl::StrJoin(clients, ","),
+                      " gaps ", c.in_gap, ",", c.out_gap, c.shared ? " shared" : "");
 }
 
 std::vector<ProjectedCase> ProjectedCases() {
@@ -92,29 +117,41 @@ std::vector<ProjectedCase> ProjectedCases() {
   AddVariants({{2, 512, 64, 128, 128}, {1536, 512}, joined}, cases);
   AddVariants({{4, 512, 16, 32, 32}, {128, 128}, {{200, 1}}}, cases);
   AddVariants({{2, 512, 6, 7, 9}, {1, 1}, {{2, 0}, {1, 1}}}, cases);
-  const size_t count = cases.size();
-  for (size_t i = 0; i < count; i += 3) {
-    ProjectedCase c = cases[i];
-    c.shared = true;
-    c.in_gap = i % 2 == 0 ? 8 : 3;
-    c.out_gap = i % 2 == 0 ? 4 : 1;
-    cases.push_back(c);
-  }
+  AddShared(cases);
+  return cases;
+}
+
+std::vector<ProjectedCase> ProjectedCodeCases() {
+  std::vector<ProjectedCase> cases;
+  constexpr DType kCodes = DType::kFp8E4m3;
+  // Scales of 16 rows of W_UQ, and of 64 columns of W_O; depths that are padded.
+  AddVariants({{3, 16, 16, 32, 64}, {701, 151, kCodes}, {{1, 0}, {130, 0}, {3, 0}, {2, 1}}}, cases);
+  AddVariants({{2, 512, 64, 128, 128}, {1536, 512, kCodes}, {{1, 0}, {8, 0}, {24, 0}}}, cases);
+  AddVariants({{3, 512, 64, 128, 128}, {192, 1900, kCodes}, {{32, 0}}}, cases);
+  AddVariants({{17, 512, 8, 8, 64}, {64, 256, kCodes}, {{5, 0}, {28, 0}, {31, 1}}}, cases);
+  AddVariants({{4, 512, 16, 48, 192}, {130, 128, kCodes}, {{100, 1}}}, cases);
+  AddShared(cases);
   return cases;
 }
 
 std::vector<ProjectedCase> ProjectedModelCases() {
   std::vector<ProjectedCase> cases = ProjectedCases();
+  const std::vector<ProjectedCase> of_codes = ProjectedCodeCases();
+  cases.insert(cases.end(), of_codes.begin(), of_codes.end());
   for (const int32_t rows : {1, 32, 128}) {
     for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
       ProjectedCase c{{128, 512, 64, 128, 128}, {1536, 7168}, {{1, 0}}};
       if (rows > 1) c.clients.push_back({rows - 1, 0});
       c.part = part;
-      cases.push_back(c);
-      c.geometry.num_heads = 16;
-      c.shape = {2048, 2048};
-      c.rope = RopeLayout::kHalves;
-      cases.push_back(c);
+      ProjectedCase lite = c;
+      lite.geometry.num_heads = 16;
+      lite.shape = {2048, 2048};
+      lite.rope = RopeLayout::kHalves;
+      for (const DType weights : {DType::kBf16, DType::kFp8E4m3}) {
+        c.shape.weights = lite.shape.weights = weights;
+        cases.push_back(c);
+        cases.push_back(lite);
+      }
     }
   }
   return cases;
@@ -205,8 +242,40 @@ uint64_t ProjectedWorkload::FirstWeight(int32_t slot, int32_t head, int32_t colu
                                int64_t{column} * depth_of_head() + 1);
 }
 
-absl::Status ProjectedWorkload::LoadWeights(AttentionBackend& backend) const {
-  std::vector<Bf16> weights(static_cast<size_t>(columns_of_head()) * depth_of_head());
+float ProjectedWorkload::Weight(int32_t slot, int32_t head, int32_t column, int32_t k) const {
+  const uint64_t index = FirstWeight(slot, head, column) + static_cast<uint64_t>(k);
+  if (!c_.shape.codes()) return Drawn(index);
+  const float scale = DrawnScale(slot, head, WindowOf(head).BlockOf(column, k));
+  return kernels::ToFloat(kernels::WidenedWeight(DrawnCode(index), scale));
+}
+
+std::vector<std::byte> ProjectedWorkload::HeadBytes(int32_t slot, int32_t head,
+                                                    bool widened) const {
+  const kernels::WeightWindow window = WindowOf(head);
+  const bool codes = c_.shape.codes() && !widened;
+  std::vector<std::byte> bytes(
+      static_cast<size_t>(window.Bytes(codes ? DType::kFp8E4m3 : DType::kBf16)));
+  const uint64_t first = FirstWeight(slot, head, 0);
+  for (int64_t i = 0; i < window.elements(); ++i) {
+    if (codes) {
+      bytes[static_cast<size_t>(i)] = std::byte{DrawnCode(first + static_cast<uint64_t>(i))};
+      continue;
+    }
+    const Bf16 weight = kernels::ToBf16(Weight(slot, head, static_cast<int32_t>(i / window.columns),
+                                               static_cast<int32_t>(i % window.columns)));
+    std::memcpy(&bytes[static_cast<size_t>(i) * sizeof(weight)], &weight, sizeof(weight));
+  }
+  for (int64_t block = 0; codes && block < window.blocks(); ++block) {
+    const float scale = DrawnScale(slot, head, block);
+    std::memcpy(&bytes[static_cast<size_t>(window.elements()) + size_t(block) * sizeof(scale)],
+                &scale, sizeof(scale));
+  }
+  return bytes;
+}
+
+absl::Status ProjectedWorkload::LoadWeights(AttentionBackend& backend, bool widened) const {
+  kernels::ProjectedShape shape = c_.shape;
+  if (widened) shape.weights = DType::kBf16;
   for (int32_t slot = 0; slot < kProjectedSlots; ++slot) {
     if (absl::Status s = backend.FreeWeights(slot); !s.ok()) return s;
     if (std::none_of(c_.clients.begin(), c_.clients.end(),
@@ -215,10 +284,9 @@ absl::Status ProjectedWorkload::LoadWeights(AttentionBackend& backend) const {
     }
     // Backwards, so that no head is where it would be if heads were appended.
     for (int32_t head = heads() - 1; head >= 0; --head) {
-      const uint64_t first = FirstWeight(slot, head, 0);
-      for (size_t i = 0; i < weights.size(); ++i) weights[i] = kernels::ToBf16(Drawn(first + i));
+      const std::vector<std::byte> weights = HeadBytes(slot, head, widened);
       absl::Status s =
-          backend.LoadProjected(slot, c_.geometry, c_.shape, c_.part, head, weights.data());
+          backend.LoadProjected(slot, c_.geometry, shape, c_.part, head, weights.data());
       if (!s.ok()) return s;
     }
   }
@@ -304,14 +372,19 @@ double ProjectedWorkload::Sum(int32_t row, int32_t slot, int32_t column) const {
   const float* in = &wide_in_[static_cast<size_t>(row) * depth()];
   const size_t count = static_cast<size_t>(depth_of_head());
   double sum = 0.0;
-  const auto add = [&](uint64_t first_weight) {
-    for (size_t k = 0; k < count; ++k) sum += double{in[k]} * Drawn(first_weight + k);
+  const auto add = [&](int32_t head, int32_t of_head) {
+    const uint64_t first = FirstWeight(slot, head, of_head);
+    for (size_t k = 0; k < count; ++k) {
+      sum +=
+          double{in[k]} * (c_.shape.codes() ? Weight(slot, head, of_head, static_cast<int32_t>(k))
+                                            : Drawn(first + k));
+    }
     in += count;
   };
   if (queries()) {
-    add(FirstWeight(slot, column / query_dim(), column % query_dim()));
+    add(column / query_dim(), column % query_dim());
   } else {
-    for (int32_t head = 0; head < heads(); ++head) add(FirstWeight(slot, head, column));
+    for (int32_t head = 0; head < heads(); ++head) add(head, column);
   }
   return sum;
 }
@@ -363,14 +436,17 @@ absl::Status ProjectedWorkload::Compare() const {
   return absl::InternalError(absl::StrCat("an element is off by ", worst, " of ", largest));
 }
 
-absl::Status ProjectedWorkload::Check(AttentionBackend& backend) {
+absl::Status ProjectedWorkload::Run(AttentionBackend& backend) {
   std::fill(out_.begin(), out_.end(), kUntouched);
   auto memory = c_.shared ? backend.AllocateShared(Align(static_cast<int64_t>(in_.size())) +
                                                        Align(static_cast<int64_t>(out_.size())),
                                                    0)
                           : absl::UnimplementedError("not wanted");
-  const absl::Status s =
-      memory.ok() ? LaunchShared(backend, (*memory)->bytes().data()) : Launch(backend);
+  return memory.ok() ? LaunchShared(backend, (*memory)->bytes().data()) : Launch(backend);
+}
+
+absl::Status ProjectedWorkload::Check(AttentionBackend& backend) {
+  const absl::Status s = Run(backend);
   return s.ok() ? Compare() : s;
 }
 

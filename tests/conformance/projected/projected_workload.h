@@ -19,6 +19,7 @@
 #include "kernels/attention_backend.h"
 #include "kernels/formats/dtype.h"
 #include "kernels/launch_layout.h"
+#include "kernels/projected_weights.h"
 #include "kernels/types/launch.h"
 
 namespace mla::conformance {
@@ -49,7 +50,10 @@ std::string ToString(const ProjectedCase& c);
 // Odd and common shapes, of at most some 10^8 products each: 1 to 128 heads, 1 to 200 rows of one
 // or several clients, no rotated part, depths that are no multiple of a tile.
 std::vector<ProjectedCase> ProjectedCases();
-// The same, and DeepSeek-V3's and DeepSeek-V2-Lite's shapes.
+// Such shapes with weights of e4m3, for backends that hold them. Heads begin inside blocks, and
+// have other scales than their neighbours in the blocks that they share.
+std::vector<ProjectedCase> ProjectedCodeCases();
+// Both, and DeepSeek-V3's and DeepSeek-V2-Lite's shapes with weights of both types.
 std::vector<ProjectedCase> ProjectedModelCases();
 // Limits of a backend that runs all cases of a list.
 kernels::BackendLimits ProjectedLimits(std::span<const ProjectedCase> cases);
@@ -63,11 +67,16 @@ class ProjectedWorkload {
  public:
   explicit ProjectedWorkload(const ProjectedCase& c);
 
-  // Frees all slots, and loads the weights of the slots that have clients.
-  absl::Status LoadWeights(kernels::AttentionBackend& backend) const;
+  // Frees all slots, and loads the weights of the slots that have clients; if `widened`, those of
+  // e4m3 as bf16.
+  absl::Status LoadWeights(kernels::AttentionBackend& backend, bool widened = false) const;
   // Runs the launch and compares the results. INTERNAL names the first wrong row. REQUIRES: the
   // weights are loaded.
   absl::Status Check(kernels::AttentionBackend& backend);
+  // Runs it alone.
+  absl::Status Run(kernels::AttentionBackend& backend);
+  // Returns the bytes of the results, with the gaps between rows.
+  std::span<const std::byte> out() const { return out_; }
 
  private:
   bool queries() const { return c_.part == kernels::ProjectedPart::kQueries; }
@@ -89,6 +98,13 @@ class ProjectedWorkload {
   absl::Status CheckGaps() const;
   // Returns the number of the first of a column's weights; the others of the column follow it.
   uint64_t FirstWeight(int32_t slot, int32_t head, int32_t column) const;
+  kernels::WeightWindow WindowOf(int32_t head) const {
+    return kernels::WindowOf(c_.geometry, c_.shape, c_.part, head, 1);
+  }
+  // Returns the weight in row `column` and column `k` of a head's window.
+  float Weight(int32_t slot, int32_t head, int32_t column, int32_t k) const;
+  // Returns the bytes of a head's weights.
+  std::vector<std::byte> HeadBytes(int32_t slot, int32_t head, bool widened) const;
   // Returns the sum of a row's inputs times a column's weights, before the rotation.
   double Sum(int32_t row, int32_t slot, int32_t column) const;
   double Expected(int32_t row, int32_t slot, int32_t column) const;

@@ -1,11 +1,15 @@
 #include "tests/conformance/projected/weights_round_trip.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <random>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/formats/fp8.h"
+#include "kernels/projected_weights.h"
 
 namespace mla::conformance {
 namespace {
@@ -73,26 +77,54 @@ absl::Status CheckUp(AttentionBackend& backend, int32_t slot, const Geometry& g,
   return absl::OkStatus();
 }
 
+// Returns the bytes of one head, in e4m3 with valid codes and scales of all magnitudes.
+std::vector<std::byte> RandomHead(const kernels::WeightWindow& window, const ProjectedShape& shape,
+                                  std::mt19937* random) {
+  std::vector<std::byte> bytes(static_cast<size_t>(window.Bytes(shape.weights)));
+  if (!shape.codes()) {
+    const std::vector<Bf16> bits = RandomBits(window.elements(), random);
+    std::memcpy(bytes.data(), bits.data(), bytes.size());
+    return bytes;
+  }
+  for (int64_t i = 0; i < window.elements(); ++i) {
+    const auto code = static_cast<uint8_t>((*random)() & 0xffu);
+    const bool valid = (code & 0x7f) <= kernels::kFp8LargestCode && code != 0x80;
+    bytes[static_cast<size_t>(i)] = std::byte{valid ? code : uint8_t{0}};
+  }
+  for (int64_t block = 0; block < window.blocks(); ++block) {
+    const int exponent = static_cast<int>((*random)() % 172) - 100;  // 2^-100 to 2^71
+    const float scale =
+        block == 1 ? 0.0f
+                   : std::ldexp(1.0f + static_cast<float>((*random)() % 1000) / 1001.0f, exponent);
+    std::memcpy(&bytes[static_cast<size_t>(window.elements()) + size_t(block) * sizeof(scale)],
+                &scale, sizeof(scale));
+  }
+  return bytes;
+}
+
 absl::Status CheckPart(AttentionBackend& backend, int32_t slot, const Geometry& g,
                        const ProjectedShape& shape, ProjectedPart part, std::mt19937* random) {
-  const int64_t head_size = part == ProjectedPart::kQueries
-                                ? int64_t{g.expanded_q_dim()} * shape.q_lora_rank
-                                : int64_t{shape.hidden_size} * g.v_dim;
-  const std::vector<Bf16> weights = RandomBits(g.num_heads * head_size, random);
-  std::vector<Bf16> got(static_cast<size_t>(head_size));
+  std::vector<std::vector<std::byte>> weights;
+  for (int32_t head = 0; head < g.num_heads; ++head) {
+    weights.push_back(RandomHead(kernels::WindowOf(g, shape, part, head, 1), shape, random));
+  }
+  std::vector<std::byte> got(std::max_element(weights.begin(), weights.end(), [](auto& a, auto& b) {
+                               return a.size() < b.size();
+                             })->size());
   for (int32_t head = 0; head < g.num_heads; ++head) {
     if (backend.ReadProjected(slot, g, shape, part, head, got.data()).ok()) {
       return absl::InternalError(absl::StrCat("head ", head, " can be read before it is loaded"));
     }
     if (absl::Status s =
-            backend.LoadProjected(slot, g, shape, part, head, weights.data() + head * head_size);
+            backend.LoadProjected(slot, g, shape, part, head, weights[size_t(head)].data());
         !s.ok())
       return s;
   }
   for (int32_t head = 0; head < g.num_heads; ++head) {
     if (absl::Status s = backend.ReadProjected(slot, g, shape, part, head, got.data()); !s.ok())
       return s;
-    if (!std::equal(got.begin(), got.end(), weights.begin() + head * head_size)) {
+    const std::vector<std::byte>& want = weights[size_t(head)];
+    if (!std::equal(want.begin(), want.end(), got.begin())) {
       return Differs(part == ProjectedPart::kQueries ? "W_UQ" : "W_O", head);
     }
   }

@@ -57,7 +57,7 @@ class WatchingBackend final : public kernels::AttentionBackend {
   }
   absl::Status LoadProjected(int32_t slot, const kernels::Geometry& g,
                              const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
-                             int32_t head, const kernels::Bf16* weights) override {
+                             int32_t head, const void* weights) override {
     return inner_->LoadProjected(slot, g, shape, part, head, weights);
   }
   absl::Status ReadWeights(int32_t slot, const kernels::Geometry& g, int32_t head,
@@ -66,7 +66,7 @@ class WatchingBackend final : public kernels::AttentionBackend {
   }
   absl::Status ReadProjected(int32_t slot, const kernels::Geometry& g,
                              const kernels::ProjectedShape& shape, kernels::ProjectedPart part,
-                             int32_t head, kernels::Bf16* weights) override {
+                             int32_t head, void* weights) override {
     return inner_->ReadProjected(slot, g, shape, part, head, weights);
   }
   absl::Status FreeWeights(int32_t slot) override { return inner_->FreeWeights(slot); }

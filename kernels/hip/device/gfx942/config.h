@@ -74,6 +74,9 @@ struct ManyRowsConfig {
   static constexpr int kColumns = 128;
   static constexpr bool kFinishes = false;
 };
+// Over weights of e4m3 (device/kernels/code_row_product.h).
+using FewCodeRowsConfig = FewRowsConfig;
+using ManyCodeRowsConfig = ManyRowsConfig;
 
 }  // namespace mla::kernels::hip
 

@@ -122,6 +122,10 @@ struct ManyRowsConfig {
   static constexpr int kColumns = 128;
   static constexpr bool kFinishes = false;
 };
+// Over weights of e4m3 (device/kernels/code_row_product.h) the widened ones take the place that
+// codes save.
+using FewCodeRowsConfig = FewRowsConfig;
+using ManyCodeRowsConfig = ManyRowsConfig;
 
 }  // namespace mla::kernels::hip
 

@@ -88,12 +88,12 @@ struct WaveProducts {
     }
   }
 
-  // Called by the waves whose copies have landed, before the barrier that precedes multiply.
+  // Called by the waves whose copies have landed, before the barrier that precedes begin.
   MLA_DEVICE static void publish() {}
-  // Adds the products of a stage. When it returns, all reads of shared memory have ended.
-  MLA_DEVICE void multiply(lds_t rows, int count) {
+  // Begins to add the products of a step. Reads of shared memory end with `end` at the latest.
+  MLA_DEVICE void begin(lds_t rows, lds_t weights_at, int count) {
     if (row0 >= count) return;
-    const typename W::template KeyRows<kColumns> weights(rows + kRows * 128, 0, lane);
+    const typename W::template KeyRows<kColumns> weights(weights_at, 0, lane);
 #pragma unroll
     for (int step = 0; step < kRowProductDepth / W::kDepth; ++step) {
       typename W::Q q;
@@ -106,6 +106,7 @@ struct WaveProducts {
       }
     }
   }
+  MLA_DEVICE void end(int) {}
   // Calls visit(row, column, run) for the runs of consecutive columns that this lane holds.
   template <class Visit>
   MLA_DEVICE void for_each_run(const Visit& visit) const {
@@ -212,9 +213,10 @@ struct FinishRows {
   }
 };
 
-// Products is WaveProducts, or has the same members. Grid: x = columns, y = split.
+// The place of a block in a product, and the end of its work. Products is WaveProducts, or has the
+// same members. Grid: x = columns, y = split.
 template <class Products>
-class RowProduct {
+class RowProductBlock {
  public:
   static constexpr int kRows = Products::kRows;
   static constexpr int kColumns = Products::kColumns;
@@ -222,43 +224,28 @@ class RowProduct {
   static constexpr int kWaves = Products::kWaves;
   static constexpr int kStages = Products::kStages;
   static constexpr int kThreads = kWaves * tile::kWave;
-  static constexpr int kStageBytes = (kRows + kColumns) * 128;
-  static constexpr int kSharedBytes = kStages * kStageBytes;
   static_assert(kDepth * 2 == 128);
 
-  MLA_DEVICE static void run(const RowProductArgs& args) {
-    const RowProduct self(args);
-    Copies copies;
-    Products products(self.wave, self.lane);
-    self.multiply(copies, products);
-    if constexpr (Products::kFinishes) {
-      if (args.finishes != 0) return self.finish(products);
-    }
-    self.store(products);
-  }
-
- private:
+ protected:
   using lds_t = tile::lds_t;
   using Copies = tile::Copies;
-  // Rows of 128 bytes that all waves copy at once, and how many such copies each operand takes.
+  // Rows of 128 bytes that all waves copy at once.
   static constexpr int kRowsPerCopy = tile::kWave / 8;
   static constexpr int kRowsAtOnce = kWaves * kRowsPerCopy;
   static constexpr int kRowCopies = kRows / kRowsAtOnce;
-  static constexpr int kCopies = kStageBytes / 128 / kRowsAtOnce;
-  static_assert(kRowCopies * kRowsAtOnce == kRows && kCopies * kRowsAtOnce * 128 == kStageBytes);
+  static_assert(kRowCopies * kRowsAtOnce == kRows);
+  // Rows of sums begin four banks apart.
+  static constexpr int kSumPitch = kColumns + kRowRun;
+  static constexpr int kSumBytes = Products::kFinishes ? kRows * kSumPitch * 4 : 0;
 
-  // The addresses from which this lane copies at the next step.
-  struct Sources {
-    const uint8_t* at[kCopies];
-  };
-
-  MLA_DEVICE explicit RowProduct(const RowProductArgs& a)
+  // `shared` has the stages of the product, and in their place the sums at its end.
+  MLA_DEVICE RowProductBlock(const RowProductArgs& a, lds_t shared)
       : args(a),
         lane(tile::lane_index()),
         wave(tile::wave_index()),
         first_column(block_index() * kColumns),
         split(block_index_y()),
-        stages(tile::shared_base<kSharedBytes>()) {}
+        stages(shared) {}
 
   // Returns the row of an operand that this lane copies the i-th time. Its chunk is the same each
   // time, because the rows are multiples of 32 apart.
@@ -270,115 +257,36 @@ class RowProduct {
                             args.splits);
   }
   MLA_DEVICE int weight_steps() const { return args.padded_depth / kDepth; }
-
-  // Rows past the last one repeat it; their sums are not stored. The same holds for columns.
-  MLA_DEVICE Sources find(int begin) const {
-    Sources from;
-    const int chunk = ((lane & 7) ^ tile::swizzle(copied_row(0))) * 16;
-    const int weights_begin = begin < weight_steps() ? begin : begin - weight_steps();
-    const int64_t row_bytes = static_cast<int64_t>(args.planes) * args.padded_depth * 2;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      if (i < kRowCopies) {
-        const int row = least(copied_row(i), args.count - 1);
-        const auto* const in = args.packed != nullptr
-                                   ? reinterpret_cast<const uint8_t*>(args.packed) + row * row_bytes
-                                   : static_cast<const uint8_t*>(args.rows[row].in);
-        from.at[i] = in + begin * (kDepth * 2) + chunk;
-      } else {
-        const int column = least(first_column + copied_row(i - kRowCopies), args.columns - 1);
-        from.at[i] = reinterpret_cast<const uint8_t*>(args.weights) +
-                     static_cast<int64_t>(column) * args.padded_depth * 2 +
-                     weights_begin * (kDepth * 2) + chunk;
-      }
-    }
-    return from;
+  // Returns the step of the weights in a step of the product.
+  MLA_DEVICE int weight_step(int step) const {
+    return step < weight_steps() ? step : step - weight_steps();
   }
   MLA_DEVICE static int least(int a, int b) { return a < b ? a : b; }
 
-  // Starts copies [kIndex, kEnd) of a step. Each is called for the steps in order.
-  template <int kIndex, int kEnd>
-  MLA_DEVICE void issue(Copies& copies, Sources& from, int step, int stage) const {
-    if constexpr (kIndex < kEnd) {
-      // Where copies are counted by stage, rows that do not exist are left out: what lies in their
-      // place reaches their own sums alone.
-      const bool exists = MLA_AMD || kIndex >= kRowCopies || copied_row(kIndex) < args.count;
-      if (exists)
-        copies.template issue<kIndex, kIndex * kRowsAtOnce * 128>(base(stage), lane,
-                                                                  from.at[kIndex]);
-      from.at[kIndex] += kDepth * 2;
-      // For the remainders of fp32 rows the weights repeat.
-      if (kIndex >= kRowCopies && step == weight_steps() - 1) {
-        from.at[kIndex] -= args.padded_depth * 2;
-      }
-      issue<kIndex + 1, kEnd>(copies, from, step, stage);
-    }
+  // Returns the address of this lane's chunk of the i-th copied row at step `begin`. Rows past the
+  // last one repeat it; their sums are not stored.
+  MLA_DEVICE const uint8_t* row_source(int i, int begin) const {
+    const int chunk = ((lane & 7) ^ tile::swizzle(copied_row(0))) * 16;
+    const int64_t row_bytes = static_cast<int64_t>(args.planes) * args.padded_depth * 2;
+    const int row = least(copied_row(i), args.count - 1);
+    const auto* const in = args.packed != nullptr
+                               ? reinterpret_cast<const uint8_t*>(args.packed) + row * row_bytes
+                               : static_cast<const uint8_t*>(args.rows[row].in);
+    return in + begin * (kDepth * 2) + chunk;
   }
-  // OfRegisters is Copies, where it passes through registers.
-  template <int kIndex = 0, class OfRegisters>
-  MLA_DEVICE void land(OfRegisters& copies) const {
-    if constexpr (kIndex < kCopies) {
-      copies.template land<kIndex, kIndex * kRowsAtOnce * 128>(base(0), lane);
-      land<kIndex + 1>(copies);
+  // Returns true if the i-th copied row is brought. Where copies are counted by stage, rows that do
+  // not exist are left out: what lies in their place reaches their own sums alone.
+  MLA_DEVICE bool brings_row(int i) const { return MLA_AMD || copied_row(i) < args.count; }
+
+  // Stores or finishes the sums.
+  MLA_DEVICE void close(const Products& products) const {
+    if constexpr (Products::kFinishes) {
+      if (args.finishes != 0) return finish(products);
     }
-  }
-  MLA_DEVICE lds_t base(int stage) const {
-    return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
+    store(products);
   }
 
-  MLA_DEVICE void multiply(Copies& copies, Products& products) const {
-    const int begin = first_step(split), end = first_step(split + 1);
-    Sources from = find(begin);
-    if constexpr (Copies::kThroughRegisters) {
-      wait_for_previous_kernel();
-      if (begin < end) issue<0, kCopies>(copies, from, begin, 0);
-      for (int step = begin; step < end; ++step) {
-        land(copies);
-        block_barrier();
-        if (step + 1 < end) issue<0, kCopies>(copies, from, step + 1, 0);
-        products.multiply(stages, args.count);
-        block_barrier();
-      }
-    } else {
-      start(copies, from, begin, end);
-      for (int step = begin; step < end; ++step) {
-        const int turn = step - begin;
-        if (step + kStages - 2 < end) {
-          copies.template wait<kStages - 2, kCopies>();
-        } else {
-          copies.template wait<0, kCopies>();
-        }
-        Products::publish();
-        block_barrier();
-        const int ahead = step + kStages - 1;
-        if (ahead < end) issue<0, kCopies>(copies, from, ahead, (turn + kStages - 1) % kStages);
-        copies.close_stage();
-        products.multiply(stages + turn % kStages * kStageBytes, args.count);
-      }
-      copies.template wait<0, kCopies>();
-    }
-  }
-
-  // Starts the copies of the first stages. The previous kernel writes the rows and not the weights,
-  // so the weights' copies begin before it has ended where copies are counted by stage.
-  MLA_DEVICE void start(Copies& copies, Sources& from, int begin, int end) const {
-    if constexpr (MLA_AMD) {
-      wait_for_previous_kernel();
-    } else {
-#pragma unroll
-      for (int s = 0; s < kStages - 1; ++s) {
-        if (begin + s < end) issue<kRowCopies, kCopies>(copies, from, begin + s, s);
-      }
-      wait_for_previous_kernel();
-      let_next_kernel_start();
-    }
-#pragma unroll
-    for (int s = 0; s < kStages - 1; ++s) {
-      if (begin + s < end) issue<0, MLA_AMD ? kCopies : kRowCopies>(copies, from, begin + s, s);
-      copies.close_stage();
-    }
-  }
-
+ private:
   MLA_DEVICE void store(const Products& products) const {
     products.for_each_run([this](int row, int in_block, const auto& run) {
       const int column = first_column + in_block;
@@ -414,17 +322,168 @@ class RowProduct {
       });
     }
   }
-  // Rows of sums begin four banks apart.
-  static constexpr int kSumPitch = kColumns + kRowRun;
-  static_assert(!Products::kFinishes || kRows * kSumPitch * 4 <= kSharedBytes);
   static_assert(kColumns % kRowRun == 0 && kRowRun == 4);
   MLA_DEVICE lds_t sum_at(int row, int in_block) const {
     return stages + (row * kSumPitch + in_block) * 4;
   }
 
+ protected:
   const RowProductArgs& args;
   const int lane, wave, first_column, split;
   const lds_t stages;
+};
+
+// Products of rows with weights of bf16.
+template <class Products>
+class RowProduct : RowProductBlock<Products> {
+  using Block = RowProductBlock<Products>;
+
+ public:
+  using Block::kColumns;
+  using Block::kDepth;
+  using Block::kRows;
+  using Block::kStages;
+  using Block::kThreads;
+  static constexpr int kStageBytes = (kRows + kColumns) * 128;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static_assert(Block::kSumBytes <= kSharedBytes);
+
+  MLA_DEVICE static void run(const RowProductArgs& args) {
+    const RowProduct self(args);
+    Copies copies;
+    Products products(self.wave, self.lane);
+    self.multiply(copies, products);
+    self.close(products);
+  }
+
+ private:
+  using Block::args;
+  using Block::first_column;
+  using Block::kRowCopies;
+  using Block::kRowsAtOnce;
+  using Block::kRowsPerCopy;
+  using Block::lane;
+  using Block::split;
+  using Block::stages;
+  using Block::wave;
+  using Block::weight_steps;
+  using typename Block::Copies;
+  using typename Block::lds_t;
+  // Copies that a stage takes, those of rows and those of weights.
+  static constexpr int kCopies = kStageBytes / 128 / kRowsAtOnce;
+  static_assert(kCopies * kRowsAtOnce * 128 == kStageBytes);
+
+  // The addresses from which this lane copies at the next step.
+  struct Sources {
+    const uint8_t* at[kCopies];
+  };
+
+  MLA_DEVICE explicit RowProduct(const RowProductArgs& a)
+      : Block(a, tile::shared_base<kSharedBytes>()) {}
+
+  // Columns past the last one repeat it; their sums are not stored.
+  MLA_DEVICE Sources find(int begin) const {
+    Sources from;
+    const int chunk = ((lane & 7) ^ tile::swizzle(this->copied_row(0))) * 16;
+    const int weights_begin = this->weight_step(begin);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (i < kRowCopies) {
+        from.at[i] = this->row_source(i, begin);
+      } else {
+        const int column =
+            this->least(first_column + this->copied_row(i - kRowCopies), args.columns - 1);
+        from.at[i] = reinterpret_cast<const uint8_t*>(args.weights) +
+                     static_cast<int64_t>(column) * args.padded_depth * 2 +
+                     weights_begin * (kDepth * 2) + chunk;
+      }
+    }
+    return from;
+  }
+
+  // Starts copies [kIndex, kEnd) of a step. Each is called for the steps in order.
+  template <int kIndex, int kEnd>
+  MLA_DEVICE void issue(Copies& copies, Sources& from, int step, int stage) const {
+    if constexpr (kIndex < kEnd) {
+      if (kIndex >= kRowCopies || this->brings_row(kIndex)) {
+        copies.template issue<kIndex, kIndex * kRowsAtOnce * 128>(base(stage), lane,
+                                                                  from.at[kIndex]);
+      }
+      from.at[kIndex] += kDepth * 2;
+      // For the remainders of fp32 rows the weights repeat.
+      if (kIndex >= kRowCopies && step == weight_steps() - 1) {
+        from.at[kIndex] -= args.padded_depth * 2;
+      }
+      issue<kIndex + 1, kEnd>(copies, from, step, stage);
+    }
+  }
+  // OfRegisters is Copies, where it passes through registers.
+  template <int kIndex = 0, class OfRegisters>
+  MLA_DEVICE void land(OfRegisters& copies) const {
+    if constexpr (kIndex < kCopies) {
+      copies.template land<kIndex, kIndex * kRowsAtOnce * 128>(base(0), lane);
+      land<kIndex + 1>(copies);
+    }
+  }
+  MLA_DEVICE lds_t base(int stage) const {
+    return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
+  }
+
+  MLA_DEVICE void multiply(Copies& copies, Products& products) const {
+    const int begin = this->first_step(split), end = this->first_step(split + 1);
+    Sources from = find(begin);
+    if constexpr (Copies::kThroughRegisters) {
+      wait_for_previous_kernel();
+      if (begin < end) issue<0, kCopies>(copies, from, begin, 0);
+      for (int step = begin; step < end; ++step) {
+        land(copies);
+        block_barrier();
+        if (step + 1 < end) issue<0, kCopies>(copies, from, step + 1, 0);
+        products.begin(stages, stages + kRows * 128, args.count);
+        products.end(args.count);
+        block_barrier();
+      }
+    } else {
+      start(copies, from, begin, end);
+      for (int step = begin; step < end; ++step) {
+        const int turn = step - begin;
+        if (step + kStages - 2 < end) {
+          copies.template wait<kStages - 2, kCopies>();
+        } else {
+          copies.template wait<0, kCopies>();
+        }
+        Products::publish();
+        block_barrier();
+        const int ahead = step + kStages - 1;
+        if (ahead < end) issue<0, kCopies>(copies, from, ahead, (turn + kStages - 1) % kStages);
+        copies.close_stage();
+        const lds_t own = stages + turn % kStages * kStageBytes;
+        products.begin(own, own + kRows * 128, args.count);
+        products.end(args.count);
+      }
+      copies.template wait<0, kCopies>();
+    }
+  }
+
+  // Starts the copies of the first stages. The previous kernel writes the rows and not the weights,
+  // so the weights' copies begin before it has ended where copies are counted by stage.
+  MLA_DEVICE void start(Copies& copies, Sources& from, int begin, int end) const {
+    if constexpr (MLA_AMD) {
+      wait_for_previous_kernel();
+    } else {
+#pragma unroll
+      for (int s = 0; s < kStages - 1; ++s) {
+        if (begin + s < end) issue<kRowCopies, kCopies>(copies, from, begin + s, s);
+      }
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+    }
+#pragma unroll
+    for (int s = 0; s < kStages - 1; ++s) {
+      if (begin + s < end) issue<0, MLA_AMD ? kCopies : kRowCopies>(copies, from, begin + s, s);
+      copies.close_stage();
+    }
+  }
 };
 
 }  // namespace mla::kernels::hip

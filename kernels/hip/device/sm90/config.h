@@ -100,6 +100,14 @@ struct FewRowsConfig {
 struct ManyRowsConfig {
   static constexpr int kStages = 4;
 };
+// Over weights of e4m3 (device/kernels/code_row_product.h): as many stages as fit next to two tiles
+// of widened weights.
+struct FewCodeRowsConfig : FewRowsConfig {
+  static constexpr int kStages = 8;
+};
+struct ManyCodeRowsConfig {
+  static constexpr int kStages = 5;
+};
 
 }  // namespace mla::kernels::hip
 

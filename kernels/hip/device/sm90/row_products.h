@@ -27,9 +27,9 @@ struct WarpgroupProducts {
   }
 
   MLA_DEVICE static void publish() { tile::publish_shared(); }
-  MLA_DEVICE void multiply(uint32_t rows, int count) {
+  MLA_DEVICE void begin(uint32_t rows, uint32_t weights, int count) {
     if (row0 >= count) return;
-    const uint32_t own = rows + row0 * 128, weights = rows + kRows * 128;
+    const uint32_t own = rows + row0 * 128;
     pin();
     tile::wgmma_begin();
 #pragma unroll
@@ -41,6 +41,9 @@ struct WarpgroupProducts {
       }
     }
     tile::wgmma_commit();
+  }
+  MLA_DEVICE void end(int count) {
+    if (row0 >= count) return;
     tile::wgmma_wait<0>();
     pin();
   }

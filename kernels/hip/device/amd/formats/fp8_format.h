@@ -31,6 +31,12 @@ struct Fp8Codes {
   }
 };
 
+// Returns eight codes times their scale, rounded to bf16.
+MLA_DEVICE Chunk fp8_chunk(const uint32_t (&codes)[2], float scale) {
+  const tile::u32x4 x = Fp8Codes::widened<true, true>(codes[0], codes[1], scale);
+  return Chunk{{x[0], x[1], x[2], x[3]}};
+}
+
 // The KV rows of the elements of scores: runs as long as the codes of a read of values. For runs
 // of eight, lanes swap bits 2 and 3 of the rows that they read as keys.
 template <class C, class W>
