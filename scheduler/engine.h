@@ -142,7 +142,7 @@ class Engine {
   // Loads one head of W_UQ or W_O (AttentionBackend::LoadProjected), like LoadWeights.
   absl::Status LoadProjected(const std::string& tenant, const std::string& id, UploadId upload,
                              kernels::ProjectedPart part, int32_t layer, int32_t head,
-                             std::span<const kernels::Bf16> weights);
+                             std::span<const std::byte> weights);
   // Starts using the chunks of a complete, verified upload. Returns the layers still incomplete.
   absl::StatusOr<std::vector<int32_t>> CommitWeights(const std::string& tenant,
                                                      const std::string& id, UploadId upload);
@@ -156,12 +156,12 @@ class Engine {
   // sinks. If several models share their weights, one of them is in the list.
   std::vector<HeldWeights> AllWeights();
   // Copy weights of one head out, bit for bit as LoadWeights (W_UK, then W_UV) and LoadProjected
-  // got them; `weights` has exactly ModelSpec::head_elements. NOT_FOUND if `model` is not
-  // registered any more, even if another one has its name.
+  // got them; `weights` has exactly ModelSpec::head_elements, or head_bytes. NOT_FOUND if `model`
+  // is not registered any more, even if another one has its name.
   absl::Status ReadWeights(const HeldWeights& model, int32_t layer, int32_t head,
                            std::span<kernels::Bf16> weights);
   absl::Status ReadProjected(const HeldWeights& model, kernels::ProjectedPart part, int32_t layer,
-                             int32_t head, std::span<kernels::Bf16> weights);
+                             int32_t head, std::span<std::byte> weights);
 
   // --- Sequences.
   // Opens a sequence, with the cached rows of its prefix if args has one. A repeat of the request

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "kernels/projected_weights.h"
 
 namespace mla::scheduler {
 
@@ -96,16 +97,12 @@ int64_t ModelSpec::head_weights() const {
 }
 
 int64_t ModelSpec::layer_weight_bytes() const {
-  const auto padded = [](int64_t row) {
-    constexpr int64_t kStep = kernels::ProjectedShape::kRowStep;
-    return (row + kStep - 1) / kStep * kStep;
-  };
-  const kernels::Geometry& g = geometry;
-  const int64_t heads = g.num_heads;
-  const int64_t elements = heads * g.kv_lora_rank * (int64_t{g.nope_dim} + g.v_dim) +
-                           heads * g.expanded_q_dim() * padded(projected.q_lora_rank) +
-                           projected.hidden_size * padded(heads * g.v_dim);
-  return elements * int64_t{sizeof(kernels::Bf16)};
+  return geometry.num_heads * head_elements() * int64_t{sizeof(kernels::Bf16)} +
+         kernels::ProjectedBytes(geometry, projected);
+}
+
+int64_t ModelSpec::head_bytes(kernels::ProjectedPart part, int32_t head) const {
+  return kernels::WindowOf(geometry, projected, part, head, 1).Bytes(projected.weights);
 }
 
 std::string ModelSpec::ContentsText() const {

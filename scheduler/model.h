@@ -67,7 +67,8 @@ struct ModelSpec {
   kernels::ProjectedShape projected;
   kernels::RopeLayout rope = kernels::RopeLayout::kNone;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
-  // Returns everything except the id as text; different contents give different texts.
+  // Returns everything except the id as text, and except projected.weights, on which no row
+  // depends. Different contents give different texts.
   std::string ContentsText() const;
 
   // --- Rules of an Attend that need only the model. The validator of messages applies them before
@@ -106,9 +107,12 @@ struct ModelSpec {
   }
   // Returns the number of weights of one head in one layer, for all profiles that the model has.
   int64_t head_weights() const;
-  // Returns the number of bytes of a layer's weights as bf16. The rows of PROJECTED's matrices
-  // count as a GPU pads them: without the padding, small models could take many times their share
-  // of the memory.
+  // Returns the bytes of a head's weights of PROJECTED as they come and go
+  // (kernels/projected_weights.h).
+  int64_t head_bytes(kernels::ProjectedPart part, int32_t head) const;
+  // Returns the number of bytes of a layer's weights as a GPU holds them: as bf16, or PROJECTED's
+  // as codes and scales. The rows of PROJECTED's matrices count with their padding: without it,
+  // small models could take many times their share of the memory.
   int64_t layer_weight_bytes() const;
   // Returns the number of elements of a KV row as sent: the row itself, then its index key if there
   // is an indexer.

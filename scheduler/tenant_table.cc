@@ -24,7 +24,7 @@ constexpr ResourceRow kRows[] = {
     {Resource::kModels, "models", "tenants.models", "limits.max_models", false, "models_exhausted",
      10000, 7, "Registered models."},
     {Resource::kWeightBytes, "weight_bytes", "tenants.weight_bytes", "limits.weights_bytes", true,
-     "weights_exhausted", 10000, 7, "Bytes of uploaded W_UK and W_UV, as bf16."},
+     "weights_exhausted", 10000, 7, "Bytes of uploaded weights, as the server holds them."},
     {Resource::kOpenSteps, "open_steps", "tenants.open_steps", "limits.max_open_steps", false,
      "steps_exhausted", 1, 4, "Open steps."},
     {Resource::kQueuedRequests, "queued_requests", "tenants.queued_requests",

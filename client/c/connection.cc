@@ -62,6 +62,8 @@ v1::ModelSpec SpecOf(const mla_model& model) {
   spec.set_rope_layout(static_cast<v1::RopeLayout>(model.rope_layout));
   const bool server =
       model.q_lora_rank > 0 || model.hidden_size > 0 || model.rope_layout != mla_rope_layout{};
+  // Eight bytes: a smaller field would lie in the padding of older callers' structs.
+  if (model.projected_e4m3 != 0) spec.set_projected_dtype(v1::DTYPE_F8_E4M3);
   spec.set_rope_owner(server ? v1::ROPE_OWNER_SERVER : v1::ROPE_OWNER_WORKER);
   spec.set_page_size(model.page_size);
   spec.set_kv_format(static_cast<v1::KvFormat>(model.kv_format));

@@ -228,7 +228,7 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
 
 absl::Status Engine::LoadProjected(const std::string& tenant, const std::string& id,
                                    UploadId upload, kernels::ProjectedPart part, int32_t layer,
-                                   int32_t head, std::span<const kernels::Bf16> weights) {
+                                   int32_t head, std::span<const std::byte> weights) {
   const absl::Status status = impl_->WithRole([&](EngineCore& core) {
     absl::StatusOr<Model*> model =
         core.models().Use(core.FindTenant(tenant), id, "header.model_id");
@@ -276,7 +276,7 @@ absl::Status Engine::ReadWeights(const HeldWeights& held, int32_t layer, int32_t
 }
 
 absl::Status Engine::ReadProjected(const HeldWeights& held, kernels::ProjectedPart part,
-                                   int32_t layer, int32_t head, std::span<kernels::Bf16> weights) {
+                                   int32_t layer, int32_t head, std::span<std::byte> weights) {
   const absl::Status status = impl_->WithRole([&](EngineCore& core) -> absl::Status {
     MLA_ASSIGN_OR_RETURN(const Model* const model, FindHeld(core, held));
     return core.models().weights().ReadProjected(*model, part, layer, head, weights);

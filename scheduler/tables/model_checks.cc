@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "kernels/projected_weights.h"
 #include "kernels/types/window.h"
 
 namespace mla::scheduler {
@@ -56,7 +57,19 @@ absl::Status CheckProjected(const ModelSpec& spec, const Limits& limits) {
     return RefuseField("model.rope_layout", absl::StrCat(static_cast<int>(spec.rope)),
                        "a layout exactly when the model has q_lora_rank", "inconsistent");
   }
+  if (!present && spec.projected.codes()) {
+    return RefuseField("model.projected_dtype", "e4m3", "unspecified without q_lora_rank",
+                       "inconsistent");
+  }
   if (!present) return absl::OkStatus();
+  if (spec.projected.codes() && !kernels::CanHoldCodes(spec.geometry)) {
+    return RefuseField(
+        "model.projected_dtype",
+        absl::StrCat("e4m3 with nope_dim + rope_dim ", spec.geometry.expanded_q_dim(),
+                     " and v_dim ", spec.geometry.v_dim),
+        absl::StrCat("bf16, or multiples of ", kernels::kScaledQueryStep, " and ",
+                     kernels::kScaledValueStep));
+  }
   if (spec.geometry.nope_dim == 0) {
     return RefuseField("model.geometry.nope_dim", "0",
                        "at least 1 with q_lora_rank: the server makes expanded queries");

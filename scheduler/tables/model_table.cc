@@ -135,11 +135,15 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   if (spec.page_size == 0) spec.page_size = limits_.default_page_size;
   MLA_RETURN_IF_ERROR(SettlePrecision(backend_->Info(), &spec));
   MLA_RETURN_IF_ERROR(CheckModelSpec(spec, limits_));
+  // Results do not depend on how the weights are held, only the bytes do.
+  if (!backend_->Info().projects_codes) spec.projected.weights = kernels::DType::kBf16;
   MLA_RETURN_IF_ERROR(SettleFp8Compute(*backend_, &spec));
   MLA_ASSIGN_OR_RETURN(const int64_t lease_ns, LeaseNanos(lease_ms));
   for (const std::unique_ptr<Model>& one : models_) {
     Model* const model = one.get();
     if (model == nullptr || model->tenant != tenant || model->spec->id != spec.id) continue;
+    // The type stays as it is: a model may have come from a server that holds another one.
+    spec.projected.weights = model->spec->projected.weights;
     if (*model->spec == spec) {
       if (lease_ms > 0) SetLease(model, lease_ns);
       ++model->registrations;

@@ -330,6 +330,52 @@ TEST(LayerWeightBytesTest, RowsOfProjectedCountAsAGpuPadsThem) {
   EXPECT_EQ(spec.layer_weight_bytes(), 2 * (16 * 8 * (8 + 8) + 16 * 8 * 128 + 16384 * 16 * 8));
 }
 
+TEST(LayerWeightBytesTest, ALayerOfDeepSeekV3) {
+  ModelSpec spec;
+  spec.geometry = {128, 512, 64, 128, 128};
+  constexpr int64_t kUp = int64_t{2} * 128 * 512 * (128 + 128);  // W_UK and W_UV, always bf16
+  spec.projected = {1536, 7168};
+  EXPECT_EQ(spec.layer_weight_bytes(), kUp + 310378496);
+  spec.projected.weights = kernels::DType::kFp8E4m3;
+  EXPECT_EQ(spec.layer_weight_bytes(), kUp + 310378496 / 2 + 47104);  // with the scales
+  EXPECT_EQ(spec.head_bytes(kernels::ProjectedPart::kQueries, 1), 192 * 1536 + 2 * 12 * 4);
+}
+
+// The reference holds codes.
+TEST(ProjectedDtypeTest, HeadsMustFitScales) {
+  testing::HarnessOptions options;
+  options.limits = testing::TinyLimits();
+  options.limits.max_v_dim = 64;
+  options.model = testing::TinyModel();
+  EngineHarness h(std::move(options));
+  ModelTable& table = h.core().models();
+  const TenantKey tenant = h.core().FindTenant(h.tenant());
+  ModelSpec spec = h.model();
+  spec.id = "codes";
+  spec.geometry = {2, 8, 4, 12, 64};
+  spec.projected = {32, 32, kernels::DType::kFp8E4m3};
+  spec.rope = kernels::RopeLayout::kHalves;
+  const ModelSpec good = spec;
+  auto made = table.Register(tenant, good);
+  ASSERT_TRUE(made.ok()) << made.status();
+  EXPECT_EQ((*made)->spec->projected.weights, kernels::DType::kFp8E4m3);
+  spec.projected.weights = kernels::DType::kBf16;
+  made = table.Register(tenant, spec);  // a repeat: the type in force stays
+  EXPECT_EQ((*made)->spec->projected.weights, kernels::DType::kFp8E4m3);
+  const auto field = [&](const ModelSpec& other) {
+    return DetailOf(table.Register(tenant, other).status()).field;
+  };
+  spec = good;
+  spec.geometry.v_dim = 32;
+  EXPECT_EQ(field(spec), "model.projected_dtype");
+  spec.geometry = good.geometry;
+  spec.geometry.nope_dim = 6;
+  EXPECT_EQ(field(spec), "model.projected_dtype");
+  spec = h.model();
+  spec.projected.weights = kernels::DType::kFp8E4m3;
+  EXPECT_EQ(field(spec), "model.projected_dtype");
+}
+
 TEST_F(SharedContentsTest, OpenSequencesOfAllKeepWhatRowsAreStoredUnder) {
   ASSERT_EQ(table_.Unregister(tenant_, "second"), absl::OkStatus());
   ASSERT_EQ(table_.Unregister(tenant_, "first"), absl::OkStatus());

@@ -20,6 +20,10 @@ uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
   return XXH3_64bits_withSeed(values, static_cast<size_t>(count) * sizeof(Bf16), seed);
 }
 
+absl::Status CheckSize(size_t got, int64_t want) {
+  return CheckRange("weights", static_cast<int64_t>(got), want, want);
+}
+
 absl::Status CheckHeads(const ModelSpec& spec, int32_t layer, int32_t head_begin,
                         int32_t head_count) {
   const int32_t heads = spec.geometry.num_heads;
@@ -28,14 +32,12 @@ absl::Status CheckHeads(const ModelSpec& spec, int32_t layer, int32_t head_begin
   return CheckRange("chunk.head_count", head_count, 1, heads - head_begin);
 }
 
-absl::Status CheckRead(const Model& model, int32_t layer, int32_t head, int64_t elements,
-                       size_t room) {
+absl::Status CheckRead(const Model& model, int32_t layer, int32_t head) {
   if (!model.contents->weights_complete) {
     return RefuseField("model_id", model.spec->id, "a model whose weights are complete",
                        "weights_missing", absl::StatusCode::kFailedPrecondition);
   }
-  MLA_RETURN_IF_ERROR(CheckHeads(*model.spec, layer, head, 1));
-  return CheckRange("weights", static_cast<int64_t>(room), elements, elements);
+  return CheckHeads(*model.spec, layer, head, 1);
 }
 
 }  // namespace
@@ -86,15 +88,16 @@ absl::Status ModelWeights::CheckProjectedHeads(const Model& model, int32_t layer
 
 absl::Status ModelWeights::LoadProjected(Model& model, UploadId upload, kernels::ProjectedPart part,
                                          int32_t layer, int32_t head,
-                                         std::span<const Bf16> weights) {
+                                         std::span<const std::byte> weights) {
   absl::Status status = CheckProjectedHeads(model, layer, head, 1);
+  if (status.ok()) status = CheckSize(weights.size(), model.spec->head_bytes(part, head));
   if (status.ok()) status = Charge(model);
   if (!status.ok()) return status;
   ModelContents& contents = *model.contents;
   const int32_t heads = model.spec->geometry.num_heads;
   ModelContents::Head& own =
       contents.heads[size_t(layer) * contents.layer_heads + (1 + size_t(part)) * heads + head];
-  const uint64_t digest = Digest(weights.data(), static_cast<int64_t>(weights.size()), 0);
+  const uint64_t digest = XXH3_64bits(weights.data(), weights.size());
   const absl::StatusOr<bool> repeat = IsRepeat(own, digest, layer, head);
   if (!repeat.ok() || *repeat) return repeat.status();
   status = backend_->LoadProjected(table_->weights_slot(model, layer), model.spec->geometry,
@@ -150,17 +153,18 @@ void ModelWeights::Discard(Model& model, UploadId upload) {
 absl::Status ModelWeights::Read(const Model& model, int32_t layer, int32_t head,
                                 std::span<Bf16> weights) const {
   const kernels::Geometry& g = model.spec->geometry;
-  MLA_RETURN_IF_ERROR(CheckRead(model, layer, head, model.spec->head_elements(), weights.size()));
+  MLA_RETURN_IF_ERROR(CheckRead(model, layer, head));
+  MLA_RETURN_IF_ERROR(CheckSize(weights.size(), model.spec->head_elements()));
   Bf16* const w_uv = weights.data() + int64_t{g.nope_dim} * g.kv_lora_rank;
   return backend_->ReadWeights(table_->weights_slot(model, layer), g, head, weights.data(), w_uv);
 }
 
 absl::Status ModelWeights::ReadProjected(const Model& model, kernels::ProjectedPart part,
                                          int32_t layer, int32_t head,
-                                         std::span<Bf16> weights) const {
+                                         std::span<std::byte> weights) const {
   MLA_RETURN_IF_ERROR(CheckProjectedHeads(model, layer, head, 1));
-  MLA_RETURN_IF_ERROR(
-      CheckRead(model, layer, head, model.spec->head_elements(part), weights.size()));
+  MLA_RETURN_IF_ERROR(CheckRead(model, layer, head));
+  MLA_RETURN_IF_ERROR(CheckSize(weights.size(), model.spec->head_bytes(part, head)));
   return backend_->ReadProjected(table_->weights_slot(model, layer), model.spec->geometry,
                                  model.spec->projected, part, head, weights.data());
 }

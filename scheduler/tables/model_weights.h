@@ -33,10 +33,11 @@ class ModelWeights final {
   absl::Status Load(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
                     int32_t head_count, std::span<const std::byte> bytes);
   // Checks the same for one head of W_UQ or W_O. FAILED_PRECONDITION for models without PROJECTED.
+  // Their weights are ModelSpec::head_bytes long.
   absl::Status CheckProjectedHeads(const Model& model, int32_t layer, int32_t head_begin,
                                    int32_t head_count) const;
   absl::Status LoadProjected(Model& model, UploadId upload, kernels::ProjectedPart part,
-                             int32_t layer, int32_t head, std::span<const kernels::Bf16> weights);
+                             int32_t layer, int32_t head, std::span<const std::byte> weights);
   // Returns the layers in which heads are still not committed.
   std::vector<int32_t> Commit(Model& model, UploadId upload);
   // If no weights are left then, their memory and the tenant's charge for it are given back.
@@ -47,7 +48,7 @@ class ModelWeights final {
   absl::Status Read(const Model& model, int32_t layer, int32_t head,
                     std::span<kernels::Bf16> weights) const;
   absl::Status ReadProjected(const Model& model, kernels::ProjectedPart part, int32_t layer,
-                             int32_t head, std::span<kernels::Bf16> weights) const;
+                             int32_t head, std::span<std::byte> weights) const;
   std::vector<int32_t> MissingLayers(const Model& model) const;
 
  private:

@@ -66,7 +66,7 @@ TEST_F(ModelWeightsTest, CompleteWeightsCanBeRead) {
   EXPECT_EQ(DetailOf(table_.weights().Read(*model_, 0, 0, std::span(head).first(87))).field,
             "weights");
   EXPECT_EQ(DetailOf(table_.weights().ReadProjected(*model_, kernels::ProjectedPart::kQueries, 0, 0,
-                                                    head))
+                                                    std::as_writable_bytes(std::span(head))))
                 .reason,
             "no_projected_profile");
 }

@@ -366,7 +366,7 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
                 "where that is less.",
                 "heads x kv_lora_rank x (nope_dim + v_dim) x 2 bytes a layer; the 61 layers of "
                 "DeepSeek-V3 need 1.91 GiB. The PROJECTED profile needs its W_UQ and W_O too: "
-                "19.5 GiB in all. 0: neither profile can be used.",
+                "19.5 GiB in all, 10.7 in e4m3. 0: neither profile can be used.",
                 MLA_SLOT(limits.weights_bytes)),
       });
 }

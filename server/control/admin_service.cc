@@ -253,6 +253,9 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         if (rpc_.engine->backend_info().projects) {
           reply->add_profiles("PROJECTED");
           reply->add_capabilities("projected");
+          if (rpc_.engine->backend_info().projects_codes) {
+            reply->add_capabilities("projected_e4m3");
+          }
         }
         if (options_.ucx) reply->add_capabilities("ucx");
         if (options_.checkpoints) reply->add_capabilities("checkpoints");

@@ -74,7 +74,7 @@ absl::Status WeightsTransfer::LoadHeads(const v1::UploadWeightsRequest::Chunk& c
 absl::Status WeightsTransfer::LoadProjected(const v1::UploadWeightsRequest::Chunk& chunk) {
   const auto part = chunk.part() == v1::WEIGHT_PART_QUERIES ? kernels::ProjectedPart::kQueries
                                                             : kernels::ProjectedPart::kOutputs;
-  std::vector<kernels::Bf16> head;
+  std::vector<std::byte> head;
   absl::Status status;
   for (uint32_t i = 0; i < chunk.head_count() && status.ok(); ++i) {
     ReadProjectedHead(chunk, *model_, static_cast<int32_t>(i), &head);

@@ -105,6 +105,14 @@ absl::Status ParseProjected(const v1::ModelSpec& message, const Limits& limits, 
         "unknown_value");
   }
   spec->rope = static_cast<kernels::RopeLayout>(layout);
+  const v1::DType held = message.projected_dtype();
+  const bool codes = projected && held == v1::DTYPE_F8_E4M3;
+  if (!codes && held != v1::DTYPE_UNSPECIFIED && !(projected && held == v1::DTYPE_BF16)) {
+    return RefuseField("model.projected_dtype", absl::StrCat(static_cast<int>(held)),
+                       projected ? "0, DTYPE_BF16 or DTYPE_F8_E4M3" : "0 with ROPE_OWNER_WORKER",
+                       "unknown_value");
+  }
+  if (codes) spec->projected.weights = kernels::DType::kFp8E4m3;
   return absl::OkStatus();
 }
 
@@ -218,6 +226,9 @@ void FillModel(const ModelSpec& from, v1::ModelSpec* to) {
   to->set_q_lora_rank(static_cast<uint32_t>(from.projected.q_lora_rank));
   to->set_hidden_size(static_cast<uint32_t>(from.projected.hidden_size));
   to->set_rope_layout(static_cast<v1::RopeLayout>(from.rope));  // numbered alike
+  if (from.projected.present()) {
+    to->set_projected_dtype(from.projected.codes() ? v1::DTYPE_F8_E4M3 : v1::DTYPE_BF16);
+  }
   to->set_page_size(static_cast<uint32_t>(from.page_size));
   to->set_attention(static_cast<v1::AttentionKind>(from.attention));  // numbered alike
   if (from.windowed()) {

@@ -1,4 +1,4 @@
-// Checks of UploadWeights chunks, and their weights as bf16.
+// Checks of UploadWeights chunks, and the weights of their heads as backends take them.
 #include "server/grpc/weights_chunk.h"
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
-#include "kernels/formats/fp8.h"
 #include "kernels/formats/kv_format.h"
+#include "kernels/projected_weights.h"
 #include "server/grpc/field_checks.h"
 
 namespace mla::server {
@@ -64,58 +64,35 @@ absl::Status CheckWeights(const v1::UploadWeightsRequest::Chunk& message,
                      "finite weights of magnitude below 2^20", "not_finite");
 }
 
-constexpr int64_t kBlock = 128;  // rows and columns of a block with one scale
-constexpr kernels::Fp8Kind kCodes = kernels::Fp8Kind::kE4m3Fn;
+using kernels::WeightWindow;
 
-// The place of a chunk's elements in the matrix of all heads: some rows of W_UQ, or some columns of
-// W_O.
-struct Window {
-  int64_t row = 0, rows = 0, column = 0, columns = 0;
-  int64_t elements() const { return rows * columns; }
-  // Returns the number of blocks that have elements of it.
-  int64_t block_rows() const { return (row + rows - 1) / kBlock - row / kBlock + 1; }
-  int64_t block_columns() const { return (column + columns - 1) / kBlock - column / kBlock + 1; }
-  // Returns the block of element (r, c) of the chunk among them.
-  int64_t BlockOf(int64_t r, int64_t c) const {
-    return ((row + r) / kBlock - row / kBlock) * block_columns() + (column + c) / kBlock -
-           column / kBlock;
-  }
-};
-
-Window WindowOf(const v1::UploadWeightsRequest::Chunk& chunk, const ModelSpec& model) {
-  const int64_t first = chunk.head_begin(), heads = chunk.head_count();
-  const int64_t q_dim = model.geometry.expanded_q_dim(), v_dim = model.geometry.v_dim;
-  if (chunk.part() == v1::WEIGHT_PART_QUERIES) {
-    return {first * q_dim, heads * q_dim, 0, model.projected.q_lora_rank};
-  }
-  return {0, model.projected.hidden_size, first * v_dim, heads * v_dim};
+// Returns the place of a chunk's elements in the matrix of all heads.
+WeightWindow WindowOf(const v1::UploadWeightsRequest::Chunk& chunk, const ModelSpec& model) {
+  const bool queries = chunk.part() == v1::WEIGHT_PART_QUERIES;
+  return kernels::WindowOf(
+      model.geometry, model.projected,
+      queries ? kernels::ProjectedPart::kQueries : kernels::ProjectedPart::kOutputs,
+      chunk.head_begin(), chunk.head_count());
 }
 
 bool IsFp8(const v1::UploadWeightsRequest::Chunk& chunk) {
   return chunk.dtype() == v1::DTYPE_F8_E4M3;
 }
 
-float ScaleAt(const std::string& payload, const Window& window, int64_t block) {
-  float scale;
-  std::memcpy(&scale, payload.data() + window.elements() + block * int64_t{sizeof(scale)},
-              sizeof(scale));
-  return scale;
-}
-
-kernels::Bf16 Fp8WeightAt(const std::string& payload, const Window& window, int64_t index,
+kernels::Bf16 Fp8WeightAt(const std::string& payload, const WeightWindow& window, int64_t index,
                           int64_t block) {
   const auto code = static_cast<uint8_t>(payload[static_cast<size_t>(index)]);
-  return kernels::ToBf16(kernels::DecodeFp8(code, kCodes) * ScaleAt(payload, window, block));
+  return kernels::WidenedWeight(code, kernels::ScaleOf(window, payload.data(), block));
 }
 
 // REQUIRES: the payload has the right size.
 absl::Status CheckProjectedWeights(const v1::UploadWeightsRequest::Chunk& chunk,
-                                   const Window& window) {
+                                   const WeightWindow& window) {
   const std::string& payload = chunk.payload();
   const bool fp8 = IsFp8(chunk);
-  const int64_t blocks = fp8 ? window.block_rows() * window.block_columns() : 0;
+  const int64_t blocks = fp8 ? window.blocks() : 0;
   for (int64_t block = 0; block < blocks; ++block) {
-    const float scale = ScaleAt(payload, window, block);
+    const float scale = kernels::ScaleOf(window, payload.data(), block);
     if (scale == 0.0f || (scale >= kernels::kSmallestKvScale && scale <= kernels::kLargestKvScale))
       continue;
     return RefuseField(
@@ -149,13 +126,16 @@ absl::Status ParseProjectedChunk(const v1::UploadWeightsRequest::Chunk& chunk,
                        "WEIGHT_PART_UP: the model was registered without q_lora_rank",
                        "no_projected_profile", absl::StatusCode::kFailedPrecondition);
   }
-  const Window window = WindowOf(chunk, model);
+  const WeightWindow window = WindowOf(chunk, model);
   const bool fp8 = IsFp8(chunk);
-  const int64_t scales =
-      fp8 ? window.block_rows() * window.block_columns() * int64_t{sizeof(float)} : 0;
-  const auto size = static_cast<int64_t>(fp8 ? 1 : sizeof(kernels::Bf16));
+  if (model.projected.codes() && !fp8) {
+    return RefuseField("chunk.dtype", absl::StrCat(static_cast<int>(chunk.dtype())),
+                       "DTYPE_F8_E4M3, the model's projected_dtype", "other_dtype",
+                       absl::StatusCode::kFailedPrecondition);
+  }
+  const int64_t scales = fp8 ? window.blocks() * int64_t{sizeof(float)} : 0;
   // Heads, rows and columns are bounded, so this does not overflow.
-  *bytes = window.elements() * size + scales;
+  *bytes = window.Bytes(fp8 ? kernels::DType::kFp8E4m3 : kernels::DType::kBf16);
   if (*bytes != static_cast<int64_t>(chunk.payload().size())) {
     return RefuseField("chunk.payload", absl::StrCat(chunk.payload().size(), " bytes"),
                        absl::StrCat(*bytes, " bytes, ", scales, " of them scales"), "payload_size");
@@ -194,25 +174,43 @@ absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
 }
 
 void ReadProjectedHead(const v1::UploadWeightsRequest::Chunk& chunk, const ModelSpec& model,
-                       int32_t head, std::vector<kernels::Bf16>* weights) {
-  const Window window = WindowOf(chunk, model);
-  const bool queries = chunk.part() == v1::WEIGHT_PART_QUERIES;
-  const int64_t rows = queries ? window.rows / chunk.head_count() : window.rows;
-  const int64_t columns = queries ? window.columns : window.columns / chunk.head_count();
-  const int64_t first_row = queries ? head * rows : 0, first_column = queries ? 0 : head * columns;
-  weights->resize(static_cast<size_t>(rows * columns));
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t begin = (first_row + r) * window.columns + first_column;
-    kernels::Bf16* const to = weights->data() + r * columns;
-    if (!IsFp8(chunk)) {
-      std::memcpy(to, chunk.payload().data() + begin * int64_t{sizeof(kernels::Bf16)},
-                  static_cast<size_t>(columns) * sizeof(kernels::Bf16));
+                       int32_t head, std::vector<std::byte>* weights) {
+  const auto part = chunk.part() == v1::WEIGHT_PART_QUERIES ? kernels::ProjectedPart::kQueries
+                                                            : kernels::ProjectedPart::kOutputs;
+  const WeightWindow all = WindowOf(chunk, model);
+  const WeightWindow own = kernels::WindowOf(model.geometry, model.projected, part,
+                                             int64_t{chunk.head_begin()} + head, 1);
+  const bool fp8 = IsFp8(chunk), codes = model.projected.codes();
+  const std::string& payload = chunk.payload();
+  weights->resize(static_cast<size_t>(own.Bytes(model.projected.weights)));
+  const int64_t first_row = own.row - all.row, first_column = own.column - all.column;
+  const auto size = static_cast<int64_t>(fp8 ? 1 : sizeof(kernels::Bf16));
+  for (int64_t r = 0; r < own.rows; ++r) {
+    const int64_t begin = (first_row + r) * all.columns + first_column;
+    std::byte* const to = weights->data() + r * own.columns * (codes ? 1 : 2);
+    if (!fp8 || codes) {
+      std::memcpy(to, payload.data() + begin * size, static_cast<size_t>(own.columns * size));
+    }
+    if (codes) {
+      std::replace(to, to + own.columns, std::byte{0x80}, std::byte{0});  // -0
       continue;
     }
-    for (int64_t c = 0; c < columns; ++c) {
-      const int64_t block = window.BlockOf(first_row + r, first_column + c);
-      to[c] = Fp8WeightAt(chunk.payload(), window, begin + c, block);
+    for (int64_t c = 0; fp8 && c < own.columns; ++c) {
+      const kernels::Bf16 weight =
+          Fp8WeightAt(payload, all, begin + c, all.BlockOf(first_row + r, first_column + c));
+      std::memcpy(to + c * int64_t{sizeof(weight)}, &weight, sizeof(weight));
     }
+  }
+  if (!codes) return;
+  // Finds each block of the head in the chunk. Both count from blocks of the whole matrix.
+  for (int64_t block = 0; block < own.blocks(); ++block) {
+    const int64_t row = own.row / kernels::kScaleBlock + block / own.block_columns();
+    const int64_t column = own.column / kernels::kScaleBlock + block % own.block_columns();
+    const int64_t in_chunk = (row - all.row / kernels::kScaleBlock) * all.block_columns() + column -
+                             all.column / kernels::kScaleBlock;
+    const float scale = kernels::ScaleOf(all, payload.data(), in_chunk);
+    std::memcpy(weights->data() + own.elements() + block * int64_t{sizeof(scale)}, &scale,
+                sizeof(scale));
   }
 }
 

@@ -2,6 +2,7 @@
 #ifndef MLA_SERVER_GRPC_WEIGHTS_CHUNK_H_
 #define MLA_SERVER_GRPC_WEIGHTS_CHUNK_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -18,11 +19,12 @@ namespace mla::server {
 absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
                                const scheduler::ModelSpec& model, int64_t* bytes);
 
-// Sets `weights` to those of one head of a chunk that ParseWeightsChunk has passed, of QUERIES or
-// OUTPUTS, in the form of AttentionBackend::LoadProjected. `head` counts from the chunk's first.
+// Reads the weights of one head of a chunk that ParseWeightsChunk has passed, of QUERIES or
+// OUTPUTS, in the form of AttentionBackend::LoadProjected and the type that the model has: codes
+// are widened for a model of bf16. `head` counts from the chunk's first.
 void ReadProjectedHead(const v1::UploadWeightsRequest::Chunk& chunk,
                        const scheduler::ModelSpec& model, int32_t head,
-                       std::vector<kernels::Bf16>* weights);
+                       std::vector<std::byte>* weights);
 
 }  // namespace mla::server
 

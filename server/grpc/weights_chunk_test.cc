@@ -106,12 +106,17 @@ TEST(WeightsChunkTest, BlocksScaleTheCodesOfAHead) {
   int64_t bytes = 0;
   ASSERT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
   EXPECT_EQ(bytes, static_cast<int64_t>(payload.size()));
-  std::vector<kernels::Bf16> weights;
+  std::vector<std::byte> weights;
+  const auto at = [&weights](size_t index) {
+    kernels::Bf16 weight;
+    std::memcpy(&weight, &weights[index * sizeof(weight)], sizeof(weight));
+    return kernels::ToFloat(weight);
+  };
   ReadProjectedHead(chunk, model, 1, &weights);
-  ASSERT_EQ(weights.size(), 24u * 160u);
-  EXPECT_EQ(kernels::ToFloat(weights[2 * 160 + 127]), 0.5f);
-  EXPECT_EQ(kernels::ToFloat(weights[2 * 160 + 128]), 4.0f);
-  EXPECT_EQ(kernels::ToFloat(weights[2 * 160 + 130]), 8.0f);
+  ASSERT_EQ(weights.size(), 24u * 160u * 2u);
+  EXPECT_EQ(at(2 * 160 + 127), 0.5f);
+  EXPECT_EQ(at(2 * 160 + 128), 4.0f);
+  EXPECT_EQ(at(2 * 160 + 130), 8.0f);
 
   // W_O [130, 64]: two blocks of rows and one of columns. The chunk has columns 16 to 47.
   chunk.set_part(v1::WEIGHT_PART_OUTPUTS);
@@ -122,11 +127,71 @@ TEST(WeightsChunkTest, BlocksScaleTheCodesOfAHead) {
   chunk.set_payload(payload);
   ASSERT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
   ReadProjectedHead(chunk, model, 1, &weights);
-  ASSERT_EQ(weights.size(), 130u * 16u);
-  EXPECT_EQ(kernels::ToFloat(weights[127 * 16]), 0.25f);
-  EXPECT_EQ(kernels::ToFloat(weights[129 * 16 + 1]), 4.0f);
+  ASSERT_EQ(weights.size(), 130u * 16u * 2u);
+  EXPECT_EQ(at(127 * 16), 0.25f);
+  EXPECT_EQ(at(129 * 16 + 1), 4.0f);
   chunk.mutable_payload()->pop_back();
   EXPECT_EQ(DetailOf(ParseWeightsChunk(chunk, model, &bytes)).reason, "payload_size");
+}
+
+// W_UQ [192, 160] and W_O [130, 256] of a model that holds codes. Heads of W_UQ begin 48 rows
+// apart: head 2 ends in the second block, where the chunk has scales of its own.
+TEST(WeightsChunkTest, AModelOfE4m3GetsCodesAndTheScalesOfItsHeads) {
+  scheduler::ModelSpec model = Model();
+  model.geometry = {4, 32, 16, 32, 64};
+  model.projected = {160, 130, kernels::DType::kFp8E4m3};
+  v1::UploadWeightsRequest::Chunk chunk;
+  chunk.set_part(v1::WEIGHT_PART_QUERIES);
+  chunk.set_dtype(v1::DTYPE_F8_E4M3);
+  chunk.set_head_begin(1);
+  chunk.set_head_count(2);  // rows 48 to 143
+  std::string payload(2 * 48 * 160, '\x38');
+  payload[(48 + 2) * 160 + 130] = '\x40';
+  payload[(48 + 2) * 160 + 131] = '\x80';  // -0 becomes 0
+  for (const float scale : {0.5f, 4.0f, 0.25f, 8.0f}) Append(scale, &payload);
+  chunk.set_payload(payload);
+  int64_t bytes = 0;
+  ASSERT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
+  std::vector<std::byte> head;
+  ReadProjectedHead(chunk, model, 0, &head);  // rows 48 to 95, in the first block alone
+  ASSERT_EQ(head.size(), 48u * 160u + 2u * 4u);
+  ASSERT_EQ(static_cast<int64_t>(head.size()),
+            model.head_bytes(kernels::ProjectedPart::kQueries, 1));
+  const auto scale = [&head](size_t elements, size_t block) {
+    float value;
+    std::memcpy(&value, &head[elements + block * sizeof(value)], sizeof(value));
+    return value;
+  };
+  EXPECT_EQ(scale(48 * 160, 0), 0.5f);
+  EXPECT_EQ(scale(48 * 160, 1), 4.0f);
+  ReadProjectedHead(chunk, model, 1, &head);  // rows 96 to 143
+  ASSERT_EQ(head.size(), 48u * 160u + 4u * 4u);
+  EXPECT_EQ(head[2 * 160 + 129], std::byte{0x38});
+  EXPECT_EQ(head[2 * 160 + 130], std::byte{0x40});
+  EXPECT_EQ(head[2 * 160 + 131], std::byte{0});
+  EXPECT_EQ(scale(48 * 160, 0), 0.5f);
+  EXPECT_EQ(scale(48 * 160, 2), 0.25f);
+  EXPECT_EQ(scale(48 * 160, 3), 8.0f);
+
+  // The chunk has columns 64 to 191, in both blocks of columns.
+  chunk.set_part(v1::WEIGHT_PART_OUTPUTS);
+  payload.assign(130 * 128, '\x38');
+  payload[129 * 128 + 64] = '\x40';
+  for (const float of_block : {0.5f, 4.0f, 0.25f, 8.0f}) Append(of_block, &payload);
+  chunk.set_payload(payload);
+  ASSERT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
+  ReadProjectedHead(chunk, model, 1, &head);
+  ASSERT_EQ(head.size(), 130u * 64u + 2u * 4u);
+  EXPECT_EQ(head[129 * 64], std::byte{0x40});
+  EXPECT_EQ(scale(130 * 64, 0), 4.0f);
+  EXPECT_EQ(scale(130 * 64, 1), 8.0f);
+
+  chunk.set_dtype(v1::DTYPE_BF16);
+  chunk.set_payload(std::string(130 * 128 * 2, '\0'));
+  EXPECT_EQ(DetailOf(ParseWeightsChunk(chunk, model, &bytes)).field, "chunk.dtype");
+  EXPECT_EQ(DetailOf(ParseWeightsChunk(chunk, model, &bytes)).reason, "other_dtype");
+  model.projected.weights = kernels::DType::kBf16;
+  EXPECT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
 }
 
 // Weights are stored as bf16, and must then be below the bound too: another server gets them so.

@@ -10,10 +10,12 @@
 namespace mla::server {
 namespace {
 
-// Returns true if weights of one model are weights of the other.
+// Returns true if weights of one model are weights of the other, in whatever type they are held.
 bool SameWeights(const scheduler::ModelSpec& a, const scheduler::ModelSpec& b) {
-  return a.geometry == b.geometry && a.layers == b.layers && a.projected == b.projected &&
-         a.windowed() == b.windowed() && a.weights_digest == b.weights_digest;
+  return a.geometry == b.geometry && a.layers == b.layers &&
+         a.projected.q_lora_rank == b.projected.q_lora_rank &&
+         a.projected.hidden_size == b.projected.hidden_size && a.windowed() == b.windowed() &&
+         a.weights_digest == b.weights_digest;
 }
 
 // Returns true if the tenant's model, which has all its sinks, has these.

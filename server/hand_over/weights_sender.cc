@@ -61,14 +61,20 @@ absl::Status WeightsCall::SendTrailer(uint32_t parts) {
 absl::Status WeightsCall::SendHead(int32_t layer, int32_t head) {
   scheduler::Engine* const engine = weights_->engine;
   const scheduler::HeldWeights& model = *weights_->model;
+  const auto read_up = [&](std::span<std::byte> to) {
+    return engine->ReadWeights(
+        model, layer, head,
+        std::span(reinterpret_cast<Bf16*>(to.data()), to.size() / sizeof(Bf16)));
+  };
+  const int64_t up_bytes = model.spec->head_elements() * int64_t{sizeof(Bf16)};
   MLA_RETURN_IF_ERROR(
-      SendChunk(layer, head, v1::WEIGHT_PART_UP, model.spec->head_elements(),
-                [&](std::span<Bf16> to) { return engine->ReadWeights(model, layer, head, to); }));
+      SendChunk(layer, head, v1::WEIGHT_PART_UP, v1::DTYPE_BF16, up_bytes, read_up));
   if (!model.spec->projected.present()) return absl::OkStatus();
+  const v1::DType dtype = model.spec->projected.codes() ? v1::DTYPE_F8_E4M3 : v1::DTYPE_BF16;
   for (const auto& [part, name] : {std::pair(ProjectedPart::kQueries, v1::WEIGHT_PART_QUERIES),
                                    std::pair(ProjectedPart::kOutputs, v1::WEIGHT_PART_OUTPUTS)}) {
-    MLA_RETURN_IF_ERROR(SendChunk(layer, head, name, model.spec->head_elements(part),
-                                  [&, part = part](std::span<Bf16> to) {
+    MLA_RETURN_IF_ERROR(SendChunk(layer, head, name, dtype, model.spec->head_bytes(part, head),
+                                  [&, part = part](std::span<std::byte> to) {
                                     return engine->ReadProjected(model, part, layer, head, to);
                                   }));
   }
@@ -77,20 +83,20 @@ absl::Status WeightsCall::SendHead(int32_t layer, int32_t head) {
 
 template <typename Read>
 absl::Status WeightsCall::SendChunk(int32_t layer, int32_t head, v1::WeightPart part,
-                                    int64_t elements, const Read& read) {
+                                    v1::DType dtype, int64_t bytes, const Read& read) {
   v1::UploadWeightsRequest::Chunk* const chunk = message_.mutable_chunk();
   chunk->set_layer(static_cast<uint32_t>(layer));
   chunk->set_head_begin(static_cast<uint32_t>(head));
   chunk->set_head_count(1);
   chunk->set_part(part);
+  chunk->set_dtype(dtype);
   std::string* const payload = chunk->mutable_payload();
-  const auto count = static_cast<size_t>(elements);
-  payload->resize(count * sizeof(Bf16));
-  MLA_RETURN_IF_ERROR(read(std::span(reinterpret_cast<Bf16*>(payload->data()), count)));
+  payload->resize(static_cast<size_t>(bytes));
+  MLA_RETURN_IF_ERROR(
+      read(std::span(reinterpret_cast<std::byte*>(payload->data()), payload->size())));
   digest_.Add(*payload);
-  const uint64_t bytes = payload->size();
   MLA_RETURN_IF_ERROR(sink_(message_));
-  bytes_ += bytes;
+  bytes_ += static_cast<uint64_t>(bytes);
   return absl::OkStatus();
 }
 

@@ -52,8 +52,8 @@ class WeightsCall final {
  private:
   absl::Status SendHead(int32_t layer, int32_t head);
   template <typename Read>
-  absl::Status SendChunk(int32_t layer, int32_t head, v1::WeightPart part, int64_t elements,
-                         const Read& read);
+  absl::Status SendChunk(int32_t layer, int32_t head, v1::WeightPart part, v1::DType dtype,
+                         int64_t bytes, const Read& read);
 
   OutgoingWeights* const weights_;
   const WeightsSink& sink_;

@@ -22,6 +22,7 @@ from mla_client.types import (DType, Geometry, ModelSpec, Prefix, PrefixMatch, P
 _PRECISIONS = ("", "bf16", "split")
 _KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row", "fp8_page")
 _ROPE_LAYOUTS = ("", "interleaved", "halves")
+_PROJECTED_DTYPES = ("", "bf16", "f32", "e4m3")
 _ATTENTION = ("", "dense", "sparse_v32", "sparse_v4")
 _FP8_COMPUTE = ("", "off", "on")
 MATCH_ENDS = ("", "all", "absent", "diverged", "evicted", "deferred")
@@ -130,6 +131,7 @@ def spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
                     else model_pb2.ROPE_OWNER_WORKER),
         rope_layout=_number_of(spec.rope_layout, _ROPE_LAYOUTS, "rope_layout"),
         q_lora_rank=spec.geometry.q_lora_rank, hidden_size=spec.geometry.hidden_size,
+        projected_dtype=_number_of(spec.projected_dtype, _PROJECTED_DTYPES, "projected_dtype"),
         page_size=spec.page_size,
         query_precision=_number_of(spec.query_precision, _PRECISIONS, "query_precision"),
         fp8_compute=_number_of(spec.fp8_compute, _FP8_COMPUTE, "fp8_compute"),
@@ -155,7 +157,8 @@ def spec_from_proto(message: Any) -> ModelSpec:
                      name_of(message.fp8_compute, _FP8_COMPUTE), message.window,
                      tuple(message.ratios), name_of(message.entry_format, _KV_FORMATS),
                      message.tail_bytes, message.needs_sinks,
-                     name_of(message.rope_layout, _ROPE_LAYOUTS))
+                     name_of(message.rope_layout, _ROPE_LAYOUTS),
+                     name_of(message.projected_dtype, _PROJECTED_DTYPES))
 
 
 def check_in_force(asked: ModelSpec, got: ModelSpec) -> None:

@@ -140,6 +140,10 @@ class ModelSpec:
     # "interleaved": elements 2 i and 2 i + 1 of the rotated part are a pair; "halves": elements i
     # and i + rope_dim / 2. The worker leaves its rotated keys in the same order. "": no such model.
     rope_layout: str = ""
+    # How the server holds W_UQ and W_O: "e4m3", as the codes and scales that are then uploaded, in
+    # half the bytes and with the same results; "bf16" or "": as bf16. The registered model names
+    # the type in force, which is "bf16" on servers that hold no codes.
+    projected_dtype: str = ""
 
     @property
     def kv_parts(self) -> Tuple[int, ...]:

@@ -1,13 +1,17 @@
 // Runs PROJECTED through the engine on the GPU backend, and compares its hidden states with those
 // of the reference.
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/formats/fp8.h"
 #include "kernels/hip/hip_backend.h"
+#include "kernels/projected_weights.h"
 #include "scheduler/engine_types.h"
 #include "scheduler/testing/engine_harness.h"
 #include "tests/fake_hip/backend_fixture.h"
@@ -55,7 +59,7 @@ std::vector<Bf16> Weights(uint64_t key, size_t count) {
 class ProjectedEngine {
  public:
   // Uses the reference if `backend` is null.
-  ProjectedEngine(std::unique_ptr<AttentionBackend> backend, RopeLayout rope) {
+  ProjectedEngine(std::unique_ptr<AttentionBackend> backend, RopeLayout rope, DType weights) {
     scheduler::testing::HarnessOptions options;
     options.limits = Limits();
     options.model = scheduler::testing::TinyModel();
@@ -63,12 +67,19 @@ class ProjectedEngine {
     options.model.layers = 1;
     options.model.softmax_scale = 0.07;
     options.model.projected = kShape;
+    options.model.projected.weights = weights;
     options.model.rope = rope;
     options.backend = std::move(backend);
     h_ = std::make_unique<EngineHarness>(std::move(options));
     Upload();
   }
 
+  // Returns the shapes of the registered model, with the type of its weights.
+  ProjectedShape projected() const {
+    scheduler::ModelTable& models = h_->core().models();
+    const auto model = models.Find(h_->core().FindTenant(h_->tenant()), h_->model().id, "model_id");
+    return model.ok() ? (*model)->spec->projected : ProjectedShape{};
+  }
   // Returns the answers of attends of `rows` new rows each, a sequence each.
   std::vector<std::unique_ptr<TestRequest>> Attend(int rows) {
     std::vector<std::unique_ptr<TestRequest>> requests;
@@ -89,14 +100,52 @@ class ProjectedEngine {
     const std::vector<Bf16> up = Weights(77, size_t{kHeads} * 2 * kDim * kLora);
     ASSERT_TRUE(models.weights().Load(**model, 1, 0, 0, kHeads, std::as_bytes(std::span(up))).ok());
     for (int head = 0; head < kHeads; ++head) {
-      const auto load = [&](ProjectedPart part, const std::vector<Bf16>& weights) {
-        const absl::Status s = models.weights().LoadProjected(**model, 1, part, 0, head, weights);
+      for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
+        const std::vector<std::byte> bytes = HeadBytes((*model)->spec->projected, part, head);
+        const auto load = [&](std::span<const std::byte> weights) {
+          return models.weights().LoadProjected(**model, 1, part, 0, head, weights);
+        };
+        EXPECT_EQ(load(std::span(bytes).subspan(1)).code(), absl::StatusCode::kInvalidArgument);
+        const absl::Status s = load(bytes);
         ASSERT_TRUE(s.ok()) << s;
-      };
-      load(ProjectedPart::kQueries, Weights(80 + head, size_t{kDim + kRope} * kShape.q_lora_rank));
-      load(ProjectedPart::kOutputs, Weights(90 + head, size_t{kShape.hidden_size} * kDim));
+      }
     }
     EXPECT_TRUE(models.weights().Commit(**model, 1).empty());
+    CheckRead(**model);
+  }
+
+  // The bytes of a head's weights, in the type that the model has.
+  std::vector<std::byte> HeadBytes(const ProjectedShape& shape, ProjectedPart part,
+                                   int head) const {
+    const WeightWindow window = WindowOf(h_->model().geometry, shape, part, head, 1);
+    const auto elements = static_cast<size_t>(window.elements());
+    std::vector<std::byte> codes(elements);
+    const std::vector<Bf16> weights =
+        Weights((part == ProjectedPart::kQueries ? 80 : 90) + head, elements);
+    constexpr float kScale = 0.0007f;
+    for (size_t i = 0; i < elements; ++i) {
+      codes[i] = std::byte{EncodeFp8(ToFloat(weights[i]) / kScale, Fp8Kind::kE4m3Fn)};
+    }
+    if (!shape.codes()) {
+      const auto bytes = std::as_bytes(std::span(weights));
+      return {bytes.begin(), bytes.end()};
+    }
+    for (int64_t block = 0; block < window.blocks(); ++block) {
+      const auto bytes = std::as_bytes(std::span(&kScale, 1));
+      codes.insert(codes.end(), bytes.begin(), bytes.end());
+    }
+    return codes;
+  }
+
+  // Another server gets the weights as this one has them.
+  void CheckRead(const scheduler::Model& model) const {
+    const scheduler::ModelWeights& held = h_->core().models().weights();
+    for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
+      const std::vector<std::byte> want = HeadBytes(model.spec->projected, part, 1);
+      std::vector<std::byte> got(want.size());
+      ASSERT_TRUE(held.ReadProjected(model, part, 0, 1, got).ok());
+      EXPECT_EQ(got, want);
+    }
   }
 
   // Each sequence has a stream and a step of its own.
@@ -145,7 +194,7 @@ class ProjectedEngine {
 
 class EngineProjectedTest : public BackendOnFakeTest {
  protected:
-  void Compare(Vendor vendor, RopeLayout rope, int rows) {
+  void Compare(Vendor vendor, RopeLayout rope, int rows, DType weights = DType::kBf16) {
     HipBackendOptions options = Options();
     options.images.push_back(Image("sm_90", kImage90));
     options.vendor = vendor;
@@ -153,7 +202,9 @@ class EngineProjectedTest : public BackendOnFakeTest {
     if (vendor == Vendor::kNvidia) control_->arch = "sm_90";
     auto gpu = HipBackend::Create(options);
     ASSERT_TRUE(gpu.ok()) << gpu.status();
-    ProjectedEngine on_gpu(*std::move(gpu), rope), reference(nullptr, rope);
+    ProjectedEngine on_gpu(*std::move(gpu), rope, weights), reference(nullptr, rope, weights);
+    EXPECT_EQ(on_gpu.projected().weights, weights);
+    EXPECT_EQ(reference.projected().weights, weights);
     const auto got = on_gpu.Attend(rows), want = reference.Attend(rows);
     for (int i = 0; i < kSequences; ++i) {
       ASSERT_TRUE(got[i]->answered() && want[i]->answered());
@@ -180,6 +231,13 @@ TEST_F(EngineProjectedTest, HiddenStatesAgreeWithTheReference) {
     for (const RopeLayout rope : {RopeLayout::kInterleaved, RopeLayout::kHalves}) {
       Compare(vendor, rope, kFewRows);
     }
+  }
+}
+
+// The reference decodes the codes by other code.
+TEST_F(EngineProjectedTest, WeightsOfE4m3AgreeWithTheReference) {
+  for (const Vendor vendor : {Vendor::kAmd, Vendor::kNvidia}) {
+    Compare(vendor, RopeLayout::kInterleaved, kFewRows, DType::kFp8E4m3);
   }
 }
 

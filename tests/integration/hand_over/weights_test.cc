@@ -66,11 +66,18 @@ TEST_P(WeightsByBackendTest, AnswersOfProjectedNeedNoUploadEither) {
   // A model whose weights came as 8-bit codes moves as what these stand for.
   ProjectedWorker codes(red_.get(), dims, "codes", 4);
   ASSERT_EQ(codes.Upload(/*fp8=*/true), absl::OkStatus());
+  // One that is held as codes moves as codes, to a server that may hold what they stand for.
+  ProjectedDims wide;
+  wide.dims.nope = 40;
+  wide.dims.v = 64;
+  wide.weights = v1::DTYPE_F8_E4M3;
+  ProjectedWorker held(red_.get(), wide, "held", 6);
+  ASSERT_EQ(held.Upload(/*fp8=*/true), absl::OkStatus());
 
   const auto b = ServeOn(to);
   const auto drained = Drain(Address(*b));
   ASSERT_TRUE(drained.ok()) << drained.status();
-  EXPECT_EQ(Outcomes(*a_, "moved"), 2);
+  EXPECT_EQ(Outcomes(*a_, "moved"), 3);
   const auto client = Connect(*b, "red");
   ProjectedWorker there(client.get(), dims, "p", 3);  // the same seed, so the same weights
   auto sequence = client->Attach(track.sequence.id());
@@ -84,13 +91,16 @@ TEST_P(WeightsByBackendTest, AnswersOfProjectedNeedNoUploadEither) {
   EXPECT_GT(worst, 0);
   copy.sequence.Detach();
   const v1::ListModelsReply list = *client->ListModels();
-  EXPECT_EQ(list.models_size(), 2);
+  EXPECT_EQ(list.models_size(), 3);
   for (const v1::ModelInfo& model : list.models()) {
     EXPECT_TRUE(model.weights_complete()) << model.model().model_id();
   }
   // The server accepts equal weights again, and no others. So the weights that came are equal.
   ProjectedWorker again(client.get(), dims, "codes", 4);
   EXPECT_EQ(again.Upload(/*fp8=*/true), absl::OkStatus());
+  // The server that gets the weights may hold another type than the worker has registered.
+  ProjectedWorker same(client.get(), wide, "held", 6);
+  EXPECT_EQ(same.Upload(/*fp8=*/true), absl::OkStatus());
   ProjectedWorker other(client.get(), dims, "codes", 5);
   EXPECT_EQ(other.Upload(/*fp8=*/true).code(), absl::StatusCode::kAlreadyExists);
 }

@@ -68,6 +68,25 @@ class CProjectedTest : public testing::Test {
   mla_client* client_ = nullptr;
 };
 
+// The server refuses codes of such heads, so it has got the field; it is on a CPU and holds bf16.
+TEST_F(CProjectedTest, TheTypeOfWeightsIsRegistered) {
+  mla_model model{};
+  model.struct_size = sizeof(model);
+  model.model_id = "codes";
+  model.num_heads = 2;
+  model.kv_lora_rank = 32;
+  model.rope_dim = model.nope_dim = 8;
+  model.v_dim = 16;
+  model.layers = 1;
+  model.softmax_scale = 1.0;
+  model.q_lora_rank = model.hidden_size = 32;
+  model.rope_layout = MLA_ROPE_LAYOUT_HALVES;
+  model.projected_e4m3 = 1;
+  EXPECT_EQ(mla_register_model(client_, &model, nullptr, nullptr), MLA_INVALID_ARGUMENT);
+  model.v_dim = 64;
+  EXPECT_EQ(mla_register_model(client_, &model, nullptr, nullptr), MLA_OK);
+}
+
 TEST_F(CProjectedTest, AStepAgreesWithDoublePrecision) {
   ASSERT_EQ(UploadUp(), MLA_OK);
   mla_projected_weights weights = Projected();

@@ -98,6 +98,7 @@ v1::ModelSpec SpecOf(const ProjectedDims& dims, const std::string& id) {
   v1::ModelSpec spec = SpecOf(dims.dims, id);
   spec.set_rope_owner(v1::ROPE_OWNER_SERVER);
   spec.set_rope_layout(dims.rope);
+  spec.set_projected_dtype(dims.weights);
   spec.set_q_lora_rank(static_cast<uint32_t>(dims.q_lora));
   spec.set_hidden_size(static_cast<uint32_t>(dims.hidden));
   return spec;

@@ -20,6 +20,7 @@ struct ProjectedDims {
   Dims dims;
   int q_lora = 44, hidden = 72;
   v1::RopeLayout rope = v1::ROPE_LAYOUT_HALVES;
+  v1::DType weights = v1::DTYPE_UNSPECIFIED;  // ModelSpec.projected_dtype
 };
 
 v1::ModelSpec SpecOf(const ProjectedDims& dims, const std::string& id);

@@ -2,6 +2,7 @@
 // attention layer in double precision; and the errors of what does not fit.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -98,6 +99,40 @@ TEST(ProjectedWeightsTest, ScalesOfBlocksAreApplied) {
   EXPECT_LT(worst, kBf16Distance);
 }
 
+// The reference holds codes as they are, and the CPU backend the weights that they stand for: the
+// model says so, and both compute the same hidden states.
+TEST(ProjectedWeightsTest, AModelOfE4m3IsHeldAsTheBackendCan) {
+  for (const std::string backend : {"cpu", "reference"}) {
+    const bool holds = backend == "reference";
+    const TestServer server(On(backend));
+    const auto client = server.Connect();
+    const v1::DType held = holds ? v1::DTYPE_F8_E4M3 : v1::DTYPE_BF16;
+    const auto& offered = client->info().capabilities();
+    EXPECT_EQ(std::count(offered.begin(), offered.end(), "projected_e4m3"), holds ? 1 : 0);
+    ProjectedDims dims;
+    dims.q_lora = 140;
+    dims.hidden = 150;
+    dims.dims.heads = 5;
+    dims.dims.nope = 40;
+    dims.dims.v = 64;
+    dims.weights = v1::DTYPE_F8_E4M3;
+    const auto registered = client->RegisterModel(SpecOf(dims, "m"));
+    ASSERT_TRUE(registered.ok()) << registered.status();
+    EXPECT_EQ(registered->model().projected_dtype(), held);
+    ProjectedWorker worker(client.get(), dims, "m", 2);
+    ASSERT_EQ(worker.Upload(/*fp8=*/true), absl::OkStatus());
+    ProjectedTrack track = *worker.Open();
+    double worst = 0;
+    ASSERT_EQ(worker.Step({&track}, {9}, v1::DTYPE_BF16, &worst), absl::OkStatus());
+    ASSERT_EQ(worker.Step({&track}, {1}, v1::DTYPE_BF16, &worst), absl::OkStatus());
+    EXPECT_LT(worst, kBf16Distance) << backend;
+    // The same weights as bf16: a repeat where they are held so.
+    const absl::Status mixed = worker.Upload(/*fp8=*/false);
+    EXPECT_EQ(DetailOf(mixed).reason(), holds ? "other_dtype" : "") << mixed;
+    EXPECT_EQ(DetailOf(mixed).field(), holds ? "chunk.dtype" : "") << mixed;
+  }
+}
+
 // The chunk of a part of the heads has the scales of the blocks that it touches.
 TEST(ProjectedWeightsTest, PartsOfHeadsMayComeOneByOne) {
   const TestServer server(On("cpu"));
@@ -172,6 +207,8 @@ TEST_F(ProjectedRefusalTest, ShapesThatDisagree) {
     const char* field;
   } cases[] = {
       {[](auto* s) { s->set_q_lora_rank(0); }, "model.q_lora_rank"},
+      {[](auto* s) { s->set_projected_dtype(v1::DTYPE_F32); }, "model.projected_dtype"},
+      {[](auto* s) { s->set_projected_dtype(v1::DTYPE_F8_E4M3); }, "model.projected_dtype"},
       {[](auto* s) { s->set_q_lora_rank(1 << 20); }, "model.q_lora_rank"},
       {[](auto* s) { s->set_hidden_size(0); }, "model.hidden_size"},
       {[](auto* s) { s->set_hidden_size(~0u); }, "model.hidden_size"},

@@ -20,6 +20,15 @@ def _check_projected(spec: ModelSpec) -> None:
     projects = spec.rope_layout != ""
     if spec.rope_layout not in ("", "interleaved", "halves"):
         raise errors.InvalidArgument(f"model.rope_layout: got {spec.rope_layout!r}")
+    if spec.projected_dtype not in (("", "bf16", "e4m3") if projects else ("",)):
+        raise errors.InvalidArgument(f"model.projected_dtype: got {spec.projected_dtype!r} with "
+                                     f"rope_layout {spec.rope_layout!r}")
+    if spec.projected_dtype == "e4m3" and (
+            (geometry.nope_dim + geometry.rope_dim) % 16 or geometry.v_dim % 64):
+        raise errors.InvalidArgument(
+            f"model.projected_dtype: got 'e4m3' with nope_dim + rope_dim "
+            f"{geometry.nope_dim + geometry.rope_dim} and v_dim {geometry.v_dim}, must be "
+            "multiples of 16 and 64")
     if (geometry.q_lora_rank > 0) != projects or (geometry.hidden_size > 0) != projects or (
             projects and (not geometry.nope_dim or geometry.rope_dim % 2)):
         raise errors.InvalidArgument(
@@ -67,4 +76,5 @@ def checked_model(spec: ModelSpec, kv_scales: Seq[float], sinks: Seq[float]) -> 
                                fp8_compute="", geometry=geometry,
                                entry_format="bf16" if windowed else "",
                                attention=spec.attention or "dense",
+                               projected_dtype="bf16" if spec.rope_layout else "",
                                query_precision=spec.query_precision or "split")

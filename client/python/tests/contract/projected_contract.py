@@ -129,6 +129,14 @@ class ProjectedContract:
             self.assertLess(self.projected_step(sequence, weights, rng, seen, 5, "halves"),
                             BF16_DISTANCE)
 
+    def test_projected_dtype(self):
+        # Servers that hold no codes register such a model as bf16.
+        geometry = Geometry(2, LORA, 16, 16, 64, q_lora_rank=Q_LORA, hidden_size=HIDDEN)
+        for dtype, held in (("", ("bf16",)), ("bf16", ("bf16",)), ("e4m3", ("bf16", "e4m3"))):
+            spec = ModelSpec("p-" + secrets.token_hex(4), geometry, 1, SCALE, 4,
+                             rope_layout="halves", projected_dtype=dtype)
+            self.assertIn(self.service.register_model(spec).spec.projected_dtype, held)
+
     def test_projected_buffers(self):
         rng = np.random.default_rng(6)
         weights = self.projected_weights(rng)
@@ -178,6 +186,7 @@ class ProjectedContract:
             for arguments in ((w_uq[:, 1:], w_o), (w_uq, w_o[1:]), (w_uq, w_o, 1)):
                 with self.assertRaises(mla_client.InvalidArgument):
                     model.upload_projected(0, *arguments)
-        for fields in (dict(rope_layout=""), dict(rope_layout="quarters")):
+        for fields in (dict(rope_layout=""), dict(rope_layout="quarters"),
+                       dict(projected_dtype="f32"), dict(projected_dtype="e4m3")):
             with self.assertRaises(mla_client.InvalidArgument):
                 self.service.register_model(self.projected_spec(**fields))

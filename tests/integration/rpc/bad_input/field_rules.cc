@@ -217,6 +217,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"ModelSpec.q_lora_rank", {0, 0, "model.q_lora_rank", {}}},
       {"ModelSpec.hidden_size", {0, 0, "model.hidden_size", {}}},
       {"ModelSpec.rope_layout", {0, 0, "model.rope_layout", {}}},
+      {"ModelSpec.projected_dtype", {0, 0, "model.projected_dtype", {}}},
       {"ModelSpec.query_precision", {0, 2, "model.query_precision", {}}},
       {"ModelSpec.page_size", {0, 4096, "model.page_size", {}}},
       {"RegisterRequest.lease_ms", {0, kMostLease, "lease_ms", {}}},
