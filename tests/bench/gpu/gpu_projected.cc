@@ -2,8 +2,11 @@
 // GPU time by events, the L2 overwritten before each launch, median.
 //
 //   gpu_projected [--batch 1,32,128] [--context 16384] [--heads 128] [--q-lora-rank 1536]
-//                 [--hidden-size 7168] [--iterations 30] [--tflops 0] [--image FILE]
+//                 [--hidden-size 7168] [--iterations 30] [--tflops 0] [--e4m3 0] [--image FILE]
 //                 [--json FILE]
+//
+// With --e4m3 1 PROJECTED and its two products also run with W_UQ and W_O of e4m3, in turns with
+// those of bf16; a second line a batch has their times. The floor of these reads half the bytes.
 //
 // Both have the same rows, weights and plan; every launch absorbs queries, attends and projects
 // outputs of `batch` sequences. PROJECTED makes the queries of low-rank ones before, and hidden
@@ -18,7 +21,10 @@
 // alone).
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdio>
+#include <cstring>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -27,8 +33,10 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "kernels/formats/fp8.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/launch_layout.h"
+#include "kernels/projected_weights.h"
 #include "scheduler/planning/planner.h"
 #include "tests/bench/gpu/gpu_programs.h"
 
@@ -47,20 +55,34 @@ constexpr int64_t kFlushBytes = int64_t{256} << 20;
 struct Flags {
   std::vector<int32_t> batch{1, 32, 128};
   int32_t context = 16384, heads = 128, q_lora_rank = 1536, hidden_size = 7168, iterations = 30,
-          tflops = 0;
+          tflops = 0, e4m3 = 0;
   std::string json, image;
 };
 
 // The parts of a launch: all of a profile, or one of PROJECTED's.
 enum class Parts { kExpanded, kProjected, kQueries, kAbsorb, kAttend, kProject, kHiddens };
-constexpr size_t kKinds = static_cast<size_t>(Parts::kHiddens) + 1;
+
+// The weights slots, by the type of W_UQ and W_O. Those of EXPANDED are in the first.
+constexpr int32_t kBf16Slot = 0, kCodesSlot = 1;
+
+struct Kind {
+  Parts parts;
+  int32_t slot;  // of W_UQ and W_O
+};
+// The kinds of launches, in their turns; the last kCodesKinds only with --e4m3.
+constexpr Kind kKinds[] = {{Parts::kExpanded, kBf16Slot}, {Parts::kProjected, kBf16Slot},
+                           {Parts::kQueries, kBf16Slot},  {Parts::kAbsorb, kBf16Slot},
+                           {Parts::kAttend, kBf16Slot},   {Parts::kProject, kBf16Slot},
+                           {Parts::kHiddens, kBf16Slot},  {Parts::kProjected, kCodesSlot},
+                           {Parts::kQueries, kCodesSlot}, {Parts::kHiddens, kCodesSlot}};
+constexpr size_t kCodesKinds = 3;
 
 struct Times {
   double median = 0, least = 0;  // microseconds
   int64_t token_bytes = 0;       // of tensors, without the rotations of a step
 };
 // The times of each kind of launch.
-using AllTimes = std::array<Times, kKinds>;
+using AllTimes = std::array<Times, std::size(kKinds)>;
 
 class Bench {
  public:
@@ -88,8 +110,11 @@ class Bench {
   absl::Status LoadWeights();
   absl::Status FillPool(int64_t bytes);
   absl::Status SendTables(int32_t batch);
-  absl::Status Launch(int32_t batch, const kernels::PlanView& plan, Parts parts, int64_t* ns,
+  absl::Status Launch(int32_t batch, const kernels::PlanView& plan, const Kind& kind, int64_t* ns,
                       int64_t* bytes);
+  void Report(int32_t batch, const AllTimes& times, double read);
+  void ReportCodes(int32_t batch, const AllTimes& times, double read);
+  absl::Status LoadProjected(const kernels::ProjectedShape& shape, int32_t slot);
   absl::StatusOr<AllTimes> TakeTurns(int32_t batch, const kernels::PlanView& plan);
   absl::StatusOr<double> CopyMicros(int64_t bytes);
   void AddAttention(int32_t batch, const void* q, void* o, void* between, void* latent,
@@ -118,9 +143,9 @@ absl::Status Bench::Setup() {
   kernels::BackendLimits limits;
   limits.kv_pool_bytes = batch * pages() * kPage * kRowBytes;
   limits.page_table_entries = batch * pages();
-  limits.weights_slots = 1;
+  limits.weights_slots = 2;
   limits.weights_bytes =
-      projected_bytes() + int64_t{flags_.heads} * kLora * (kNope + kValue) * 2 + (1 << 20);
+      2 * projected_bytes() + int64_t{flags_.heads} * kLora * (kNope + kValue) * 2 + (1 << 20);
   limits.launch_slots = 1;
   limits.launch_requests = limits.launch_rows = batch;
   limits.launch_packed_rows = packed;
@@ -162,18 +187,47 @@ absl::Status Bench::Setup() {
 absl::Status Bench::LoadWeights() {
   std::mt19937 random(3);
   std::normal_distribution<float> normal;
-  std::vector<Bf16> weights(static_cast<size_t>(std::max<int64_t>(
-      {int64_t{flags_.heads} * kLora * kNope, int64_t{kQueryDim} * flags_.q_lora_rank,
-       int64_t{kValue} * flags_.hidden_size})));
+  std::vector<Bf16> weights(static_cast<size_t>(int64_t{flags_.heads} * kLora * kNope));
   for (Bf16& x : weights) x = kernels::ToBf16(0.02f * normal(random));
   absl::Status s =
       backend_->LoadWeights(0, geometry_, 0, flags_.heads, weights.data(), weights.data());
+  if (s.ok()) s = LoadProjected(shape_, kBf16Slot);
+  kernels::ProjectedShape codes = shape_;
+  codes.weights = DType::kFp8E4m3;
+  return s.ok() && flags_.e4m3 != 0 ? LoadProjected(codes, kCodesSlot) : s;
+}
+
+// The weights of all heads are those of the first one.
+absl::Status Bench::LoadProjected(const kernels::ProjectedShape& shape, int32_t slot) {
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  constexpr float kScale = 0.0001f;
   for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
-    for (int32_t head = 0; head < flags_.heads && s.ok(); ++head) {
-      s = backend_->LoadProjected(0, geometry_, shape_, part, head, weights.data());
+    const kernels::WeightWindow all =
+        kernels::WindowOf(geometry_, shape, part, 0, std::min(2, flags_.heads));
+    const kernels::WeightWindow own = kernels::WindowOf(geometry_, shape, part, 0, 1);
+    // Any head has at most the scales of two.
+    std::vector<std::byte> bytes(static_cast<size_t>(own.Bytes(shape.weights) + all.blocks() * 4));
+    for (int64_t i = 0; i < own.elements(); ++i) {
+      const uint8_t code =
+          kernels::EncodeFp8(0.02f * normal(random) / kScale, kernels::Fp8Kind::kE4m3Fn);
+      const Bf16 weight = kernels::WidenedWeight(code, kScale);
+      if (shape.codes()) {
+        bytes[static_cast<size_t>(i)] = std::byte{code};
+      } else {
+        std::memcpy(&bytes[static_cast<size_t>(i) * sizeof(weight)], &weight, sizeof(weight));
+      }
+    }
+    for (auto at = static_cast<size_t>(own.elements());
+         shape.codes() && at + sizeof(kScale) <= bytes.size(); at += sizeof(kScale)) {
+      std::memcpy(&bytes[at], &kScale, sizeof(kScale));
+    }
+    for (int32_t head = 0; head < flags_.heads; ++head) {
+      absl::Status s = backend_->LoadProjected(slot, geometry_, shape, part, head, bytes.data());
+      if (!s.ok()) return s;
     }
   }
-  return s;
+  return absl::OkStatus();
 }
 
 // Fills the pool by repeating some rows.
@@ -236,8 +290,9 @@ void Bench::AddAttention(int32_t batch, const void* q, void* o, void* between, v
   launch.absorbed.segments = segments_;
 }
 
-absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, Parts parts, int64_t* ns,
-                           int64_t* bytes) {
+absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, const Kind& kind,
+                           int64_t* ns, int64_t* bytes) {
+  const Parts parts = kind.parts;
   layout_.Clear();
   segments_.clear();
   absorbs_.clear();
@@ -266,10 +321,11 @@ absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, Parts p
         at(layout_.Input(in_->bytes().data(), batch * kRope * int64_t{sizeof(float)})));
     for (int64_t i = 0; i < batch; ++i) {
       queries_.push_back({static_cast<const Bf16*>(in) + i * in_row,
-                          static_cast<Bf16*>(made) + i * q_row, in_row, q_row, 1, 0,
+                          static_cast<Bf16*>(made) + i * q_row, in_row, q_row, 1, kind.slot,
                           rotations + i * kRope});
       hiddens_.push_back({static_cast<const Bf16*>(o) + i * o_row,
-                          static_cast<Bf16*>(out) + i * out_row, o_row, out_row, 1, 0, nullptr});
+                          static_cast<Bf16*>(out) + i * out_row, o_row, out_row, 1, kind.slot,
+                          nullptr});
     }
     const kernels::RopeLayout rope = kernels::RopeLayout::kInterleaved;
     if (parts == Parts::kProjected || parts == Parts::kQueries) {
@@ -303,17 +359,18 @@ absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, Parts p
 }
 
 absl::StatusOr<AllTimes> Bench::TakeTurns(int32_t batch, const kernels::PlanView& plan) {
-  std::vector<int64_t> times[kKinds];
+  std::vector<int64_t> times[std::size(kKinds)];
+  const size_t kinds = std::size(kKinds) - (flags_.e4m3 != 0 ? 0 : kCodesKinds);
   AllTimes result;
   for (int32_t i = -5; i < flags_.iterations; ++i) {  // the first five warm up
-    for (size_t k = 0; k < kKinds; ++k) {
+    for (size_t k = 0; k < kinds; ++k) {
       int64_t ns = 0;
-      absl::Status s = Launch(batch, plan, static_cast<Parts>(k), &ns, &result[k].token_bytes);
+      absl::Status s = Launch(batch, plan, kKinds[k], &ns, &result[k].token_bytes);
       if (!s.ok()) return s;
       if (i >= 0) times[k].push_back(ns);
     }
   }
-  for (size_t k = 0; k < kKinds; ++k) {
+  for (size_t k = 0; k < kinds; ++k) {
     std::sort(times[k].begin(), times[k].end());
     result[k].median = static_cast<double>(times[k][times[k].size() / 2]) / 1e3;
     result[k].least = static_cast<double>(times[k][0]) / 1e3;
@@ -361,10 +418,23 @@ absl::Status Bench::Time(int32_t batch) {
   if (!plan.ok()) return plan.status();
   auto read = CopyMicros(projected_bytes());
   if (!read.ok()) return read.status();
-  const double operations = OperationMicros(batch), floor = std::max(*read, operations);
   auto turns = TakeTurns(batch, *plan);
   if (!turns.ok()) return turns.status();
-  const auto of = [&](Parts parts) -> const Times& { return (*turns)[static_cast<size_t>(parts)]; };
+  Report(batch, *turns, *read);
+  if (flags_.e4m3 != 0) ReportCodes(batch, *turns, *read / 2);
+  return absl::OkStatus();
+}
+
+const Times& TimesOf(const AllTimes& times, Parts parts, int32_t slot) {
+  const auto* const kind =
+      std::find_if(std::begin(kKinds), std::end(kKinds),
+                   [&](const Kind& kind) { return kind.parts == parts && kind.slot == slot; });
+  return times[static_cast<size_t>(kind - kKinds)];
+}
+
+void Bench::Report(int32_t batch, const AllTimes& times, double read) {
+  const double operations = OperationMicros(batch), floor = std::max(read, operations);
+  const auto of = [&](Parts parts) -> const Times& { return TimesOf(times, parts, kBf16Slot); };
   const Times &expanded = of(Parts::kExpanded), &projected = of(Parts::kProjected);
   const double more = projected.median - expanded.median;
   std::printf(
@@ -375,20 +445,41 @@ absl::Status Bench::Time(int32_t batch) {
       batch, flags_.context, flags_.heads, expanded.median, expanded.least, projected.median,
       projected.least, of(Parts::kQueries).median, of(Parts::kAbsorb).median,
       of(Parts::kAttend).median, of(Parts::kProject).median, of(Parts::kHiddens).median, more,
-      more / floor, floor, *read, operations, static_cast<long long>(expanded.token_bytes),
+      more / floor, floor, read, operations, static_cast<long long>(expanded.token_bytes),
       static_cast<long long>(projected.token_bytes));
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
-      R"({"bench": "gpu_projected", "batch": %d, "context": %d, "heads": %d, )"
+      R"({"bench": "gpu_projected", "weights": "bf16", "batch": %d, "context": %d, "heads": %d, )"
       R"("expanded_us": %.2f, "projected_us": %.2f, "queries_us": %.2f, "absorb_us": %.2f, )"
       R"("attend_us": %.2f, "project_us": %.2f, "hiddens_us": %.2f, )"
       R"("more_us": %.2f, "floor_us": %.2f, "read_us": %.2f, "operations_us": %.2f, )"
       R"("token_bytes": %d})",
       batch, flags_.context, flags_.heads, expanded.median, projected.median,
       of(Parts::kQueries).median, of(Parts::kAbsorb).median, of(Parts::kAttend).median,
-      of(Parts::kProject).median, of(Parts::kHiddens).median, more, floor, *read, operations,
+      of(Parts::kProject).median, of(Parts::kHiddens).median, more, floor, read, operations,
       projected.token_bytes));
-  return absl::OkStatus();
+}
+
+void Bench::ReportCodes(int32_t batch, const AllTimes& times, double read) {
+  const double operations = OperationMicros(batch), floor = std::max(read, operations);
+  const Times& expanded = TimesOf(times, Parts::kExpanded, kBf16Slot);
+  const Times& projected = TimesOf(times, Parts::kProjected, kCodesSlot);
+  const double queries = TimesOf(times, Parts::kQueries, kCodesSlot).median;
+  const double hiddens = TimesOf(times, Parts::kHiddens, kCodesSlot).median;
+  const double more = projected.median - expanded.median;
+  std::printf(
+      "batch=%d context=%d h=%d, weights of e4m3: projected %.1f us (least %.1f), queries %.1f us, "
+      "hiddens %.1f us; %.1f us more than expanded, %.2f x the floor of %.1f us (reading %.1f us, "
+      "multiplying %.1f us)\n",
+      batch, flags_.context, flags_.heads, projected.median, projected.least, queries, hiddens,
+      more, more / floor, floor, read, operations);
+  std::fflush(stdout);
+  rows_.push_back(absl::StrFormat(
+      R"({"bench": "gpu_projected", "weights": "e4m3", "batch": %d, "context": %d, "heads": %d, )"
+      R"("expanded_us": %.2f, "projected_us": %.2f, "queries_us": %.2f, "hiddens_us": %.2f, )"
+      R"("more_us": %.2f, "floor_us": %.2f, "read_us": %.2f, "operations_us": %.2f})",
+      batch, flags_.context, flags_.heads, expanded.median, projected.median, queries, hiddens,
+      more, floor, read, operations));
 }
 
 int Main(int argc, char** argv) {
@@ -400,6 +491,7 @@ int Main(int argc, char** argv) {
                         {"--hidden-size", &flags.hidden_size},
                         {"--iterations", &flags.iterations},
                         {"--tflops", &flags.tflops},
+                        {"--e4m3", &flags.e4m3},
                         {"--json", &flags.json},
                         {"--image", &flags.image}};
   absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
