@@ -81,8 +81,9 @@ mla_code mla_client_probe(mla_client* client, const char* model_id, const mla_pr
     if (!status.ok()) return status;
     const auto asked = mla::capi::PrefixOf(prefix);
     if (!asked.ok()) return asked.status();
-    mla::client::Client& server = client->cluster != nullptr ? *client->home : *client->client;
-    const auto reply = server.Probe(mla::capi::Text(model_id), *asked);
+    const std::string model = mla::capi::Text(model_id);
+    const auto reply = client->cluster != nullptr ? client->cluster->ProbeHome(model, *asked)
+                                                  : client->client->Probe(model, *asked);
     if (!reply.ok()) return reply.status();
     known.boot_id = reply->boot_id();
     known.rows_asked = reply->rows_asked();

@@ -198,6 +198,22 @@ absl::StatusOr<std::shared_ptr<Client>> ClusterClient::ServerAt(const std::strin
   return std::shared_ptr<Client>(*connection, (*connection)->client());
 }
 
+absl::StatusOr<v1::ProbeReply> ClusterClient::ProbeHome(const std::string& model_id,
+                                                        const v1::Prefix& prefix) {
+  absl::StatusOr<v1::ProbeReply> reply;
+  // The home may have restarted, or have gone, so that another server is the home now.
+  for (int tries = 0; tries < 2; ++tries) {
+    const auto home = Home();
+    if (!home.ok()) return home.status();
+    const auto server = ServerAt(*home);
+    reply = server.ok() ? (*server)->Probe(model_id, prefix) : server.status();
+    if (reply.ok()) return reply;
+    owners_->At(*home)->Failed(reply.status());
+    if (!IsAway(reply.status()) && !IsReplaced(reply.status())) break;
+  }
+  return reply;
+}
+
 // ------------------------------------------------------------------------------------- Models
 
 absl::StatusOr<std::shared_ptr<ModelRecord>> ClusterClient::FindModel(const std::string& id) const {

@@ -98,6 +98,8 @@ class ClusterClient final {
   absl::StatusOr<std::string> Home();
   // Returns the client of a server, connected if it was not. It lives until the server is given up.
   absl::StatusOr<std::shared_ptr<Client>> ServerAt(const std::string& address);
+  // Asks the server that is the home now (Client::Probe).
+  absl::StatusOr<v1::ProbeReply> ProbeHome(const std::string& model_id, const v1::Prefix& prefix);
 
   // --- Models. Each is registered with a server when a sequence comes there first.
   // Registers the model as Client does: on the home now, or on another server if the home does not

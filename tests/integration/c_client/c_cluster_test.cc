@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -155,6 +156,29 @@ TEST(CClusterTest, ASequenceOfAKilledServerIsRecovered) {
   mla_step_free(step);
   mla_session_free(session);
   mla_sequence_free(sequence);
+  mla_client_free(client);
+}
+
+TEST(CClusterTest, AProbeAsksTheServerThatIsTheHomeNow) {
+  TestServer a;
+  std::optional<TestServer> b;
+  b.emplace();
+  mla_client* const client = Connect(b->unix_target(), a.unix_target());
+  const auto booted = [client] {
+    mla_probe probe{};
+    probe.struct_size = sizeof(probe);
+    mla_error* error = nullptr;
+    EXPECT_EQ(mla_client_probe(client, nullptr, nullptr, &probe, &error), MLA_OK)
+        << mla_error_message(error);
+    mla_error_free(error);
+    return probe.boot_id;
+  };
+  const auto boot_id = [](const TestServer& server) { return server.Connect()->info().boot_id(); };
+  EXPECT_EQ(booted(), boot_id(*b));
+  b->Restart();
+  EXPECT_NE(booted(), 0u);
+  b.reset();
+  EXPECT_EQ(booted(), boot_id(a));
   mla_client_free(client);
 }
 
