@@ -372,6 +372,9 @@ MUTATIONS = (
              "kv/window_source.h", "static_cast<uint32_t>(named) < static_cast<uint32_t>(whole)",
              "static_cast<uint32_t>(named) <= static_cast<uint32_t>(whole)",
              ("gfx950", "gfx942", "sm_90")),
+    Mutation("mask_of_scales_that_are_none", "A hidden row's scale stays NaN.",
+             "kv/tile_format.h", "if (float_to_bits(scale) > kLargestScaleBits) {",
+             "if (float_to_bits(scale) > ~0u) {"),
     # Only sm_90 has kernels for tiles of one row (arch_traits.h).
     Mutation("project_of_a_row_reads_the_next_head", "Weights of the next head are used.",
              "kernels/project.h", "w + static_cast<int64_t>(t.head_offset + h)",

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <iterator>
+#include <limits>
 #include <vector>
 
 #include "kernels/formats/kv_format.h"
@@ -37,11 +39,18 @@ float Factor(int32_t position, int32_t group) {
   return 1.0f + static_cast<float>((position * 7 + of_group * 3) % 16) / 16.0f;
 }
 
+// A number that is no scale, of one kind or another.
+float Invalid(int32_t kind) {
+  constexpr float kInvalid[] = {std::numeric_limits<float>::quiet_NaN(),
+                                std::numeric_limits<float>::infinity(), -1.0f, -0x1p-140f};
+  return kInvalid[static_cast<size_t>(kind) % std::size(kInvalid)];
+}
+
 }  // namespace
 
 absl::Status ChangeScales(kernels::AttentionBackend& backend, int32_t slot,
-                          std::span<const uint32_t> page_tables,
-                          const kernels::AppendRecord& where) {
+                          std::span<const uint32_t> page_tables, const kernels::AppendRecord& where,
+                          bool last_invalid) {
   const kernels::KvRowLayout layout =
       kernels::MakeKvRowLayout(where.format, where.row_dim - where.rope_dim, where.rope_dim);
   std::vector<std::byte> bytes(static_cast<size_t>(where.rows * where.row_stride));
@@ -66,6 +75,7 @@ absl::Status ChangeScales(kernels::AttentionBackend& backend, int32_t slot,
       float scale;
       std::memcpy(&scale, at, sizeof(scale));
       scale *= Factor(where.first_position + row, group);
+      if (last_invalid && row == where.rows - 1 && group == 0) scale = Invalid(where.rows);
       std::memcpy(at, &scale, sizeof(scale));
     }
   }
