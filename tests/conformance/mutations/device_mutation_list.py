@@ -187,8 +187,8 @@ MUTATIONS = (
              "sm90/decode/rows64_bf16/box_producer.h", "first + lane * args.box_rows;", "first;",
              ("sm_90",)),
     Mutation("column_of_the_first_box", "All boxes of a part have the columns of its first block.",
-             "sm90/decode/rows64_bf16/box_producer.h", "args.rows, block * 64,",
-             "args.rows, L::block(kSlot, L::kPartBlocks * part) * 64,", ("sm_90",)),
+             "sm90/decode/rows64_bf16/box_producer.h", "args.rows, block * kBoxColumns,",
+             "args.rows, L::block(kSlot, L::kPartBlocks * part) * kBoxColumns,", ("sm_90",)),
     # Each kernel of sm_90 for rows of 8 bits copies their scales itself.
     Mutation("scale_of_the_copied_neighbour", "Neighbouring rows exchange their scales.",
              "sm90/decode/rows64_codes/copier.h", "shared.raw_scales(slot) + to * 16, from",
