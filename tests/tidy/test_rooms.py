@@ -32,7 +32,7 @@ FLOORS = {
                 "hip/device/sm90/decode/rows64_widened",
                 "hip/device/sm90/decode/split", "hip/device/sm90/decode/streamed",
                 "hip/device/sm90/prefill", "hip/device", "hip/host_images", "hip/runtime",
-                "hip/slot", "hip/device_state", "hip/launch", "hip/self_test", "hip"],
+                "hip/products", "hip/slot", "hip/device_state", "hip/launch", "hip/self_test", "hip"],
     "scheduler": ["kvcache/pool", "kvcache/prefix", "kvcache", "kvcache/tiers", "", "planning",
                   "planning/cache", "tables", "batching", "moves", "launching", "steps",
                   "engine"],

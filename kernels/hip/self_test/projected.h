@@ -181,6 +181,16 @@ inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart par
   return absl::OkStatus();
 }
 
+// Both products with many rows of bf16.
+inline absl::Status CheckManyRows(AttentionBackend& backend) {
+  absl::Status s;
+  for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
+    if (!s.ok()) return s;
+    s = CheckRowProduct(backend, part, DType::kBf16, kProjectedRows, RopeLayout::kInterleaved);
+  }
+  return s;
+}
+
 // The first product has few rows of fp32, which are packed with their remainders; the second has
 // many of bf16. Both have weights of both types.
 inline absl::Status CheckProjected(AttentionBackend& backend) {

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
+#include "kernels/hip/products/product_library.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
 namespace mla::kernels::hip {
@@ -30,7 +31,7 @@ struct SelfTestOptions {
 // Returns the names of the parts, in the order in which they run.
 std::span<const std::string_view> SelfTestParts();
 
-// Runs one test of a device, in up to four calls of the functions below, which share its time
+// Runs one test of a device, in up to five calls of the functions below, which share its time
 // limit.
 class SelfTestRun {
  public:
@@ -78,6 +79,11 @@ absl::Status SelfTestPrefill(AttentionBackend& backend, SelfTestRun& run);
 // Launches whose tensors kernels copy in and out, and launches that wait for words of host memory
 // and set them. Run once the backend knows that kernels reach host memory.
 absl::Status SelfTestHostMemory(AttentionBackend& backend, SelfTestRun& run);
+
+// Multiplies rows with weights by the vendor's library, which `products` is and the backend uses.
+// INTERNAL if a result is wrong; UNAVAILABLE if the library multiplied nothing.
+absl::Status SelfTestProducts(AttentionBackend& backend, const ProductLibrary& products,
+                              SelfTestRun& run);
 
 // Launches the same sequence of kernels many times, like the layers of a step, with different
 // arguments, inputs and pool places each time. At least kLeastReplays of the launches must be a
