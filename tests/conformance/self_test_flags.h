@@ -1,5 +1,7 @@
 // Flags of gpu_conformance that control the device test before use: --self-test 0,
-// --self-test-parts, --graphs, --product-library and --library-rows.
+// --self-test-parts, --graphs, --product-library (off, usual, or a file: whether the vendor's
+// library multiplies rows of PROJECTED, and where it is) and --library-rows (the fewest that it
+// multiplies).
 #ifndef MLA_TESTS_CONFORMANCE_SELF_TEST_FLAGS_H_
 #define MLA_TESTS_CONFORMANCE_SELF_TEST_FLAGS_H_
 

@@ -37,7 +37,10 @@ constexpr size_t kResultBytes = 512;
 const Numbers& NumbersOf(Vendor vendor) {
   return vendor == Vendor::kAmd ? kAmdNumbers : kNvidiaNumbers;
 }
-const char* NameOf(Vendor vendor) { return vendor == Vendor::kAmd ? "hipBLASLt" : "cuBLASLt"; }
+const char* NameOf(Vendor vendor) {
+  if (vendor == Vendor::kAmd) return "hipBLASLt";
+  return "cuBLASLt";
+}
 
 }  // namespace
 

@@ -252,7 +252,7 @@ TEST_P(ProductLibraryTest, AProductThatFailsInALaunchFailsTheLaunch) {
   EXPECT_TRUE(workload.Check(*backend_).ok());
 }
 
-// Shapes that nobody has used for long make room for others.
+// The shape that was used least recently makes room for another.
 TEST_P(ProductLibraryTest, RemembersSoManyShapes) {
   const std::vector<std::string> names = {kLibrary};
   auto runtime = GpuRuntime::Open(nvidia() ? Vendor::kNvidia : Vendor::kAmd, 0, names).value();
