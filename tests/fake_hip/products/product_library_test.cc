@@ -126,6 +126,22 @@ TEST_P(ProductLibraryTest, FewRowsAndRowsOfFp32AreLeftToTheKernels) {
   }
 }
 
+// Weights of e4m3 have the dims of a shape that the library multiplies.
+TEST_P(ProductLibraryTest, WeightsOfCodesAreLeftToTheKernels) {
+  std::vector<ProjectedCase> cases(2, Case(kRowProductMany));
+  cases[1].shape.weights = DType::kFp8E4m3;
+  Make(WithLibrary());
+  ASSERT_TRUE(backend_->Configure(conformance::ProjectedLimits(cases)).ok());
+  for (const ProjectedCase& c : cases) {
+    const int64_t before = control_->products;
+    ProjectedWorkload workload(c);
+    absl::Status s = workload.LoadWeights(*backend_);
+    if (s.ok()) s = workload.Check(*backend_);
+    EXPECT_TRUE(s.ok()) << s;
+    EXPECT_EQ(control_->products > before, !c.shape.codes());
+  }
+}
+
 // Whole rows are multiplied where they lie; others are gathered first.
 TEST_P(ProductLibraryTest, GathersRowsOnlyIfTheyAreNotWhole) {
   control_->on_launch = CountPacked;
