@@ -289,8 +289,9 @@ bool Owners::InThread(std::function<void()> act) {
     ended_.NotifyAll();
   };
   try {
-    std::thread([act = std::move(act), end] {
+    std::thread([act = std::move(act), end]() mutable {
       act();
+      act = nullptr;  // it may hold the last reference to an owner, and so to a connection
       end();
     }).detach();
   } catch (const std::system_error&) {
