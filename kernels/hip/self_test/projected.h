@@ -181,12 +181,13 @@ inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart par
   return absl::OkStatus();
 }
 
-// Both products with many rows of bf16.
+// Both products with many rows of bf16 and weights of bf16.
 inline absl::Status CheckManyRows(AttentionBackend& backend) {
   absl::Status s;
   for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
     if (!s.ok()) return s;
-    s = CheckRowProduct(backend, part, DType::kBf16, kProjectedRows, RopeLayout::kInterleaved);
+    s = CheckRowProduct(backend, part, DType::kBf16, DType::kBf16, kProjectedRows,
+                        RopeLayout::kInterleaved);
   }
   return s;
 }
