@@ -1,10 +1,21 @@
 #!/usr/bin/env bash
-# compile.sh UNUSED HEADERS COMMAND...: runs a compiler. HEADERS is a file that names one header a
-# line; those that the compiler did not read are written to UNUSED, for Bazel.
+# compile.sh UNUSED DECLARED COMMAND...: runs a compiler. DECLARED is a file that names one file a
+# line, which the source may read; those that it did not read are written to UNUSED, for Bazel. A
+# file of the tree that it read and that is not declared is an error: Bazel would not compile the
+# source again after a change of it.
 set -euo pipefail
-unused="$1" headers="$2"
+unused="$1" declared="$2"
 shift 2
-"$@" -MD -MF "$unused"
-tr -s ' \\\n' '\n' <"$unused" | sed 's|^/proc/self/cwd/||; s|^\./||' | LC_ALL=C sort -u |
-  LC_ALL=C comm -13 - <(LC_ALL=C sort -u "$headers") >"$unused.list"
-mv "$unused.list" "$unused"
+"$@" -MD -MF "$unused.d"
+sorted() { LC_ALL=C sort -u "$@"; }
+# The first name is the object's. Names of the compiled header's own files begin with
+# /proc/self/cwd, those of libraries with another folder of the machine.
+tr -s ' \\\n' '\n' <"$unused.d" | sed '1d; s|^\./||' >"$unused.read"
+undeclared="$(grep -v '^/' "$unused.read" | sorted | LC_ALL=C comm -23 - <(sorted "$declared"))"
+if [[ -n "$undeclared" ]]; then
+  echo "read, and not in deps: $undeclared" >&2
+  exit 1
+fi
+sed 's|^/proc/self/cwd/||' "$unused.read" | sorted | LC_ALL=C comm -13 - <(sorted "$declared") \
+  >"$unused"
+rm "$unused.d" "$unused.read"

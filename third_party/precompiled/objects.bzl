@@ -36,10 +36,11 @@ def _test_objects_impl(ctx):
         unused = ctx.actions.declare_file(stem + ".unused")
 
         # One a line, for the script, which says which of them the source does not read.
-        headers = ctx.actions.args()
-        headers.add_all(context.headers)
-        headers.use_param_file("%s", use_always = True)
-        headers.set_param_file_format("multiline")
+        declared = ctx.actions.args()
+        declared.add_all([source] + ctx.files.headers)
+        declared.add_all(context.headers)
+        declared.use_param_file("%s", use_always = True)
+        declared.set_param_file_format("multiline")
         flags = ctx.actions.args()
         flags.add(CLANG)
         flags.add_all(CLANG_FLAGS + WARNINGS)
@@ -54,7 +55,7 @@ def _test_objects_impl(ctx):
             mnemonic = "TestCompile",
             progress_message = "Compiling " + source.short_path,
             executable = ctx.executable._compile,
-            arguments = [unused.path, headers, flags],
+            arguments = [unused.path, declared, flags],
             inputs = depset(
                 [source] + ctx.files.headers + ctx.files.precompiled,
                 transitive = [context.headers],

@@ -8,7 +8,8 @@ with. The compiler refuses a header that was compiled with other flags (-Winvali
 so FLAGS and .bazelrc cannot drift apart unnoticed.
 
 Under these configurations the sources of tests are compiled by clang with -O0, in half of the time
-that g++ takes (docs/internals/tests.md). Libraries and programs are always g++'s.
+that g++ takes (docs/internals/tests.md). Libraries and programs are always g++'s. A test of
+tests/tidy holds the flags of both together.
 """
 
 load(":objects.bzl", "CLANG", "CLANG_FLAGS", "test_objects")
