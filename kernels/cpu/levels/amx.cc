@@ -116,7 +116,7 @@ void CopyStep(const GemmArgs& g, int32_t row, int32_t count, int32_t k, uint16_t
     _mm512_storeu_si512(out, pairs.first);
     _mm512_storeu_si512(out + g.value_panel_bytes, pairs.second);
   }
-  for (int32_t i = (count + 1) / 2; i < kTwoRows / 2; ++i, out += 64) {
+  for (int32_t i = (count + 1) / 2; i < kTwoBlocks / 2; ++i, out += 64) {
     _mm512_storeu_si512(out, _mm512_setzero_si512());
     _mm512_storeu_si512(out + g.value_panel_bytes, _mm512_setzero_si512());
   }
@@ -128,8 +128,8 @@ void CopyStep(const GemmArgs& g, int32_t row, int32_t count, int32_t k, uint16_t
 // multiplied.
 template <int kB>
 void GemmCopied(const GemmArgs& g, int32_t row, int32_t count, FetchWork& fetch) {
-  alignas(64) uint16_t stage[2][kTwoRows][kDepth];
-  for (int32_t i = count; i < kTwoRows; ++i) {
+  alignas(64) uint16_t stage[2][kTwoBlocks][kDepth];
+  for (int32_t i = count; i < kTwoBlocks; ++i) {
     _mm512_storeu_si512(stage[0][i], _mm512_setzero_si512());
     _mm512_storeu_si512(stage[1][i], _mm512_setzero_si512());
   }
@@ -161,9 +161,9 @@ void GemmCopied(const GemmArgs& g, int32_t row, int32_t count, FetchWork& fetch)
 void Gemm(const GemmArgs& args) {
   Prefetcher next(args);
   FetchWork fetch{next};
-  for (int32_t row = 0; row < args.rows; row += kTwoRows) {
+  for (int32_t row = 0; row < args.rows; row += kTwoBlocks) {
     const int32_t left = args.rows - row;
-    const int32_t count = left < kTwoRows ? left : kTwoRows;
+    const int32_t count = left < kTwoBlocks ? left : kTwoBlocks;
     const bool in_place =
         args.value_panels == nullptr && args.k % kDepth == 0 && Even(args.a_rows + row, count);
     if (!in_place && args.panels == 1) {

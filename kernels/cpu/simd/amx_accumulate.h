@@ -9,8 +9,8 @@ namespace mla::kernels::cpu {
 namespace {
 
 // P V is computed for this many packed rows at a time: their weights (16 KB) stay in the
-// first-level cache, and V is read from the second half as often as with 32.
-constexpr int32_t kPackedRows = 64;
+// first-level cache, and V is read from the second-level cache half as often as with 32 rows.
+constexpr int32_t kRowsAtOnce = 64;
 
 // In most tiles the running maximum of most rows does not change, so only the other rows are
 // rescaled.
@@ -25,8 +25,8 @@ void Rescale(const AccumulateArgs& g, int32_t begin, int32_t end) {
   }
 }
 
-template <int kA, int kB, typename Work>
-inline void AccumulateBlock(const AccumulateArgs& g, int32_t row, int32_t panel, Work& work) {
+template <int kA, int kB>
+inline void AccumulateBlock(const AccumulateArgs& g, int32_t row, int32_t panel) {
   TileOperands of;
   of.a[0] = reinterpret_cast<const uint8_t*>(static_cast<const uint16_t*>(g.p) + row * kLdp);
   of.a[1] = of.a[0] + (kA - 1) * kRows * kLdp * 2;
@@ -39,34 +39,31 @@ inline void AccumulateBlock(const AccumulateArgs& g, int32_t row, int32_t panel,
   } else {
     ZeroTiles<kA, kB>();
   }
-  Multiply<kA, kB>(of, (g.rows + kDepth - 1) / kDepth, work);
+  NoWork none;
+  Multiply<kA, kB>(of, (g.rows + kDepth - 1) / kDepth, none);
   StoreTiles<kA, kB>(o, g.ldo);
 }
 
 // Computes rows [begin, end) of O, multiples of kPanel.
-template <typename Work>
-void AccumulateRows(const AccumulateArgs& g, int32_t begin, int32_t end, Work& work) {
+void AccumulateRows(const AccumulateArgs& g, int32_t begin, int32_t end) {
   if (g.alpha != nullptr) Rescale(g, begin, end < g.packed_rows ? end : g.packed_rows);
   FinishStores();
   for (int32_t panel = 0; panel < g.panels; panel += 2) {
-    for (int32_t row = begin; row < end; row += kTwoRows) {
+    for (int32_t row = begin; row < end; row += kTwoBlocks) {
       const bool two = end - row > kRows;
       if (panel + 1 < g.panels) {
-        two ? AccumulateBlock<2, 2>(g, row, panel, work)
-            : AccumulateBlock<1, 2>(g, row, panel, work);
+        two ? AccumulateBlock<2, 2>(g, row, panel) : AccumulateBlock<1, 2>(g, row, panel);
       } else {
-        two ? AccumulateBlock<2, 1>(g, row, panel, work)
-            : AccumulateBlock<1, 1>(g, row, panel, work);
+        two ? AccumulateBlock<2, 1>(g, row, panel) : AccumulateBlock<1, 1>(g, row, panel);
       }
     }
   }
 }
 
 void Accumulate(const AccumulateArgs& args) {
-  NoWork none;
-  for (int32_t row = 0; row < args.columns; row += kPackedRows) {
-    const int32_t end = args.columns - row < kPackedRows ? args.columns : row + kPackedRows;
-    AccumulateRows(args, row, end, none);
+  for (int32_t row = 0; row < args.columns; row += kRowsAtOnce) {
+    const int32_t end = args.columns - row < kRowsAtOnce ? args.columns : row + kRowsAtOnce;
+    AccumulateRows(args, row, end);
   }
 }
 

@@ -19,10 +19,10 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-constexpr int32_t kRows = 16;            // rows of a tile
-constexpr int32_t kDepth = 32;           // k of a tile
-constexpr int32_t kTwoRows = 2 * kRows;  // rows that a step multiplies
-constexpr int kPrefetchLines = 4;        // a step of at most four tile products
+constexpr int32_t kRows = 16;              // rows of a tile
+constexpr int32_t kDepth = 32;             // k of a tile
+constexpr int32_t kTwoBlocks = 2 * kRows;  // rows that a step multiplies
+constexpr int kPrefetchLines = 4;          // a step of at most four tile products
 
 // The compiler's tile intrinsics do not declare which memory they read. This barrier makes earlier
 // stores reach memory before they run, and keeps them from being dropped as dead.
