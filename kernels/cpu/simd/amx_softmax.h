@@ -55,8 +55,12 @@ inline ColumnState BeginFusedColumns(const SoftmaxArgs& args, int32_t n) {
   const __mmask16 empty = _mm512_cmp_ps_mask(m, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ);
   state.shift = _mm512_mask_blend_ps(empty, m, _mm512_setzero_ps());
   const __m512 alpha = Exp2ByFloor(_mm512_sub_ps(_mm512_loadu_ps(args.m + n), state.shift));
-  state.sum = _mm512_mul_ps(_mm512_loadu_ps(args.l + n), alpha);
-  state.norm = _mm512_mul_ps(_mm512_loadu_ps(args.norm + n), alpha);
+  // A finite logit that overflows when it is rounded makes the shift infinite. WeightOf does not
+  // round it, so all weights would be 0 and the column would count as empty. The other levels give
+  // NaN there.
+  const __m512 bad = _mm512_sub_ps(state.shift, state.shift);
+  state.sum = _mm512_fmadd_ps(_mm512_loadu_ps(args.l + n), alpha, bad);
+  state.norm = _mm512_fmadd_ps(_mm512_loadu_ps(args.norm + n), alpha, bad);
   _mm512_storeu_ps(args.m + n, m);
   _mm512_storeu_ps(args.alpha + n, alpha);
   return state;

@@ -205,22 +205,29 @@ TEST_P(KernelSetTest, SoftmaxMasksAndKeepsSpecialsInTheirColumns) {
   s[2 * kColumns + 8] = kInf;
   s[2 * kColumns + 9] = -kInf;
   s[4 * kColumns + 3] = nan;  // masked there
-  const SoftmaxArgs args{s.data(), kColumns, kRows,       kColumns,     0.5f,     visible.data(),
+  // Finite values whose logits overflow.
+  s[3 * kColumns + 10] = 3e38f;
+  s[3 * kColumns + 11] = -3e38f;
+  for (int32_t r = 0; r < kRows; ++r) s[r * kColumns + 12] = -kInf;
+  constexpr float kScale = 2.0f;
+  const SoftmaxArgs args{s.data(), kColumns, kRows,       kColumns,     kScale,   visible.data(),
                          m.data(), l.data(), norm.data(), alpha.data(), p.data(), nullptr};
   kernels().softmax(args);
   for (int32_t n = 0; n < kColumns; ++n) {
     const int32_t row_count = std::max(0, visible[static_cast<size_t>(n)]);
     double maximum = -INFINITY, sum = 0.0;
     for (int32_t r = 0; r < row_count; ++r) {
-      maximum = std::max<double>(maximum, 0.5 * s[static_cast<size_t>(r * kColumns + n)]);
+      maximum = std::max<double>(maximum, kScale * s[static_cast<size_t>(r * kColumns + n)]);
     }
-    if (n == 7 || n == 8) {
+    if (n == 7 || n == 8 || n == 10) {
       EXPECT_TRUE(std::isnan(l[static_cast<size_t>(n)])) << n;
+      EXPECT_TRUE(!kernels().bf16_operands || std::isnan(norm[static_cast<size_t>(n)])) << n;
       continue;
     }
     for (int32_t r = 0; r < kRows; ++r) {
-      const double want =
-          r < row_count ? std::exp2(0.5 * s[static_cast<size_t>(r * kColumns + n)] - maximum) : 0.0;
+      const double logit = kScale * s[static_cast<size_t>(r * kColumns + n)];
+      const bool counts = r < row_count && logit != -INFINITY;
+      const double want = counts ? std::exp2(logit - maximum) : 0.0;
       sum += want;
       EXPECT_NEAR(kernels().probability(args, r, n), want, 0.004 * want) << r << "," << n;
     }
