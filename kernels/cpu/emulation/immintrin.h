@@ -224,11 +224,15 @@ MLA_EMULATED __m512 _mm512_roundscale_ps(__m512 x, int) {
   for (int i = 0; i < 16; ++i) x[i] = MLA_NS::NearestEven(x[i]);
   return x;
 }
-// Returns x - floor(x), the only form in use; -0 for infinities.
+// Returns x - floor(x), the only form in use: -0 for 0 and whole numbers, +0 for infinities.
 MLA_EMULATED __m512 _mm512_reduce_ps(__m512 x, int) {
   for (int i = 0; i < 16; ++i) {
     const float down = MLA_NS::Floor(x[i]);
-    x[i] = x[i] - x[i] != 0.0f && x[i] == x[i] ? -0.0f : x[i] - down;
+    if (x[i] - x[i] != 0.0f && x[i] == x[i]) {
+      x[i] = 0.0f;
+    } else {
+      x[i] = x[i] == down ? -0.0f : x[i] - down;
+    }
   }
   return x;
 }

@@ -1,5 +1,5 @@
 // Shares code between the levels with bf16 operands: value panels, softmax to bf16 pairs,
-// conversions. Needs AVX512F, BW, VL and BF16. Everything is in an unnamed namespace;
+// conversions. Needs AVX512F, BW, DQ, VL and BF16. Everything is in an unnamed namespace;
 // fp32_kernels.h says why.
 #ifndef MLA_KERNELS_CPU_SIMD_BF16_COMMON_H_
 #define MLA_KERNELS_CPU_SIMD_BF16_COMMON_H_
