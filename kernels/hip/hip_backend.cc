@@ -216,8 +216,9 @@ absl::Status HipBackend::SettleProducts(SelfTestRun& run) {
     if (opened.ok()) products_ = *std::move(opened);
   }
   device_.products = products_.get();
-  device_.library_rows = options_.library_rows;
   if (products_ != nullptr && options_.self_test) {
+    // The library must multiply in the test, also if launches leave as many rows to the kernels.
+    device_.library_rows = std::min(options_.library_rows, kSelfTestProductRows);
     const absl::Status s = Allocate(SelfTestLimits(*this));
     if (s.ok()) usable = SelfTestProducts(*this, *products_, run);
     Release();
@@ -227,6 +228,7 @@ absl::Status HipBackend::SettleProducts(SelfTestRun& run) {
       products_.reset();
     }
   }
+  device_.library_rows = options_.library_rows;
   device_.info.notes.push_back(
       {"product_library", products_ != nullptr
                               ? absl::StrCat(products_->description(), ", from ",

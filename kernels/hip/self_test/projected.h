@@ -15,6 +15,7 @@
 #include "kernels/hip/args/row_args.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/plan.h"
+#include "kernels/hip/self_test/self_test.h"
 #include "kernels/launch_layout.h"
 #include "kernels/projected_weights.h"
 
@@ -24,7 +25,6 @@ namespace mla::kernels::hip::self_test {
 // packed and hidden states need not be; neither has whole tiles of columns.
 inline constexpr Geometry kProjectedGeometry{1, 512, 64, 32, 1536};
 inline constexpr ProjectedShape kProjectedShape{1590, 200};
-inline constexpr int32_t kProjectedRows = kRowProductMany / 2 + 1;  // most rows of a launch
 // The bytes of these weights in device memory, padding included.
 inline constexpr int64_t kProjectedBytes =
     (int64_t{32 + 64} * 1600 + 200 * 1536) * int64_t{sizeof(Bf16)};
@@ -186,7 +186,7 @@ inline absl::Status CheckManyRows(AttentionBackend& backend) {
   absl::Status s;
   for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
     if (!s.ok()) return s;
-    s = CheckRowProduct(backend, part, DType::kBf16, DType::kBf16, kProjectedRows,
+    s = CheckRowProduct(backend, part, DType::kBf16, DType::kBf16, kSelfTestProductRows,
                         RopeLayout::kInterleaved);
   }
   return s;
@@ -200,7 +200,7 @@ inline absl::Status CheckProjected(AttentionBackend& backend) {
     for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
       absl::Status s = CheckRowProduct(backend, part, DType::kF32, weights, 3, RopeLayout::kHalves);
       if (!s.ok()) return s;
-      s = CheckRowProduct(backend, part, DType::kBf16, weights, kProjectedRows,
+      s = CheckRowProduct(backend, part, DType::kBf16, weights, kSelfTestProductRows,
                           RopeLayout::kInterleaved);
       if (!s.ok()) return s;
     }

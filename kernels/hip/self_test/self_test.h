@@ -4,6 +4,7 @@
 #define MLA_KERNELS_HIP_SELF_TEST_SELF_TEST_H_
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
+#include "kernels/hip/args/row_args.h"
 #include "kernels/hip/products/product_library.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
@@ -50,6 +52,9 @@ class SelfTestRun {
   std::vector<std::string> passed_;
 };
 
+// The most rows of a product of PROJECTED in the test.
+inline constexpr int32_t kSelfTestProductRows = kRowProductMany / 2 + 1;
+
 // Returns limits for Configure during the test; some tens of megabytes.
 BackendLimits SelfTestLimits(const AttentionBackend& backend);
 
@@ -80,8 +85,9 @@ absl::Status SelfTestPrefill(AttentionBackend& backend, SelfTestRun& run);
 // and set them. Run once the backend knows that kernels reach host memory.
 absl::Status SelfTestHostMemory(AttentionBackend& backend, SelfTestRun& run);
 
-// Multiplies rows with weights by the vendor's library, which `products` is and the backend uses.
-// INTERNAL if a result is wrong; UNAVAILABLE if the library multiplied nothing.
+// Multiplies rows with weights by the vendor's library, which `products` is and the backend uses
+// for kSelfTestProductRows rows. INTERNAL if a result is wrong; UNAVAILABLE if the library
+// multiplied nothing.
 absl::Status SelfTestProducts(AttentionBackend& backend, const ProductLibrary& products,
                               SelfTestRun& run);
 

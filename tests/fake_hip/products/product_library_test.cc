@@ -21,6 +21,7 @@ namespace {
 
 using conformance::ProjectedCase;
 using conformance::ProjectedWorkload;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
@@ -187,6 +188,25 @@ TEST_P(ProductLibraryTest, TheSelfTestReachesIt) {
   const int64_t before = control_->products;
   EXPECT_TRUE(Run(Case(kRowProductMany)).ok());
   EXPECT_EQ(control_->products, before);
+}
+
+TEST_P(ProductLibraryTest, TheSelfTestReachesItWhateverTheFewestRows) {
+  constexpr int32_t kFewest = 100;  // the self-test has products of fewer rows
+  ASSERT_GT(kFewest, kSelfTestProductRows);
+  HipBackendOptions options = WithLibrary();
+  options.self_test = true;
+  options.self_test_options.parts = {"products"};
+  options.library_rows = kFewest;
+  EXPECT_THAT(Make(options), EndsWith(", from 100 rows of PROJECTED on"));
+  EXPECT_EQ(control_->products, 4);
+  for (const int32_t rows : {kFewest - 1, kFewest}) {
+    Make(options);
+    const int64_t before = control_->products;
+    control_->product_choices = 0;
+    const absl::Status s = Run(Case(rows));
+    EXPECT_TRUE(s.ok()) << s;
+    EXPECT_EQ(control_->products - before, control_->product_choices + (rows >= kFewest ? 1 : 0));
+  }
 }
 
 TEST_P(ProductLibraryTest, ALibraryThatFindsNothingInTheSelfTestIsOff) {
