@@ -198,8 +198,7 @@ absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
   }
   WeightSlot& target = weights_[slot];
   const bool holds = target.shape.present();
-  if (holds && (target.shape != shape ||
-                target.projected_heads[0].size() != static_cast<size_t>(geometry.num_heads))) {
+  if (holds && (target.shape != shape || !(target.projected_geometry == geometry))) {
     return absl::FailedPreconditionError(
         absl::StrCat("weights slot ", slot, " holds weights of another shape"));
   }
@@ -213,6 +212,7 @@ absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
     if (!memory.ok()) return memory.status();
     target.projected = *std::move(memory);
     target.shape = shape;
+    target.projected_geometry = geometry;
     for (std::vector<bool>& heads : target.projected_heads) {
       heads.assign(static_cast<size_t>(geometry.num_heads), false);
     }
@@ -241,7 +241,8 @@ absl::Status HostBackend::ReadProjected(int32_t slot, const Geometry& geometry,
   if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
   const WeightSlot& held = weights_[slot];
   const std::vector<bool>& loaded = held.projected_heads[static_cast<size_t>(part)];
-  const bool fits = held.shape == shape && loaded.size() == static_cast<size_t>(geometry.num_heads);
+  const bool fits =
+      held.shape.present() && held.shape == shape && held.projected_geometry == geometry;
   if (!fits || head < 0 || head >= geometry.num_heads || !loaded[static_cast<size_t>(head)]) {
     return NotHeld(slot, head);
   }
@@ -298,13 +299,15 @@ absl::Status HostBackend::CheckRowProjection(const char* name, const RowProjecti
     const int32_t slot = projection.records[i].weights_slot;
     if (CheckWeightsSlot(slot).ok()) {
       const std::vector<bool>& heads = weights_[slot].projected_heads[static_cast<size_t>(part)];
-      if (static_cast<int32_t>(heads.size()) == projection.geometry.num_heads &&
+      if (weights_[slot].shape.present() &&
+          weights_[slot].projected_geometry == projection.geometry &&
           std::all_of(heads.begin(), heads.end(), [](bool head) { return head; })) {
         continue;
       }
     }
-    return absl::FailedPreconditionError(
-        absl::StrCat(name, ".records[", i, "]: weights slot ", slot, " does not hold all heads"));
+    return absl::FailedPreconditionError(absl::StrCat(name, ".records[", i, "]: weights slot ",
+                                                      slot,
+                                                      " does not hold all heads of this geometry"));
   }
   return absl::OkStatus();
 }

@@ -99,6 +99,7 @@ class HostBackend : public AttentionBackend {
     MappedMemory memory;       // head after head; layout of one head chosen by the derived class
     // Weights of PROJECTED for all heads; the derived class chooses their layout.
     ProjectedShape shape;
+    Geometry projected_geometry;
     std::vector<bool> projected_heads[kProjectedParts];  // loaded ones
     MappedMemory projected;
     int64_t charged_bytes = 0;

@@ -144,7 +144,50 @@ TEST(ProjectedTest, WeightsAreChargedAndNeededWhole) {
   EXPECT_EQ(backend.Submit(0, launch).code(), absl::StatusCode::kFailedPrecondition);
 }
 
-// No dim of the first shapes fits a panel or a group of elements; the second have whole ones.
+// Weights of another geometry would lie outside a slot's memory, even if its shape is the same.
+TEST(ProjectedTest, ASlotHoldsWeightsOfOneGeometry) {
+  constexpr auto wider = [](int32_t nope, int32_t v) {
+    kernels::Geometry geometry = kGeometry;
+    geometry.nope_dim += nope;
+    geometry.v_dim += v;
+    return geometry;
+  };
+  kernels::BackendLimits limits = Limits();
+  limits.max_geometry = wider(8, 8);
+  for (Subject& subject : Subjects(limits)) {
+    AttentionBackend& backend = *subject.backend;
+    std::vector<Bf16> head(size_t{64} * kShape.q_lora_rank);
+    const auto load = [&](const kernels::Geometry& geometry, ProjectedPart part, int32_t h) {
+      return backend.LoadProjected(0, geometry, kShape, part, h, head.data()).code();
+    };
+    for (int32_t h = 0; h < kGeometry.num_heads; ++h) {
+      ASSERT_EQ(load(kGeometry, ProjectedPart::kQueries, h), absl::StatusCode::kOk);
+      ASSERT_EQ(load(kGeometry, ProjectedPart::kOutputs, h), absl::StatusCode::kOk);
+    }
+    const std::vector<float> rows(1024), rotations(kGeometry.rope_dim);
+    std::vector<float> out(1024);
+    const RowProjectionRecord record{rows.data(), out.data(), 0, 0, 1, 0, rotations.data()};
+    const auto submit = [&](const kernels::Geometry& geometry) {
+      kernels::Launch launch;
+      launch.queries = {geometry, RopeLayout::kHalves, DType::kF32, DType::kF32, {&record, 1}};
+      absl::Status s = backend.Submit(0, launch);
+      return s.ok() ? backend.Wait(0).status().code() : s.code();
+    };
+    EXPECT_EQ(submit(kGeometry), absl::StatusCode::kOk) << subject.name;
+    for (const kernels::Geometry& other : {wider(8, 0), wider(0, 8)}) {
+      for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
+        EXPECT_EQ(load(other, part, 1), absl::StatusCode::kFailedPrecondition) << subject.name;
+        EXPECT_EQ(backend.ReadProjected(0, other, kShape, part, 1, head.data()).code(),
+                  absl::StatusCode::kFailedPrecondition)
+            << subject.name;
+      }
+      EXPECT_EQ(submit(other), absl::StatusCode::kFailedPrecondition) << subject.name;
+    }
+    EXPECT_TRUE(backend.FreeWeights(0).ok());
+    EXPECT_EQ(load(wider(8, 0), ProjectedPart::kQueries, 1), absl::StatusCode::kOk);
+  }
+}
+
 TEST(ProjectedTest, CodesAreChargedAndComeBackAsTheyWere) {
   kernels::ReferenceBackend backend;
   const kernels::Geometry geometry{5, 64, 64, 128, 64};
@@ -165,6 +208,7 @@ TEST(ProjectedTest, CodesAreChargedAndComeBackAsTheyWere) {
             absl::StatusCode::kResourceExhausted);
 }
 
+// No dim of the first shapes fits a panel or a group of elements; the second have whole ones.
 TEST(ProjectedTest, WeightsComeBackAsTheyWere) {
   const std::pair<kernels::Geometry, kernels::ProjectedShape> models[] = {
       {kGeometry, kShape}, {{2, 64, 16, 32, 48}, {96, 80}}, {{2, 8, 4, 6, 5}, {}}};
