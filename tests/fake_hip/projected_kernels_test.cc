@@ -173,14 +173,15 @@ TEST_P(ProjectedKernelsTest, RefusesHeadsAndShapesThatDoNotFit) {
   EXPECT_EQ(load(1, c.shape, 0), absl::StatusCode::kOk);
 }
 
-// Weights of e4m3 take the bytes of their codes and scales, and not one more.
+// Weights of e4m3 take the bytes of their codes and scales with their padding, and not one more.
 TEST_P(ProjectedKernelsTest, CodesTakeHalfOfTheBytes) {
   const Geometry g{4, 512, 64, 128, 128};
   const ProjectedShape bf16{256, 384}, codes{256, 384, DType::kFp8E4m3};
   const ProjectedCase c{g, codes, {{2, 1}}};
   BackendLimits limits = conformance::ProjectedLimits({&c, 1});
   // Codes; scales of 64 rows of W_UQ and of a block of W_O.
-  limits.weights_bytes = 4 * 192 * 256 + 384 * 512 + (12 * 2 + 3 * 4) * 4 + 112;
+  constexpr int64_t kPadding = 32 + 80;  // of W_UQ and of W_O, to multiples of 128 bytes
+  limits.weights_bytes = 4 * 192 * 256 + 384 * 512 + (12 * 2 + 3 * 4) * 4 + kPadding;
   EXPECT_EQ(limits.weights_bytes, ProjectedBytes(g, codes));
   const auto load = [&](HipBackend& backend, int32_t slot, const ProjectedShape& shape) {
     const std::vector<std::byte> head(size_t{192} * 256 * 2);
