@@ -2,7 +2,7 @@
 // its code times its scale, rounded to bf16; the products are those of row_product.h, so the sums
 // have the same bits as with these weights in bf16.
 //
-// Codes are on their way like weights of bf16, in half the bytes. Every thread widens the codes
+// Codes are copied ahead as weights of bf16 are, in half the bytes. Every thread widens the codes
 // that it has copied itself, for the step after the one that is being multiplied:
 //
 //   rows  [kRows x 64] bf16  ---------------------------------------+
@@ -238,7 +238,6 @@ class CodeRowProduct : RowProductBlock<Products> {
 
   MLA_DEVICE void multiply(Products& products) const {
     const int begin = this->first_step(split), end = this->first_step(split + 1);
-    if (begin >= end) return;
     Copies copies;
     Sources from = find(begin);
     Scales scales = load_scales(begin);
