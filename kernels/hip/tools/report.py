@@ -341,8 +341,8 @@ One layer of a batch of tokens that are decoded, with 128 heads of DeepSeek-V3 a
 of bf16 for each token: the attention alone at the memory's rate, and with its tensors. Queries and
 outputs in GPU memory that the client shares are used where they lie; without that, a copy on the
 device would read and write them once. Tensors in host memory cross the link (57 GB/s: PCIe 5.0 x16)
-before and after the kernels. The last column is what kernels would gain that take queries while
-they arrive; such kernels exist for sm_90 only.
+before and after the kernels. The last column is the time with kernels that take queries while they
+arrive; such kernels exist for sm_90 only.
 
 {tensors}
 
