@@ -275,8 +275,9 @@ class AttentionBackend {
                                    int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
   // Loads W_UQ of one head [nope_dim + rope_dim, q_lora_rank], or its columns of W_O [hidden_size,
   // v_dim], row-major, like LoadWeights. `weights` are Bf16, or if the shape says so codes and
-  // scales (kernels/projected_weights.h), where codes are neither NaN nor -0, and scales valid
-  // ones. UNIMPLEMENTED unless Info().projects, and for codes unless Info().projects_codes.
+  // scales (kernels/projected_weights.h), where codes are neither NaN nor -0, and scales are 0,
+  // or 2^-100 to 2^72. UNIMPLEMENTED unless Info().projects, and for codes unless
+  // Info().projects_codes.
   virtual absl::Status LoadProjected(int32_t slot, const Geometry& geometry,
                                      const ProjectedShape& shape, ProjectedPart part, int32_t head,
                                      const void* weights) {

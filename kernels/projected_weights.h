@@ -67,7 +67,7 @@ int64_t ProjectedBytes(const Geometry& geometry, const ProjectedShape& shape);
 inline constexpr int32_t kScaledQueryStep = 16, kScaledValueStep = 64;
 bool CanHoldCodes(const Geometry& geometry);
 
-// Reads `blocks` of a head in e4m3; `weights` has the head's bytes.
+// Returns the scale of a block of the window (BlockOf); `weights` has the window's bytes.
 float ScaleOf(const WeightWindow& window, const void* weights, int64_t block);
 
 // Returns the weight of a code, as contracts say: their product, rounded to bf16. NaN for codes

@@ -15,8 +15,9 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Maps `bytes` of address space that begin at a huge page, so that the first ones can be of one,
-// too: the kernel aligns only mappings whose size is a multiple of it. MAP_FAILED as mmap.
+// Maps `bytes` of address space that begin at a multiple of kHugePage, so that their first bytes
+// can lie in a huge page, too: the kernel aligns only mappings whose size is such a multiple.
+// Returns MAP_FAILED where mmap does.
 void* MapAligned(size_t bytes) {
   const size_t whole = bytes + kHugePage;
   void* const data = mmap(nullptr, whole, PROT_READ | PROT_WRITE,

@@ -26,8 +26,8 @@ class MappedMemory {
 
   // `what` names the mapping in the error. RESOURCE_EXHAUSTED when the address space cannot be had,
   // INVALID_ARGUMENT for negative sizes. Zero bytes are a valid, empty mapping. `huge_pages` asks
-  // for transparent huge pages, which the system may decline; memory of one or more then begins at
-  // one.
+  // for transparent huge pages, which the system may decline; memory of at least 2 MiB then begins
+  // at a huge page.
   static absl::StatusOr<MappedMemory> Create(const char* what, int64_t bytes, bool huge_pages);
 
   std::byte* data() const { return data_; }

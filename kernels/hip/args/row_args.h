@@ -21,8 +21,8 @@ inline constexpr int32_t kRowProductFew = 32;    // most rows of mla_row_product
 inline constexpr int32_t kRowProductMany = 128;  // most rows of a product
 inline constexpr int32_t kRowProductDepth = 64;  // depth of a step; rows of weights are padded
 inline constexpr int32_t kRowRun = 4;            // columns that a thread finishes
-// Columns of W_UQ or W_O in e4m3 that share scales begin at multiples of this number of columns, or
-// of more.
+// Groups of neighbouring columns of W_UQ or W_O in e4m3 share scales. Each group begins at a
+// multiple of this number of columns.
 inline constexpr int32_t kLeastScaleColumns = 16;
 // Sizes the launch of a kernel of row products: the columns that a block computes, and the blocks
 // that a unit holds at a time.

@@ -47,13 +47,13 @@ class WeightStore final {
 
   bool InPanels(const Geometry& geometry) const;
   bool Holds(int32_t slot, int32_t head_begin, int32_t heads) const;
-  // One matrix of PROJECTED on the device. If some head is missing, both addresses are null, else
-  // one.
+  // One matrix of PROJECTED on the device. Without all heads no address is set; else `weights`, or
+  // `codes` with `scales`.
   struct HeldMatrix {
     ProjectedMatrix shape;
     const uint16_t* weights = nullptr;
     const uint8_t* codes = nullptr;
-    const float* scales = nullptr;  // with codes
+    const float* scales = nullptr;
     bool whole() const { return weights != nullptr || codes != nullptr; }
   };
   HeldMatrix Projected(int32_t slot, ProjectedPart part) const;

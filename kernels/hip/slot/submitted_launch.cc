@@ -15,8 +15,9 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(300);
 
 // Sequences of a launch that may become graphs. Without products there are three: kernels before,
-// inside and after the timed range. A product divides the sequence that it is in; launches of one
-// layer have at most two.
+// inside and after the timed range. A product of the library divides the sequence that it is in.
+// There is one for each 128 rows and each weights slot (RowWork::AddGroup), so a launch may have
+// more sequences; those never become graphs.
 constexpr size_t kMostSequences = 5;
 
 }  // namespace
