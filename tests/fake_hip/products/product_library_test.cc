@@ -13,6 +13,7 @@
 #include "gtest/gtest.h"
 #include "kernels/hip/args/row_args.h"
 #include "kernels/hip/runtime/device_memory.h"
+#include "kernels/projected_weights.h"
 #include "tests/conformance/projected/projected_workload.h"
 #include "tests/fake_hip/backend_fixture.h"
 
@@ -130,6 +131,7 @@ TEST_P(ProductLibraryTest, FewRowsAndRowsOfFp32AreLeftToTheKernels) {
 // Weights of e4m3 have the dims of a shape that the library multiplies.
 TEST_P(ProductLibraryTest, WeightsOfCodesAreLeftToTheKernels) {
   std::vector<ProjectedCase> cases(2, Case(kRowProductMany));
+  for (ProjectedCase& c : cases) c.geometry.v_dim = kScaledValueStep;
   cases[1].shape.weights = DType::kFp8E4m3;
   Make(WithLibrary());
   ASSERT_TRUE(backend_->Configure(conformance::ProjectedLimits(cases)).ok());
