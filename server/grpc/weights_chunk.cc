@@ -79,6 +79,11 @@ bool IsFp8(const v1::UploadWeightsRequest::Chunk& chunk) {
   return chunk.dtype() == v1::DTYPE_F8_E4M3;
 }
 
+// GPUs of gfx942 read this code as NaN, so models of codes hold 0 instead. Models of bf16 must do
+// the same: their weights may come from such a model, and a worker's repeat must equal them.
+constexpr uint8_t kMinusZeroCode = 0x80;
+constexpr kernels::Bf16 kMinusZero = 0x8000;
+
 kernels::Bf16 Fp8WeightAt(const std::string& payload, const WeightWindow& window, int64_t index,
                           int64_t block) {
   const auto code = static_cast<uint8_t>(payload[static_cast<size_t>(index)]);
@@ -184,21 +189,20 @@ void ReadProjectedHead(const v1::UploadWeightsRequest::Chunk& chunk, const Model
   const std::string& payload = chunk.payload();
   weights->resize(static_cast<size_t>(own.Bytes(model.projected.weights)));
   const int64_t first_row = own.row - all.row, first_column = own.column - all.column;
-  const auto size = static_cast<int64_t>(fp8 ? 1 : sizeof(kernels::Bf16));
   for (int64_t r = 0; r < own.rows; ++r) {
     const int64_t begin = (first_row + r) * all.columns + first_column;
     std::byte* const to = weights->data() + r * own.columns * (codes ? 1 : 2);
-    if (!fp8 || codes) {
-      std::memcpy(to, payload.data() + begin * size, static_cast<size_t>(own.columns * size));
-    }
     if (codes) {
-      std::replace(to, to + own.columns, std::byte{0x80}, std::byte{0});  // -0
+      std::memcpy(to, payload.data() + begin, static_cast<size_t>(own.columns));
+      std::replace(to, to + own.columns, std::byte{kMinusZeroCode}, std::byte{0});
       continue;
     }
-    for (int64_t c = 0; fp8 && c < own.columns; ++c) {
+    for (int64_t c = 0; c < own.columns; ++c) {
       const kernels::Bf16 weight =
-          Fp8WeightAt(payload, all, begin + c, all.BlockOf(first_row + r, first_column + c));
-      std::memcpy(to + c * int64_t{sizeof(weight)}, &weight, sizeof(weight));
+          fp8 ? Fp8WeightAt(payload, all, begin + c, all.BlockOf(first_row + r, first_column + c))
+              : WeightAt(payload, begin + c);
+      const auto stored = static_cast<kernels::Bf16>(weight == kMinusZero ? 0 : weight);
+      std::memcpy(to + c * int64_t{sizeof(stored)}, &stored, sizeof(stored));
     }
   }
   if (!codes) return;

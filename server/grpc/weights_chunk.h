@@ -21,7 +21,7 @@ absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
 
 // Reads the weights of one head of a chunk that ParseWeightsChunk has passed, of QUERIES or
 // OUTPUTS, in the form of AttentionBackend::LoadProjected and the type that the model has: codes
-// are widened for a model of bf16. `head` counts from the chunk's first.
+// are widened for a model of bf16, and -0 becomes 0. `head` counts from the chunk's first.
 void ReadProjectedHead(const v1::UploadWeightsRequest::Chunk& chunk,
                        const scheduler::ModelSpec& model, int32_t head,
                        std::vector<std::byte>* weights);

@@ -194,6 +194,41 @@ TEST(WeightsChunkTest, AModelOfE4m3GetsCodesAndTheScalesOfItsHeads) {
   EXPECT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
 }
 
+// A model of codes may hand its codes over to a server that holds bf16, and an older server its
+// weights of bf16. The worker's repeat must then equal what came, so -0 is 0 in all of them.
+TEST(WeightsChunkTest, MinusZeroIsZeroInEveryTypeOfProjectedWeights) {
+  scheduler::ModelSpec model = Model();
+  model.geometry = {4, 32, 16, 32, 64};
+  v1::UploadWeightsRequest::Chunk codes, wide;
+  codes.set_head_count(1);
+  codes.set_dtype(v1::DTYPE_F8_E4M3);
+  codes.set_part(v1::WEIGHT_PART_QUERIES);
+  wide = codes;
+  wide.set_dtype(v1::DTYPE_BF16);
+  std::string payload(48 * 160, '\x38');  // codes of 1.0
+  payload[1] = '\x80';
+  payload[130] = '\xb8';  // -1.0, times a scale of 0
+  for (const float scale : {1.0f, 0.0f}) Append(scale, &payload);
+  codes.set_payload(payload);
+  std::vector<kernels::Bf16> weights(48 * 160, 0x3f80);
+  weights[1] = weights[130] = 0x8000;
+  for (size_t c = 128; c < weights.size(); ++c) {
+    if (c % 160 >= 128 && c != 130) weights[c] = 0;
+  }
+  wide.set_payload(std::string(reinterpret_cast<const char*>(weights.data()), 2 * weights.size()));
+  weights[1] = weights[130] = 0;
+  std::vector<std::byte> want(2 * weights.size());
+  std::memcpy(want.data(), weights.data(), want.size());
+  for (const auto& chunk : {codes, wide}) {
+    model.projected = {160, 130, kernels::DType::kBf16};
+    int64_t bytes = 0;
+    ASSERT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
+    std::vector<std::byte> head;
+    ReadProjectedHead(chunk, model, 0, &head);
+    EXPECT_TRUE(head == want) << chunk.dtype();
+  }
+}
+
 // Weights are stored as bf16, and must then be below the bound too: another server gets them so.
 TEST(WeightsChunkTest, BlocksAreBoundedAsTheyAreStored) {
   scheduler::ModelSpec model = Model();

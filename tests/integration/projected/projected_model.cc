@@ -72,6 +72,8 @@ Fp8Matrix Quantize(size_t rows, size_t columns, std::mt19937_64* random,
       value = ToBf16(kernels::DecodeFp8(matrix.codes.back(), kCodes) * block);
     }
   }
+  matrix.codes.front() = 0x80;  // -0, which quantized checkpoints contain
+  values->front() = 0x8000;
   return matrix;
 }
 
