@@ -28,6 +28,21 @@ bool HasSinks(scheduler::Engine* engine, const std::string& tenant, const std::s
                      [](float sink) { return sink == scheduler::kNoSink; });
 }
 
+// Returns what a model, which the tenant has already, takes of the same weights.
+absl::StatusOr<WeightsTarget> TargetOf(const scheduler::ModelInfo& there,
+                                       const scheduler::ModelSpec& offer) {
+  if (there.spec.projected.codes() && !offer.projected.codes()) {
+    // Codes cannot be made of bf16, so nothing that comes could be compared with them.
+    if (there.weights_complete) return WeightsTarget{false, true};
+    return RefuseField("header.model.projected_dtype", "DTYPE_BF16",
+                       absl::StrCat("DTYPE_F8_E4M3, as which the tenant has registered ", offer.id,
+                                    ": it waits for its worker's codes"),
+                       "other_dtype", absl::StatusCode::kFailedPrecondition);
+  }
+  // Without a digest of their own, the weights are compared as they come.
+  return WeightsTarget{false, there.weights_complete && !offer.weights_digest.empty()};
+}
+
 std::vector<float> FloatsOf(const google::protobuf::RepeatedField<float>& values) {
   return {values.begin(), values.end()};
 }
@@ -87,8 +102,7 @@ absl::StatusOr<WeightsTarget> RegisterForWeights(scheduler::Engine* engine,
       }
       return WeightsTarget{false, true};
     }
-    // Without a digest of their own, the weights are compared as they come.
-    return WeightsTarget{false, there.weights_complete && !spec.weights_digest.empty()};
+    return TargetOf(there, spec);
   }
   MLA_ASSIGN_OR_RETURN(
       const scheduler::ModelInfo made,

@@ -36,8 +36,10 @@ struct WeightsTarget {
 // Finds or registers the model that the header of an UploadWeights call names, with the header's
 // sinks. REQUIRES: the header has a valid model_id and tenant, and the caller may act for that
 // tenant. INVALID_ARGUMENT if the model is missing or not valid; FAILED_PRECONDITION
-// (weights_differ, sinks_differ) if the tenant has another model of this name, or other sinks;
-// otherwise the errors of Engine::RegisterModel.
+// (weights_differ, sinks_differ) if the tenant has another model of this name, or other sinks, and
+// (other_dtype) if its model waits for codes and the other server has bf16; otherwise the errors of
+// Engine::RegisterModel. A model that has its codes is complete for weights of bf16, which cannot
+// be compared with them.
 absl::StatusOr<WeightsTarget> RegisterForWeights(scheduler::Engine* engine,
                                                  const v1::UploadWeightsRequest::Header& header);
 

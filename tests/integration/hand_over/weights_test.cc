@@ -105,6 +105,51 @@ TEST_P(WeightsByBackendTest, AnswersOfProjectedNeedNoUploadEither) {
   EXPECT_EQ(other.Upload(/*fp8=*/true).code(), absl::StatusCode::kAlreadyExists);
 }
 
+// The peer's worker has registered the model with codes, and there are none where the weights come
+// from. Weights without a digest are known by the model that the worker has registered.
+TEST_P(WeightsByBackendTest, APeerOfCodesKeepsItsOwn) {
+  const std::string to = GetParam(), from = to == "cpu" ? "reference" : "cpu";
+  const bool codes = to == "reference";
+  ProjectedDims wide;
+  wide.dims.nope = 40;
+  wide.dims.v = 64;
+  ProjectedDims narrow = wide;
+  narrow.weights = v1::DTYPE_F8_E4M3;
+  a_ = ServeOn(from);
+  red_ = Connect(*a_, "red");
+  blue_ = Connect(*a_, "blue");
+  for (const char* name : {"there", "not_yet"}) {
+    ProjectedWorker here(red_.get(), wide, name, 6);
+    ASSERT_EQ(here.Upload(/*fp8=*/true), absl::OkStatus());
+  }
+  const auto b = ServeOn(to);
+  const auto client = Connect(*b, "red");
+  ProjectedWorker there(client.get(), narrow, "there", 6);
+  ASSERT_EQ(there.Upload(/*fp8=*/true), absl::OkStatus());
+  const uint64_t used = UsedOf(*b, v1::QUOTA_RESOURCE_WEIGHT_BYTES);
+  ProjectedWorker later(client.get(), narrow, "not_yet", 6);
+  const auto drained = Drain(Address(*b));
+  ASSERT_TRUE(drained.ok()) << drained.status();
+  EXPECT_EQ(Outcomes(*a_, "moved"), codes ? 1 : 2);
+  EXPECT_EQ(Outcomes(*a_, "refused"), codes ? 1 : 0);
+  EXPECT_EQ(UsedOf(*b, v1::QUOTA_RESOURCE_WEIGHT_BYTES), codes ? used : 2 * used);
+
+  // The header alone is refused, before any chunk; a worker brings the codes.
+  std::vector<Message> messages(1);
+  Message::Header* const header = messages[0].mutable_header();
+  header->set_model_id("not_yet");
+  header->set_tenant("red");
+  *header->mutable_model() = SpecOf(wide, "not_yet");
+  v1::UploadWeightsReply reply;
+  v1::ErrorDetail detail;
+  EXPECT_FALSE(Send(*b, "blue", messages, &reply, &detail).ok());
+  EXPECT_EQ(detail.reason(), codes ? "other_dtype" : "missing");
+  EXPECT_EQ(detail.field(), codes ? "header.model.projected_dtype" : "trailer");
+  EXPECT_EQ(later.Upload(/*fp8=*/true), absl::OkStatus());
+  EXPECT_EQ(UsedOf(*b, v1::QUOTA_RESOURCE_WEIGHT_BYTES), 2 * used);
+  EXPECT_EQ(Send(*b, "blue", messages, &reply, &detail).ok(), codes);
+}
+
 INSTANTIATE_TEST_SUITE_P(To, WeightsByBackendTest, ::testing::Values("cpu", "reference"));
 
 TEST_F(WeightsTest, ModelsGoWithOrWithoutSequencesAndAreCounted) {
