@@ -1,7 +1,7 @@
 // The program mla-server; see `mla-server --help` and docs/configuration.md.
 //
 // Exit codes: 0 drained and stopped; 1 bad configuration; 2 could not start; 3 stopped with steps
-// aborted at the drain deadline, or while a launch hung.
+// aborted at the drain deadline, or while a launch hung; 4 standard output was cut off.
 #include <signal.h>
 #include <unistd.h>
 
@@ -65,9 +65,12 @@ bool Print(const mla::server::LoadedConfig& loaded) {
 // Returns the exit code of a process that has printed something: a configuration that a full disk
 // has cut off must not look whole.
 int Printed() {
-  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return mla::server::kExitDrained;
-  std::fprintf(stderr, "standard output: %s\n", std::strerror(errno));
-  return mla::server::kExitNotStarted;
+  const bool flushed = std::fflush(stdout) == 0;
+  if (flushed && std::ferror(stdout) == 0) return mla::server::kExitDrained;
+  // If an earlier print has failed, errno may be that of any call since.
+  const char* const why = flushed ? "cannot be written" : std::strerror(errno);
+  std::fprintf(stderr, "standard output: %s\n", why);
+  return mla::server::kExitOutputLost;
 }
 
 absl::StatusOr<std::unique_ptr<mla::server::Server>> Start(const mla::server::Config& config) {
@@ -160,7 +163,7 @@ int main(int argc, char** argv) {
     }
     const std::vector<std::string> faults = server::Preflight(loaded.config);
     for (const std::string& fault : faults) std::fprintf(stderr, "%s\n", fault.c_str());
-    return faults.empty() ? server::kExitDrained : server::kExitBadConfig;
+    return faults.empty() ? Printed() : server::kExitBadConfig;
   }
   if (printed) return Printed();
   mla::wire::KeepMessageMemory();

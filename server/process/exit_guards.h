@@ -12,7 +12,8 @@
 
 namespace mla::server {
 
-inline constexpr int kExitDrained = 0, kExitBadConfig = 1, kExitNotStarted = 2, kExitAborted = 3;
+inline constexpr int kExitDrained = 0, kExitBadConfig = 1, kExitNotStarted = 2, kExitAborted = 3,
+                     kExitOutputLost = 4;
 
 // While it lives, an exception that no code catches (the machine has no thread or memory left) ends
 // the process with kExitNotStarted and a line in the log. The stack is not unwound, because running

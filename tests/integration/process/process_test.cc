@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
 #include "server/preflight.h"
+#include "server/process/exit_guards.h"
 #include "tests/integration/processes.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
@@ -50,9 +51,19 @@ TEST(ProcessTest, ConfigCommands) {
   EXPECT_THAT(printed.output, ::testing::ContainsRegex("log.level += debug +# flag --log-level"));
   EXPECT_THAT(Shell(absl::StrCat(kServer, " --version")).output, HasSubstr("mla-server "));
   EXPECT_THAT(Shell(absl::StrCat(kServer, " --help")).output, HasSubstr("--kv-cache-bytes"));
-  const Result lost = Shell(absl::StrCat("(", kServer, " --print-config >/dev/full)"));
-  EXPECT_EQ(lost.code, 2);
-  EXPECT_THAT(lost.output, HasSubstr("standard output: No space left on device"));
+}
+
+// What a full disk has cut off must not look whole. Faults of the configuration matter more.
+TEST(ProcessTest, LostOutputHasAnExitCodeOfItsOwn) {
+  for (const char* flag : {" --print-config", " --check-config", " --help"}) {
+    const Result lost = Shell(absl::StrCat("(", kServer, flag, " >/dev/full)"));
+    EXPECT_EQ(lost.code, server::kExitOutputLost) << flag;
+    EXPECT_THAT(lost.output, HasSubstr("standard output: ")) << flag;
+  }
+  const Result bad =
+      Shell(absl::StrCat("(", kServer, " --check-config --backend=abacus >/dev/full)"));
+  EXPECT_EQ(bad.code, server::kExitBadConfig);
+  EXPECT_THAT(bad.output, HasSubstr("backend.name: "));
 }
 
 // --check-config finds conditions that would stop a start on this machine, or fail once clients
