@@ -16,6 +16,7 @@ enum ExitCode {
   kRefused = 3,
   kNotServing = 4,  // of health; also of drain if steps had to be aborted
   kDifferent = 5,   // outputs are outside the rule
+  kOutputLost = 6,  // standard output was cut off, as on a full disk
   kInterrupted = 130,
 };
 

@@ -32,16 +32,18 @@ constexpr char kCommonGroup[] = "Options of all commands";
 constexpr char kStandardOutput[] = "-";
 constexpr char kExitCodes[] =
     "Exit codes: 0 success, 1 wrong usage, 2 the server cannot be reached, 3 it answered with an\n"
-    "error, 4 not serving or not drained, 5 outputs differ, 130 interrupted.";
+    "error or a file cannot be read or written, 4 not serving or not drained, 5 outputs differ,\n"
+    "6 standard output was cut off, 130 interrupted.";
 
 // Returns the exit code of a command that has written all it prints; a script would take what a
 // full disk has cut off for the whole.
 int Written(int code) {
   const bool flushed = std::fflush(stdout) == 0;
+  // If an earlier print has failed, errno may be that of any call since.
   const std::string why = flushed ? "cannot be written" : std::strerror(errno);
   if (flushed && std::ferror(stdout) == 0) return code;
-  const int failed = Fail(absl::InvalidArgumentError("standard output: " + why));
-  return code == kOk ? failed : code;
+  Fail(absl::DataLossError("standard output: " + why));
+  return code == kOk ? kOutputLost : code;
 }
 
 // Completes what the command line says of the server: client/mlactl/context/context.h.

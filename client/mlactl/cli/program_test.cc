@@ -90,16 +90,16 @@ TEST(ProgramTest, OutputThatIsLostIsNoSuccess) {
     testing::internal::CaptureStderr();
     const int result = program.Run(std::span(words).first(option == nullptr ? 1 : 2));
     EXPECT_THAT(testing::internal::GetCapturedStderr(),
-                HasSubstr("standard output: No space left on device"));
+                HasSubstr("DATA_LOSS: standard output: No space left on device"));
     dup2(kept, STDOUT_FILENO);
     std::clearerr(stdout);
     close(kept);
     close(full);
     return result;
   };
-  EXPECT_EQ(run(nullptr), kRefused);
-  EXPECT_EQ(run("--watch=0.1"), kRefused);
-  EXPECT_EQ(run("--help"), kRefused);
+  EXPECT_EQ(run(nullptr), kOutputLost);
+  EXPECT_EQ(run("--watch=0.1"), kOutputLost);
+  EXPECT_EQ(run("--help"), kOutputLost);
   code = kNotServing;
   EXPECT_EQ(run(nullptr), kNotServing);
   EXPECT_EQ(run("--watch=0.1"), kNotServing);
@@ -283,8 +283,9 @@ TEST(ProgramTest, WhatIsNoNumberIsRefused) {
 TEST(ProgramTest, HelpNeedsNothingElse) {
   Sample all, one, wrong;
   EXPECT_EQ(all.Run({"--help"}), kOk);
-  for (const char* text : {"Usage: mlactl [OPTION...]", "\nFirst:\n", "\nSecond:\n", "take FILE",
-                           "--target=ADDRESS", "--json[=FILE]", "Exit codes: 0 success"}) {
+  for (const char* text :
+       {"Usage: mlactl [OPTION...]", "\nFirst:\n", "\nSecond:\n", "take FILE", "--target=ADDRESS",
+        "--json[=FILE]", "Exit codes: 0 success", "6 standard output was cut off"}) {
     EXPECT_THAT(all.out, HasSubstr(text));
   }
   EXPECT_EQ(one.Run({"take", "--help"}), kOk);
