@@ -24,7 +24,10 @@ constexpr ResourceRow kRows[] = {
     {Resource::kModels, "models", "tenants.models", "limits.max_models", false, "models_exhausted",
      10000, 7, "Registered models."},
     {Resource::kWeightBytes, "weight_bytes", "tenants.weight_bytes", "limits.weights_bytes", true,
-     "weights_exhausted", 10000, 7, "Bytes of uploaded weights, as the server holds them."},
+     "weights_exhausted", 10000, 7,
+     "Bytes of uploaded weights: as bf16, or as e4m3 where the model says so. CPUs without bf16 "
+     "take "
+     "twice as much memory."},
     {Resource::kOpenSteps, "open_steps", "tenants.open_steps", "limits.max_open_steps", false,
      "steps_exhausted", 1, 4, "Open steps."},
     {Resource::kQueuedRequests, "queued_requests", "tenants.queued_requests",

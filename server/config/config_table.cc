@@ -362,11 +362,11 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
                 "counts until EndStep is answered.",
                 MLA_SLOT(limits.tail_bytes)),
           Bytes("limits.weights_bytes", -1, kTiB,
-                "Weights of all models, as bf16; -1: 2 GiB, or an eighth of the memory at hand "
-                "where that is less.",
+                "Weights of all models: as bf16, or as e4m3 where the model says so; -1: 2 GiB, or "
+                "an eighth of the memory at hand where that is less.",
                 "heads x kv_lora_rank x (nope_dim + v_dim) x 2 bytes a layer; the 61 layers of "
-                "DeepSeek-V3 need 1.91 GiB. The PROJECTED profile needs its W_UQ and W_O too: "
-                "19.5 GiB in all, 10.7 in e4m3. 0: neither profile can be used.",
+                "DeepSeek-V3 need 1.91 GiB, with W_UQ and W_O (PROJECTED) 19.5, 10.7 in e4m3. "
+                "CPUs without bf16 take twice the memory. 0: neither EXPANDED nor PROJECTED.",
                 MLA_SLOT(limits.weights_bytes)),
       });
 }

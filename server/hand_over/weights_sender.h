@@ -1,8 +1,8 @@
 // Sends the weights or the sinks of a model that this server has, as the messages of one
 // UploadWeights call or of several at a time.
 //
-// Weights go as bf16, one head a chunk: the form in which they were uploaded, whatever form the
-// backend keeps them in, so that another backend can take them. Each call takes the next head that
+// Weights go one head a chunk: as bf16, or as e4m3 if the model holds codes, in whatever form the
+// backend keeps them, so that another backend can take them. Each call takes the next head that
 // no call has taken, so calls end together however fast each of them is. At most one chunk a call
 // is in memory. Sinks go in the header.
 #ifndef MLA_SERVER_HAND_OVER_WEIGHTS_SENDER_H_
