@@ -59,13 +59,22 @@ class JsonExporter final : public SpanExporter {
     const std::string why = written < 0 ? std::strerror(errno) : "no room for all lines";
     // A full disk has taken a part of the lines; the next ones must not go on in a line that is
     // cut.
-    if (written > 0 && ftruncate(file_, now.st_size) != 0) {
+    if (written > 0 && !RemoveLast(written)) {
       return absl::UnavailableError(absl::StrCat("truncate: ", std::strerror(errno)));
     }
     return absl::UnavailableError(absl::StrCat("write: ", why));
   }
 
  private:
+  // Removes the bytes of the last write. They stay if the file does not end with them: another
+  // server may have appended its lines, or a rotation may have cut the file.
+  bool RemoveLast(ssize_t written) {
+    const off_t end = lseek(file_, 0, SEEK_CUR);  // where the write has ended, in spite of O_APPEND
+    struct stat now {};
+    if (end < written || fstat(file_, &now) != 0) return false;
+    return now.st_size != end || ftruncate(file_, end - written) == 0;
+  }
+
   const int file_;
   const int64_t max_bytes_;
   const TraceResource resource_;

@@ -5,17 +5,43 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "otlp/trace_service.grpc.pb.h"
+
+namespace {
+
+// While it is set, a write by way of the C library takes half of its bytes, and others change the
+// file before it and after it.
+struct CutWrite {
+  std::function<void()> before, after;
+};
+std::optional<CutWrite> cut_write;
+
+}  // namespace
+
+// Stands in for the C library's: a test cannot otherwise act between a write and the calls around
+// it.
+extern "C" ssize_t write(int file, const void* bytes, size_t count) {
+  const std::optional<CutWrite> cut = std::exchange(cut_write, std::nullopt);
+  if (cut && cut->before) cut->before();
+  const ssize_t written = syscall(SYS_write, file, bytes, cut ? count / 2 : count);
+  if (cut && cut->after) cut->after();
+  return written;
+}
 
 namespace mla::server {
 namespace {
@@ -113,6 +139,36 @@ TEST(ExportersTest, LinesThatAFullDiskHasCutDoNotStay) {
   for (std::string line; std::getline(in, line);) lines.push_back(line);
   ASSERT_EQ(lines.size(), 2u);
   EXPECT_EQ(lines[1], lines[0]);
+}
+
+// Two servers may write to one file, which may be rotated by a copy and a cut to nothing. A write
+// that a full disk has cut must be taken back without theirs.
+TEST(ExportersTest, OnlyItsOwnLastLinesAreTakenBack) {
+  const std::string path = ::testing::TempDir() + "/shared_spans";
+  auto exporter = MakeJsonExporter(path, 1 << 20, kResource);
+  ASSERT_TRUE(exporter.ok()) << exporter.status();
+  const auto append = [&path] { std::ofstream(path, std::ios::app) << "another server's\n"; };
+  const auto text = [&path] {
+    std::ifstream in(path);
+    return std::string(std::istreambuf_iterator<char>(in), {});
+  };
+  const auto cut = [&](std::function<void()> before, std::function<void()> after) {
+    EXPECT_EQ(truncate(path.c_str(), 0), 0);
+    EXPECT_TRUE((*exporter)->Export({Example()}).ok());
+    cut_write = {std::move(before), std::move(after)};
+    EXPECT_EQ((*exporter)->Export({Example()}).code(), absl::StatusCode::kUnavailable);
+    cut_write.reset();
+    return text();
+  };
+  const std::string line = cut({}, {});
+  EXPECT_THAT(line, ::testing::EndsWith("}\n"));
+  EXPECT_EQ(cut(append, {}), line + "another server's\n");
+  const std::string kept = cut({}, append);
+  EXPECT_THAT(kept, ::testing::StartsWith(line));
+  EXPECT_THAT(kept, ::testing::EndsWith("another server's\n"));
+  const auto rotate = [&path] { EXPECT_EQ(truncate(path.c_str(), 0), 0); };
+  EXPECT_EQ(cut(rotate, {}), "");
+  EXPECT_EQ(cut({}, rotate), "");
 }
 
 TEST(ExportersTest, OnlyAnOrdinaryFileIsWritten) {
