@@ -54,7 +54,7 @@ struct Limits {
   int64_t max_tail_bytes = 16 << 20;  // per sequence
   // Host memory for the tails of all sequences and the rotations of all open steps.
   int64_t tail_bytes = int64_t{256} << 20;
-  int64_t weights_bytes = int64_t{512} << 20;  // room for the weights of all models, as bf16
+  int64_t weights_bytes = int64_t{512} << 20;  // as ModelSpec::layer_weight_bytes counts
 
   // --- Steps
   int32_t max_step_rows = 8192;      // rows of one step, all its sequences together

@@ -67,8 +67,8 @@ struct ModelSpec {
   kernels::ProjectedShape projected;
   kernels::RopeLayout rope = kernels::RopeLayout::kNone;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
-  // Returns everything except the id as text, and except projected.weights, on which no row
-  // depends. Different contents give different texts.
+  // Returns the contents as text: all fields but the id and projected.weights, because no row
+  // depends on these two. Different contents give different texts.
   std::string ContentsText() const;
 
   // --- Rules of an Attend that need only the model. The validator of messages applies them before

@@ -51,7 +51,6 @@ WAY = {
     "scheduler/engine/engine_impl.h": "RunInline",
     "scheduler/steps/answers.cc": "Admit",
     "scheduler/tenant_table.cc": "TryTake",
-    "base/pauses.cc": "Nap",
     "scheduler/steps/step_machine.cc": "AcceptAttend",
     "scheduler/tables/step_table.cc": "CheckAttend",
     # It waits and is chosen.
@@ -93,6 +92,7 @@ WAY = {
     "kernels/hip/runtime/kernel_graphs.cc": "Learn",
     "kernels/hip/runtime/gpu_runtime.cc": "Check",
     # It is answered.
+    "base/pauses.cc": "Nap",
     "scheduler/launching/result_check.cc": "CheckResults",
     "server/metrics/histograms.cc": "ObserveLaunch",
 }

@@ -7,9 +7,8 @@
 //
 // With --e4m3 1 PROJECTED and its two products also run with W_UQ and W_O of e4m3, in turns with
 // those of bf16; a second line a batch has their times. The floor of these reads half the bytes.
-// With
-// --library-rows above 0 the same launches also have their products by the vendor's library, from
-// that number of rows on (gpu.product_library).
+// With --library-rows above 0 the same launches also have their products by the vendor's library,
+// from that number of rows on (gpu.product_library).
 //
 // Both have the same rows, weights and plan; every launch absorbs queries, attends and projects
 // outputs of `batch` sequences. PROJECTED makes the queries of low-rank ones before, and hidden
