@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 import weakref
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence as Seq
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence as Seq, Tuple
 
 import numpy as np
 
@@ -42,7 +42,8 @@ class Owner:
         self._now = now
         self._lock = threading.Lock()  # one thread connects, others wait for it
         self._client: Any = None
-        self._models: Dict[str, Model] = {}
+        # Each with the spec that was asked for: servers fill in what it leaves open.
+        self._models: Dict[str, Tuple[ModelSpec, Model]] = {}
         self._dropped: "weakref.WeakSet[Any]" = weakref.WeakSet()
         self._failures = 0
         self._until = 0.0
@@ -71,12 +72,12 @@ class Owner:
     def model(self, spec: ModelSpec, lease_ms: int, extras: Mapping[str, Any]) -> Model:
         """The model as this server has it, registered and prepared if it was not."""
         client = self.client
-        known = self._models.get(spec.model_id)
-        if known is not None and known.service is client and known.spec == spec:
+        asked, known = self._models.get(spec.model_id, (None, None))
+        if known is not None and known.service is client and spec in (asked, known.spec):
             return known
         made: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
         self._prepare(made)
-        self._models[spec.model_id] = made
+        self._models[spec.model_id] = spec, made
         return made
 
     def failed(self, error: errors.MlaError) -> None:

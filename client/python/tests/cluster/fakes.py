@@ -1,6 +1,8 @@
 """A service in memory for tests of the cluster's client. It counts rows; each output is the number
 of the row's sequence."""
 
+import dataclasses
+
 import numpy as np
 
 from mla_client import Geometry, ModelSpec, errors
@@ -11,8 +13,17 @@ from mla_client.moves import Following
 from mla_client.service import AttendFuture, Model, Sequence
 from mla_client.types import AttendResult, PrefixMatch, SequenceState, WeightsStatus
 
-SPEC = ModelSpec("m", Geometry(2, 4, 0), 1, 1.0, 8)
+SPEC = ModelSpec("m", Geometry(2, 4, 0), 1, 1.0)
 ROW = SPEC.geometry.row_dim
+
+
+def in_force(spec, e4m3):
+    """The spec as a server fills it in. Projected weights can be held as e4m3, or are bf16."""
+    return dataclasses.replace(
+        spec, page_size=spec.page_size or 8, query_precision=spec.query_precision or "split",
+        kv_format=spec.kv_format or "bf16", attention=spec.attention or "dense",
+        fp8_compute=spec.fp8_compute or "off",
+        projected_dtype=spec.projected_dtype if e4m3 else "bf16")
 
 
 class Answer(AttendFuture):
@@ -46,6 +57,7 @@ class FakeServer:
         self.checkpoints = {}
         self.released = []
         self.draining = False
+        self.e4m3 = True  # holds projected weights so
         self.old = set()  # connections to the process that was there before
 
     def member(self):
@@ -83,10 +95,10 @@ class FakeClient(Following):
     def register_model(self, spec, *, lease_ms=0, kv_scales=(), sinks=()):
         self.call("register")
         self.server.registered.append(spec.model_id)
-        return Model(self, spec, 100)
+        return Model(self, in_force(spec, self.server.e4m3), 100)
 
     def _register(self, spec, lease_ms, kv_scales, sinks):
-        return spec, 100
+        return in_force(spec, self.server.e4m3), 100
 
     def _unregister(self, model_id):
         self.call("unregister")

@@ -1,5 +1,6 @@
 """The cluster's client: where sequences are opened, and how they are recovered."""
 
+import dataclasses
 import gc
 import inspect
 import random
@@ -176,6 +177,22 @@ class PlacementTest(unittest.TestCase):
         for address in fleet.servers:
             fleet.client.model_at(address, fleet.model)
         self.assertEqual([one.uploads for one in fleet.servers.values()], [[(1.0,)]] * 3)
+
+    def test_servers_that_fill_in_what_a_spec_leaves_open_are_sent_nothing_twice(self):
+        fleet = Fleet(3, home="s:1")
+        fleet.servers["s:2"].e4m3 = False
+        spec = dataclasses.replace(SPEC, model_id="p", projected_dtype="e4m3")
+        for _ in range(3):
+            model = fleet.client.register_model(spec)
+            for address in fleet.servers:
+                fleet.client.model_at(address, model)
+        model.upload_scales([1.0])
+        for _ in range(3):
+            for address in fleet.servers:
+                fleet.client.model_at(address, model).open_sequence()
+            fleet.client.register_model(spec).open_sequence()
+        for address, server in fleet.servers.items():
+            self.assertEqual(server.uploads, [(1.0,)], address)
 
     def test_a_worker_uses_its_subset(self):
         fleet = Fleet(32)
