@@ -165,27 +165,28 @@ class ClusterClient:
     def register_model(self, spec: ModelSpec, *, lease_ms: int = 0, kv_scales: Seq[float] = (),
                        sinks: Any = ()) -> ClusterModel:
         """Registers a model as Client does: on the home now, and on other servers when sequences of
-        it come there.
-        """
-        extras: Dict[str, Any] = {}
-        if len(kv_scales) > 0:
-            extras["kv_scales"] = kv_scales
-        if len(sinks) > 0:
-            extras["sinks"] = sinks
+        it come there. A repeat renews its lease on all servers that have it."""
+        given = {"kv_scales": kv_scales, "sinks": sinks}
+        extras: Dict[str, Any] = {name: one for name, one in given.items() if len(one) > 0}
         last: Optional[errors.MlaError] = None
+        known = self.models_known.get(spec.model_id)
+        again = known is not None and spec in (known.asked, known.spec)
+        if known is not None and again:
+            lease_ms, extras = known.merged(lease_ms, extras)
         for address in self._some_servers():
             owner = self.owners.at(address)
             try:
-                there = owner.model(spec, lease_ms, extras)
+                there = (owner.renew if again else owner.model)(spec, lease_ms, extras)
             except (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted) as error:
                 owner.failed(error)
                 last = error
                 continue
-            model = ClusterModel(self, there.spec, there.page_group_bytes, lease_ms, extras)
-            known = self.models_known.get(spec.model_id)
+            model = ClusterModel(self, spec, there, lease_ms, extras)
             if known is not None and known.spec == model.spec:
                 model.uploads = known.uploads
             self.models_known[spec.model_id] = model
+            if again:
+                model.renew_elsewhere(owner)
             return model
         assert last is not None
         raise last

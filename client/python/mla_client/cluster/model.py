@@ -13,6 +13,7 @@ from mla_client.types import ModelSpec, Prefix, WeightsStatus
 
 if TYPE_CHECKING:
     from mla_client.cluster.client import ClusterClient
+    from mla_client.cluster.owners import Owner
 
 
 class ClusterModel(Model):
@@ -20,10 +21,12 @@ class ClusterModel(Model):
     get the model later, so the arrays must not change. `Client.connect(on_peer=...)` reads the
     weights again instead."""
 
-    def __init__(self, cluster: "ClusterClient", spec: ModelSpec, page_group_bytes: int,
-                 lease_ms: int, extras: Dict[str, Any]) -> None:
+    def __init__(self, cluster: "ClusterClient", asked: ModelSpec, made: Model, lease_ms: int,
+                 extras: Dict[str, Any]) -> None:
+        """`asked`: the spec before a server has filled it in; `made`: as that server has it."""
         service: Any = cluster
-        super().__init__(service, spec, page_group_bytes)
+        super().__init__(service, made.spec, made.page_group_bytes)
+        self.asked = asked
         self.lease_ms = lease_ms
         self.extras = extras  # of the registration
         # By what they are about: a repeat takes the place of the one before.
@@ -86,6 +89,20 @@ class ClusterModel(Model):
     def unregister(self) -> None:
         """Forgets the model on all servers. FailedPrecondition while sequences of it are open."""
         self._cluster._unregister(self.spec.model_id)
+
+    def merged(self, lease_ms: int, extras: Dict[str, Any]) -> Tuple[int, Dict[str, Any]]:
+        """The lease and the extras after a repeat: servers keep what the repeat does not set."""
+        return lease_ms or self.lease_ms, {**self.extras, **extras}
+
+    def renew_elsewhere(self, done: "Owner") -> None:
+        """Repeats the registration on the servers that have the model, except for `done`."""
+        for owner in self._cluster._used():
+            if owner is done or not owner.has_model(self.spec.model_id):
+                continue
+            try:
+                owner.renew(self.spec, self.lease_ms, self.extras)
+            except (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted) as error:
+                owner.failed(error)  # it gets the model when it is used again
 
     def replay(self, there: Model) -> None:
         """Uploads to one server what was uploaded so far."""

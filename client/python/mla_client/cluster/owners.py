@@ -80,6 +80,22 @@ class Owner:
         self._models[spec.model_id] = spec, made
         return made
 
+    def renew(self, spec: ModelSpec, lease_ms: int, extras: Mapping[str, Any]) -> Model:
+        """Registers a model again, which renews its lease. It is prepared again only if the server
+        had unregistered it."""
+        client = self.client
+        _, known = self._models.get(spec.model_id, (None, None))
+        if known is None or known.service is not client or not _has_model(client, spec.model_id):
+            self.forget_model(spec.model_id)
+            return self.model(spec, lease_ms, extras)
+        made: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
+        self._models[spec.model_id] = spec, made
+        return made
+
+    def has_model(self, model_id: str) -> bool:
+        """Returns true if the model was registered here by this client."""
+        return model_id in self._models
+
     def failed(self, error: errors.MlaError) -> None:
         """A call has failed. The connection ends if the error says that another process answers."""
         gone = isinstance(error, (errors.ServerRestarted, errors.AnotherServer))
@@ -279,6 +295,19 @@ class Owners:
             waiting[owner.address] = owner.client._probe(model_id, prefix, timeout_s)
         except errors.MlaError as error:
             owner.failed(error)
+
+
+def _has_model(client: Any, model_id: str) -> bool:
+    """Asks a server, for which that counts as use of the model: its lease does not end now."""
+    try:
+        client._probe(model_id, Prefix(), client.timeout_s)()
+    except errors.NotFound as error:
+        if error.detail.reason == "model_not_found":
+            return False
+        raise
+    except errors.Unimplemented:
+        pass  # an older release, which cannot be asked
+    return True
 
 
 def _without_probe(error: errors.MlaError) -> Optional[Probe]:

@@ -53,6 +53,8 @@ class FakeServer:
         self.errors = {}
         self.calls = []
         self.registered = []
+        self.terms = None  # of the latest registration
+        self.expired = set()  # models whose leases have ended
         self.uploads = []
         self.checkpoints = {}
         self.released = []
@@ -83,6 +85,10 @@ class FakeClient(Following):
         if error is not None:
             raise error
 
+    def check(self, model_id):
+        if model_id in self.server.expired:
+            raise errors.NotFound("no model", errors.ErrorDetail(reason="model_not_found"))
+
     def close(self):
         self.closed = True
 
@@ -95,6 +101,8 @@ class FakeClient(Following):
     def register_model(self, spec, *, lease_ms=0, kv_scales=(), sinks=()):
         self.call("register")
         self.server.registered.append(spec.model_id)
+        self.server.expired.discard(spec.model_id)
+        self.server.terms = (lease_ms, list(kv_scales))
         return Model(self, in_force(spec, self.server.e4m3), 100)
 
     def _register(self, spec, lease_ms, kv_scales, sinks):
@@ -118,6 +126,7 @@ class FakeClient(Following):
 
     def _open(self, model_id, request_id, lease_ms, prefix):
         self.call("open")
+        self.check(model_id)
         number = 1000 * int(self.server.address.split(":")[1]) + len(self.server.sequences)
         length = self.server.probe.rows if prefix is not None else 0
         state = SequenceState(number, 1, length)
@@ -199,6 +208,7 @@ class FakeClient(Following):
 
     def _probe(self, model_id, prefix, timeout_s):
         self.call("probe")
+        self.check(model_id)
         probe = self.server.probe
         return lambda: probe
 

@@ -194,6 +194,35 @@ class PlacementTest(unittest.TestCase):
         for address, server in fleet.servers.items():
             self.assertEqual(server.uploads, [(1.0,)], address)
 
+    def test_a_repeat_renews_the_lease_where_the_model_is(self):
+        fleet = Fleet(3, home="s:1")
+        fleet.client.model_at("s:2", fleet.model)
+        fleet.model.upload_scales([1.0])
+        one, two, three = fleet.servers.values()
+        one.expired.add("m")
+        fleet.client.register_model(SPEC)
+        self.assertEqual([len(server.registered) for server in (one, two, three)], [2, 2, 0])
+        self.assertEqual([len(server.uploads) for server in (one, two, three)], [2, 1, 0])
+        two.error = GONE
+        again = fleet.client.register_model(SPEC, lease_ms=1000)
+        self.assertEqual([len(server.uploads) for server in (one, two, three)], [2, 1, 0])
+        two.error = None
+        two.expired.add("m")
+        one.errors["open"] = errors.ResourceExhausted("no pages")
+        three.errors["open"] = errors.ResourceExhausted("no pages")
+        fleet.now += 60
+        fleet.client.register_model(SPEC)
+        self.assertEqual(fleet.client.address_of(again.open_sequence()), "s:2")
+        self.assertEqual([len(server.uploads) for server in (one, two)], [2, 2])
+
+    def test_a_repeat_takes_nothing_back(self):
+        fleet = Fleet(2, home="s:1")
+        fleet.client.register_model(SPEC, lease_ms=1000, kv_scales=[2.0])
+        again = fleet.client.register_model(SPEC)
+        fleet.client.model_at("s:2", again)
+        for server in fleet.servers.values():
+            self.assertEqual(server.terms, (1000, [2.0]))
+
     def test_a_worker_uses_its_subset(self):
         fleet = Fleet(32)
         fleet.servers[fleet.client.home].probe = Probe(bytes_free=1 << 29, bytes_total=1 << 31)
