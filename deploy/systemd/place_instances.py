@@ -6,8 +6,8 @@ the memory of the GPU's NUMA node.
 
 For GPU N: /etc/mla-server/gpu-N.env and announce-N.env, and a drop-in of mla-server@N. The GPUs are
 those of the kernel's driver for AMD (or NVIDIA) devices, in the order of their PCI addresses, which
-is the order in which the runtime numbers them. Files are written again, or removed where --registry
-is no longer given; nothing is started.
+is the order in which the runtime numbers them. Files are written again. announce-N.env is removed
+where --registry is no longer given, and for GPUs that are gone. Nothing is started.
 """
 
 import argparse
@@ -51,6 +51,15 @@ def write(path, text):
     path.write_text(text)
 
 
+def announcement(root, number):
+    return root / f"etc/mla-server/announce-{number}.env"
+
+
+def forget(root, number):
+    """Lets the server of a GPU not be announced any more."""
+    announcement(root, number).unlink(missing_ok=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,6 +70,8 @@ def main():
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path("/"))
     args = parser.parse_args()
     found = gpus(args.root)
+    for number in range(len(found), MOST_GPUS):
+        forget(args.root, number)
     if not found:
         print("place_instances.py: no GPU below /sys/class/drm", file=sys.stderr)
         return 1
@@ -70,11 +81,11 @@ def main():
         write(etc / f"mla-server/gpu-{number}.env",
               f"# GPU {number}, {address}.\n"
               f"MLA_SERVER_LISTEN=0.0.0.0:{port}\nMLA_OPS_LISTEN=127.0.0.1:{port + 1}\n")
-        announce = etc / f"mla-server/announce-{number}.env"
         if args.registry:
-            write(announce, f"REGISTRY={args.registry}\nADDRESS={args.host}:{port}\n")
+            write(announcement(args.root, number),
+                  f"REGISTRY={args.registry}\nADDRESS={args.host}:{port}\n")
         else:
-            announce.unlink(missing_ok=True)
+            forget(args.root, number)
         same = [place for place, one in enumerate(found) if one[1] == numa and one[2] == cores]
         text = "[Service]\n"
         if cores:

@@ -76,6 +76,13 @@ class PlaceTest(unittest.TestCase):
         render.mkdir(parents=True)
         (render / "device").symlink_to(device)
 
+    def remove(self, number):
+        (self.root / f"sys/class/drm/renderD{number}/device").unlink()
+        (self.root / f"sys/class/drm/renderD{number}").rmdir()
+
+    def announced(self):
+        return sorted(one.name for one in (self.root / "etc/mla-server").glob("announce-*.env"))
+
     def run_it(self, *arguments):
         return subprocess.run(
             [sys.executable, str(SYSTEMD / "place_instances.py"), f"--root={self.root}",
@@ -115,6 +122,18 @@ class PlaceTest(unittest.TestCase):
         for arguments, announced in ((("--registry=etcd://e/f",), True), ((), False)):
             self.assertEqual(self.run_it(*arguments).returncode, 0)
             self.assertEqual((self.root / "etc/mla-server/announce-0.env").exists(), announced)
+
+    def test_gpus_that_are_gone_are_not_announced_any_more(self):
+        for number in range(3):
+            self.add(128 + number, f"0000:{number}5:00.0", 0, "0-7")
+        self.assertEqual(self.run_it("--registry=etcd://e/f").returncode, 0)
+        self.remove(129)
+        self.assertEqual(self.run_it("--registry=etcd://e/f").returncode, 0)
+        self.assertEqual(self.announced(), ["announce-0.env", "announce-1.env"])
+        self.remove(128)
+        self.remove(130)
+        self.assertEqual(self.run_it("--registry=etcd://e/f").returncode, 1)
+        self.assertEqual(self.announced(), [])
 
     def test_a_node_without_gpus_is_said(self):
         done = self.run_it()
