@@ -218,7 +218,7 @@ typedef struct mla_model {
   uint32_t kv_scale_count;
   const float* kv_scales;  // for MLA_KV_FORMAT_FP8_TENSOR, one a layer; may come later
   // For MLA_PROFILE_PROJECTED, which such models have in place of ABSORBED and EXPANDED: elements
-  // of a normed query row and of hidden states, and how queries are rotated. All three or none.
+  // of a normed query row and of hidden states, and how queries are rotated. All are set, or none.
   uint32_t q_lora_rank, hidden_size;
   mla_rope_layout rope_layout;
   uint64_t projected_e4m3;  // nonzero: the server holds W_UQ and W_O in e4m3, if it can
