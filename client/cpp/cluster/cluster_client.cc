@@ -55,15 +55,17 @@ bool SameSpec(const v1::ModelSpec& a, const v1::ModelSpec& b) {
   return a.SerializeAsString() == b.SerializeAsString();
 }
 
-// Returns true if a registration by one record is a repeat of that by the other.
-bool SameRegistration(const ModelRecord& a, const ModelRecord& b) {
-  return SameSpec(a.spec, b.spec) && a.lease_ms == b.lease_ms && a.kv_scales == b.kv_scales &&
-         a.sinks == b.sinks;
+// Returns the terms after a repeat of a registration: servers keep what the repeat does not set.
+ModelRecord::Terms Merged(ModelRecord::Terms before, const ModelRecord::Terms& repeat) {
+  if (repeat.lease_ms > 0) before.lease_ms = repeat.lease_ms;
+  if (!repeat.kv_scales.empty()) before.kv_scales = repeat.kv_scales;
+  if (!repeat.sinks.empty()) before.sinks = repeat.sinks;
+  return before;
 }
 
 // Returns the number of rows of whole pages that a prefix is about.
-uint64_t RowsOfPrefix(const ModelRecord& model, const v1::Prefix& prefix) {
-  const uint64_t page = std::max<uint64_t>(1, model.reply.model().page_size());
+uint64_t RowsOfPrefix(const v1::RegisterReply& model, const v1::Prefix& prefix) {
+  const uint64_t page = std::max<uint64_t>(1, model.model().page_size());
   uint64_t rows = prefix.page_keys_size() > 0
                       ? static_cast<uint64_t>(prefix.page_keys_size()) * page
                       : static_cast<uint64_t>(prefix.token_ids_size()) / page * page;
@@ -72,9 +74,9 @@ uint64_t RowsOfPrefix(const ModelRecord& model, const v1::Prefix& prefix) {
 }
 
 // Returns the bytes that so many rows take in a pool.
-uint64_t BytesOfRows(const ModelRecord& model, uint64_t rows) {
-  const uint64_t page = std::max<uint64_t>(1, model.reply.model().page_size());
-  return (rows + page - 1) / page * model.reply.page_group_bytes();
+uint64_t BytesOfRows(const v1::RegisterReply& model, uint64_t rows) {
+  const uint64_t page = std::max<uint64_t>(1, model.model().page_size());
+  return (rows + page - 1) / page * model.page_group_bytes();
 }
 
 }  // namespace
@@ -225,22 +227,62 @@ absl::StatusOr<std::shared_ptr<ModelRecord>> ClusterClient::FindModel(const std:
                     "model_not_found");
 }
 
+absl::Status ClusterClient::OnPeer(Client* server, const ModelRecord& model) const {
+  return cluster_.on_peer ? cluster_.on_peer(server, model.spec) : absl::OkStatus();
+}
+
 absl::StatusOr<std::shared_ptr<Connection>> ClusterClient::WithModel(const std::string& address,
                                                                      ModelRecord* model) {
+  return Reach(address, [this, model](Connection* connection) {
+    return connection->EnsureModel(
+        model, [this, model](Client* server) { return OnPeer(server, *model); });
+  });
+}
+
+absl::StatusOr<std::shared_ptr<Connection>> ClusterClient::Reach(
+    const std::string& address, const std::function<absl::Status(Connection*)>& act) {
   const auto owner = owners_->At(address);
-  const auto on_peer = [this, model](Client* server) {
-    return cluster_.on_peer ? cluster_.on_peer(server, model->spec) : absl::OkStatus();
-  };
   absl::Status status;
   for (int turn = 0; turn < 2; ++turn) {
     const auto connection = owner->connection();
     status = connection.status();
-    if (status.ok()) status = (*connection)->EnsureModel(model, on_peer);
+    if (status.ok()) status = act(connection->get());
     if (status.ok()) return *connection;
     owner->Failed(status);
     if (!IsReplaced(status)) break;  // else the next connection is to the new process
   }
   return status;
+}
+
+absl::StatusOr<v1::RegisterReply> ClusterClient::RepeatAt(const std::string& address,
+                                                          const ModelRecord::Terms& terms,
+                                                          ModelRecord* model) {
+  absl::StatusOr<v1::RegisterReply> reply;
+  const auto there = Reach(address, [&](Connection* connection) {
+    reply = connection->RepeatModel(
+        model, terms, [this, model](Client* server) { return OnPeer(server, *model); });
+    return reply.status();
+  });
+  return there.ok() ? reply : there.status();
+}
+
+absl::Status ClusterClient::RepeatElsewhere(const std::string& done,
+                                            const ModelRecord::Terms& terms, ModelRecord* model) {
+  for (const auto& connection : owners_->Connected()) {
+    if (connection->address() == done || !connection->HasModel(model)) continue;
+    const absl::Status status = RepeatAt(connection->address(), terms, model).status();
+    // One that does not answer gets the model when it is used again.
+    if (!status.ok() && !IsAway(status) && !IsReplaced(status)) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterAt(const std::string& address,
+                                                            ModelRecord* model) {
+  const auto there = WithModel(address, model);
+  if (!there.ok()) return there.status();
+  const MutexLock lock(model->mutex);
+  return model->reply;
 }
 
 absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSpec& model,
@@ -249,18 +291,19 @@ absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSp
                                                                std::span<const float> sinks) {
   const auto usable = Usable();
   if (!usable.ok()) return usable.status();
-  auto record = std::make_shared<ModelRecord>();
-  record->spec = model;
-  record->lease_ms = lease_ms;
-  record->kv_scales.assign(kv_scales.begin(), kv_scales.end());
-  record->sinks.assign(sinks.begin(), sinks.end());
-  if (const auto known = FindModel(model.model_id()); known.ok()) {
-    if (SameRegistration(**known, *record)) {
-      record = *known;  // servers that have it get nothing again
-    } else if (SameSpec((*known)->spec, model)) {
-      const MutexLock lock((*known)->mutex);
-      const MutexLock own_lock(record->mutex);
-      record->uploads = (*known)->uploads;
+  ModelRecord::Terms terms{.lease_ms = lease_ms,
+                           .kv_scales = {kv_scales.begin(), kv_scales.end()},
+                           .sinks = {sinks.begin(), sinks.end()}};
+  const auto known = FindModel(model.model_id());
+  const bool repeat = known.ok() && SameSpec((*known)->spec, model);
+  const auto record = repeat ? *known : std::make_shared<ModelRecord>();
+  {
+    const MutexLock lock(record->mutex);
+    if (repeat) {
+      terms = Merged(record->terms, terms);
+    } else {
+      record->spec = model;
+      record->terms = terms;
     }
   }
   std::vector<std::string> addresses = AddressesOf(*usable);
@@ -270,18 +313,31 @@ absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSp
   addresses.insert(addresses.begin(), home);
   absl::Status last;
   for (const std::string& address : addresses) {
-    const auto there = WithModel(address, record.get());
-    if (there.ok()) {
-      const MutexLock lock(mutex_);
-      auto& known = models_[model.model_id()];
-      if (known != nullptr && known != record) old_models_.push_back(known);
-      known = record;
-      return record->reply;
+    const auto reply =
+        repeat ? RepeatAt(address, terms, record.get()) : RegisterAt(address, record.get());
+    if (reply.ok()) {
+      Keep(record, terms, *reply);
+      last = repeat ? RepeatElsewhere(address, terms, record.get()) : absl::OkStatus();
+      if (!last.ok()) return last;
+      return reply;
     }
-    last = there.status();
+    last = reply.status();
     if (!IsAway(last) && !IsReplaced(last)) break;
   }
   return last;
+}
+
+void ClusterClient::Keep(const std::shared_ptr<ModelRecord>& record,
+                         const ModelRecord::Terms& terms, const v1::RegisterReply& reply) {
+  {
+    const MutexLock lock(record->mutex);
+    record->terms = terms;
+    record->reply = reply;
+  }
+  const MutexLock lock(mutex_);
+  auto& known = models_[record->spec.model_id()];
+  if (known != nullptr && known != record) old_models_.push_back(known);
+  known = record;
 }
 
 absl::StatusOr<v1::ModelSpec> ClusterClient::RegisteredModel(const std::string& model_id) const {
@@ -384,11 +440,16 @@ std::vector<Choice> ClusterClient::Choices(const Turn& turn, const v1::Prefix& p
     counts_.asked += wanted.size();
   }
   std::vector<Answer> answers = owners_->Probe(wanted, turn.model->spec.model_id(), prefix);
-  const uint64_t rows = RowsOfPrefix(*turn.model, prefix);
+  v1::RegisterReply model;
+  {
+    const MutexLock lock(turn.model->mutex);
+    model = turn.model->reply;
+  }
+  const uint64_t rows = RowsOfPrefix(model, prefix);
   std::set<std::string> known;
   for (Answer& one : answers) {
     const uint64_t found = one.probe ? RowsOf(*one.probe) : 0;
-    one.bytes_wanted = BytesOfRows(*turn.model, rows > found ? rows - found : 0);
+    one.bytes_wanted = BytesOfRows(model, rows > found ? rows - found : 0);
     known.insert(one.address);
   }
   const std::vector<Choice> ranked = Ranked(answers, rows, cluster_.costs, turn.home);

@@ -103,7 +103,9 @@ class ClusterClient final {
 
   // --- Models. Each is registered with a server when a sequence comes there first.
   // Registers the model as Client does: on the home now, or on another server if the home does not
-  // answer. A repeat changes nothing: what was uploaded is not sent again.
+  // answer. A repeat renews the lease on all servers that have the model, and gives them what it
+  // sets of the other arguments. What was uploaded is sent again only to servers that had
+  // unregistered the model.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});
@@ -165,6 +167,19 @@ class ClusterClient final {
   absl::StatusOr<std::shared_ptr<ModelRecord>> FindModel(const std::string& id) const;
   absl::StatusOr<std::shared_ptr<Connection>> WithModel(const std::string& address,
                                                         ModelRecord* model);
+  // Connects to the server and acts, once more if another process answers than before.
+  absl::StatusOr<std::shared_ptr<Connection>> Reach(
+      const std::string& address, const std::function<absl::Status(Connection*)>& act);
+  absl::Status OnPeer(Client* server, const ModelRecord& model) const;
+  absl::StatusOr<v1::RegisterReply> RegisterAt(const std::string& address, ModelRecord* model);
+  // Repeats the registration on a server, which gets the model if it does not have it.
+  absl::StatusOr<v1::RegisterReply> RepeatAt(const std::string& address,
+                                             const ModelRecord::Terms& terms, ModelRecord* model);
+  // Repeats the registration on the servers that have the model, except for `done`.
+  absl::Status RepeatElsewhere(const std::string& done, const ModelRecord::Terms& terms,
+                               ModelRecord* model);
+  void Keep(const std::shared_ptr<ModelRecord>& record, const ModelRecord::Terms& terms,
+            const v1::RegisterReply& reply);
   absl::StatusOr<ClusterSequence> OpenAt(const std::string& address, ModelRecord* model,
                                          const v1::Prefix& prefix, v1::PrefixMatch* match);
   absl::StatusOr<ClusterSequence> AttachAt(const std::string& address, ModelRecord* model,

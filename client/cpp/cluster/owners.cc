@@ -15,6 +15,7 @@ namespace mla::client {
 namespace {
 
 constexpr int kMostFailures = 16;
+constexpr char kModelNotFound[] = "model_not_found";
 // Free bytes of a healthy server that cannot be probed.
 constexpr uint64_t kRoomForAll = uint64_t{1} << 62;
 
@@ -133,15 +134,12 @@ void Connection::Drop() {
   }
 }
 
-absl::Status Connection::EnsureModel(ModelRecord* model,
-                                     const std::function<absl::Status(Client*)>& on_peer) {
-  const MutexLock lock(models_mutex_);
+absl::StatusOr<v1::RegisterReply> Connection::BringModel(
+    const ModelRecord::Terms& terms, const std::function<absl::Status(Client*)>& on_peer,
+    ModelRecord* model) {
   const std::string& id = model->spec.model_id();
-  if (const auto known = models_.find(id); known != models_.end() && known->second == model) {
-    return absl::OkStatus();
-  }
-  const auto reply =
-      client_->RegisterModel(model->spec, model->lease_ms, model->kv_scales, model->sinks);
+  models_.erase(id);
+  auto reply = client_->RegisterModel(model->spec, terms.lease_ms, terms.kv_scales, terms.sinks);
   if (!reply.ok()) return reply.status();
   std::map<std::string, std::function<absl::Status(Client*)>> uploads;
   {
@@ -156,7 +154,41 @@ absl::Status Connection::EnsureModel(ModelRecord* model,
     if (absl::Status status = on_peer(client_.get()); !status.ok()) return status;
   }
   models_[id] = model;
-  return absl::OkStatus();
+  return reply;
+}
+
+absl::Status Connection::EnsureModel(ModelRecord* model,
+                                     const std::function<absl::Status(Client*)>& on_peer) {
+  const MutexLock lock(models_mutex_);
+  const auto known = models_.find(model->spec.model_id());
+  if (known != models_.end() && known->second == model) return absl::OkStatus();
+  ModelRecord::Terms terms;
+  {
+    const MutexLock terms_lock(model->mutex);
+    terms = model->terms;
+  }
+  return BringModel(terms, on_peer, model).status();
+}
+
+absl::StatusOr<v1::RegisterReply> Connection::RepeatModel(
+    ModelRecord* model, const ModelRecord::Terms& terms,
+    const std::function<absl::Status(Client*)>& on_peer) {
+  const MutexLock lock(models_mutex_);
+  const std::string& id = model->spec.model_id();
+  const auto known = models_.find(id);
+  if (known == models_.end() || known->second != model) return BringModel(terms, on_peer, model);
+  // For the server a probe counts as use of the model: its lease does not end before Register.
+  const absl::Status there = client_->Probe(id).status();
+  if (ReasonOf(there) == kModelNotFound) return BringModel(terms, on_peer, model);
+  // An older release cannot be asked.
+  if (!there.ok() && !absl::IsUnimplemented(there)) return there;
+  return client_->RegisterModel(model->spec, terms.lease_ms, terms.kv_scales, terms.sinks);
+}
+
+bool Connection::HasModel(const ModelRecord* model) {
+  const MutexLock lock(models_mutex_);
+  const auto known = models_.find(model->spec.model_id());
+  return known != models_.end() && known->second == model;
 }
 
 absl::StatusOr<bool> Connection::IfModel(const std::string& id,

@@ -46,12 +46,16 @@ inline constexpr int kMostConnecting = 64;
 
 // A model as it was registered with the cluster, and what brings its weights to a server.
 struct ModelRecord {
-  v1::ModelSpec spec;
-  uint32_t lease_ms = 0;
-  std::vector<float> kv_scales, sinks;
-  v1::RegisterReply reply;  // of the first server
+  struct Terms {  // what a repeat of the registration may change
+    uint32_t lease_ms = 0;
+    std::vector<float> kv_scales, sinks;
+  };
 
-  Mutex mutex;
+  v1::ModelSpec spec;
+
+  mutable Mutex mutex;
+  Terms terms ABSL_GUARDED_BY(mutex);
+  v1::RegisterReply reply ABSL_GUARDED_BY(mutex);  // of the server that was asked first
   // By what they are about: a repeat takes the place of the one before.
   std::map<std::string, std::function<absl::Status(Client*)>> uploads ABSL_GUARDED_BY(mutex);
 };
@@ -121,6 +125,12 @@ class Connection final : public std::enable_shared_from_this<Connection> {
 
   // Registers the model here and uploads what belongs to it, unless that was done.
   absl::Status EnsureModel(ModelRecord* model, const std::function<absl::Status(Client*)>& on_peer);
+  // Registers the model again, with these terms, which renews its lease. Uploads what belongs to it
+  // only if the server had unregistered it.
+  absl::StatusOr<v1::RegisterReply> RepeatModel(
+      ModelRecord* model, const ModelRecord::Terms& terms,
+      const std::function<absl::Status(Client*)>& on_peer);
+  bool HasModel(const ModelRecord* model);
   // Calls `act` if the model is registered here; true then.
   absl::StatusOr<bool> IfModel(const std::string& id,
                                const std::function<absl::Status(Client*)>& act);
@@ -128,6 +138,11 @@ class Connection final : public std::enable_shared_from_this<Connection> {
 
  private:
   absl::Status GivenUp() const;
+  // Registers the model, then uploads what belongs to it.
+  absl::StatusOr<v1::RegisterReply> BringModel(const ModelRecord::Terms& terms,
+                                               const std::function<absl::Status(Client*)>& on_peer,
+                                               ModelRecord* model)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(models_mutex_);
 
   const std::string address_;
   const std::unique_ptr<Client> client_;

@@ -132,24 +132,47 @@ TEST_F(ClusterTest, WeightsComeToEveryServerThatGetsTheModel) {
   EXPECT_EQ(worker.Step({&b, &c}, {9, 1}, v1::PROFILE_EXPANDED), absl::OkStatus());
 }
 
-TEST_F(ClusterTest, ARepeatedRegistrationUploadsNothingAgain) {
-  Serve(1);
+TEST_F(ClusterTest, ARepeatedRegistrationRenewsAndUploadsOnlyWhereTheModelWasLost) {
+  Serve(2);
   FleetWorker worker = At(0);
-  int uploads = 0;
+  OpenOn(&worker, 1);
+  std::vector<uint64_t> uploads;
   ASSERT_EQ(worker.client().Upload(kModel, "weights",
-                                   [&uploads](client::Client*) {
-                                     ++uploads;
+                                   [&uploads](client::Client* server) {
+                                     uploads.push_back(server->info().boot_id());
                                      return absl::OkStatus();
                                    }),
             absl::OkStatus());
-  for (int i = 0; i < 3; ++i) {
-    ASSERT_TRUE(worker.client().RegisterModel(SpecOf(worker.dims(), kModel)).ok());
+  ASSERT_EQ(uploads.size(), 2u);
+  const auto repeat = [&worker](uint32_t lease_ms) {
+    const auto reply =
+        worker.client().RegisterModel(SpecOf(worker.dims(), kModel), lease_ms, {}, {});
+    EXPECT_TRUE(reply.ok()) << reply.status();
+    return reply.ok() ? reply->lease_ms() : 0;
+  };
+  const auto lease_on = [this](size_t server) {
+    const auto models = servers_[server]->Connect()->ListModels();
+    EXPECT_TRUE(models.ok() && models->models_size() == 1);
+    return models.ok() && models->models_size() == 1 ? models->models(0).lease_ms() : 0;
+  };
+  EXPECT_EQ(repeat(0), 0u);
+  // A lease reaches every server that has the model, and stays with a repeat that has none.
+  for (const uint32_t lease_ms : {600'000u, 0u}) {
+    EXPECT_EQ(repeat(lease_ms), 600'000u);
+    EXPECT_EQ(lease_on(0), 600'000u);
+    EXPECT_EQ(lease_on(1), 600'000u);
   }
   worker.Open();
-  EXPECT_EQ(uploads, 1);
-  // Another lease is another registration, with which servers get all of it.
-  ASSERT_TRUE(worker.client().RegisterModel(SpecOf(worker.dims(), kModel), 60000).ok());
-  EXPECT_EQ(uploads, 2);
+  EXPECT_EQ(uploads.size(), 2u);
+  // The model is lost on one server, as it is when its lease ends.
+  for (const size_t lost : {size_t{0}, size_t{1}}) {
+    const auto direct = servers_[lost]->Connect();
+    ASSERT_EQ(direct->UnregisterModel(kModel), absl::OkStatus());
+    uploads.clear();
+    EXPECT_EQ(repeat(0), 600'000u);
+    EXPECT_EQ(lease_on(lost), 600'000u);
+    EXPECT_EQ(uploads, std::vector<uint64_t>{direct->info().boot_id()});
+  }
 }
 
 TEST_F(ClusterTest, AnotherWorkerFindsThePrefixWhereItIs) {
