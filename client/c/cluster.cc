@@ -83,7 +83,7 @@ absl::Status ConnectCluster(const char* target, const mla_connect_options* optio
   auto client = std::make_unique<mla_client>();
   client->cluster = *std::move(made);
   absl::Status last;
-  // Callers ask for the info of one server: the home's, or that of a server that answers.
+  // One server must answer: the home, or any other.
   const auto home = client->cluster->Home();
   if (!home.ok()) return home.status();
   std::vector<std::string> addresses = {*home};
@@ -92,11 +92,8 @@ absl::Status ConnectCluster(const char* target, const mla_connect_options* optio
     addresses.push_back(one.address());
   }
   for (const std::string& address : addresses) {
-    auto server = client->cluster->ServerAt(address);
-    last = server.status();
-    if (!server.ok()) continue;
-    client->home = *std::move(server);
-    client->backend = client->home->info().backend().name();
+    last = client->cluster->ServerAt(address).status();
+    if (!last.ok()) continue;
     *out = client.release();
     return absl::OkStatus();
   }

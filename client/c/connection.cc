@@ -180,6 +180,31 @@ absl::Status Register(mla_client* client, const mla_model* given, mla_model_info
   return absl::OkStatus();
 }
 
+absl::Status ServerInfo(const mla_client& client, mla_server_info* info) {
+  mla_server_info known{};
+  if (absl::Status status = Read(info, true, "info", &known); !status.ok()) return status;
+  const absl::StatusOr<v1::GetServerInfoReply> reply =
+      client.cluster != nullptr ? client.cluster->HomeInfo() : client.client->info();
+  if (!reply.ok()) return reply.status();
+  known.boot_id = reply->boot_id();
+  known.message_bytes = reply->limits().message_bytes();
+  known.weight_chunk_bytes = reply->limits().weight_chunk_bytes();
+  known.kv_cache_bytes = reply->limits().kv_cache_bytes();
+  known.max_sequence_rows = reply->limits().max_sequence_rows();
+  known.shm_region_bytes = reply->limits().shm_region_bytes();
+  known.max_step_rows = reply->limits().max_step_rows();
+  known.max_step_sequences = reply->limits().max_step_sequences();
+  known.sequence_lease_ms = reply->limits().sequence_lease_ms();
+  known.step_lease_ms = reply->limits().step_lease_ms();
+  {
+    const MutexLock lock(client.texts_mutex);
+    known.server_version = client.texts.insert(reply->server_version()).first->c_str();
+    known.backend = client.texts.insert(reply->backend().name()).first->c_str();
+  }
+  Write(known, info);
+  return absl::OkStatus();
+}
+
 }  // namespace
 }  // namespace mla::capi
 
@@ -204,7 +229,6 @@ mla_code mla_connect(const char* target, const mla_connect_options* options, mla
     auto connected = mla::client::Client::Connect(target, *known);
     if (!connected.ok()) return connected.status();
     auto client = std::make_unique<mla_client>();
-    client->backend = (*connected)->info().backend().name();
     client->client = *std::move(connected);
     *out = client.release();
     return absl::OkStatus();
@@ -215,28 +239,7 @@ void mla_client_free(mla_client* client) { delete client; }
 
 mla_code mla_client_server_info(const mla_client* client, mla_server_info* info,
                                 mla_error** error) {
-  return Guard(error, [&] {
-    mla_server_info known{};
-    if (absl::Status status = mla::capi::Read(info, true, "info", &known); !status.ok()) {
-      return status;
-    }
-    const mla::v1::GetServerInfoReply& reply =
-        (client->cluster != nullptr ? *client->home : *client->client).info();
-    known.boot_id = reply.boot_id();
-    known.message_bytes = reply.limits().message_bytes();
-    known.weight_chunk_bytes = reply.limits().weight_chunk_bytes();
-    known.kv_cache_bytes = reply.limits().kv_cache_bytes();
-    known.max_sequence_rows = reply.limits().max_sequence_rows();
-    known.shm_region_bytes = reply.limits().shm_region_bytes();
-    known.max_step_rows = reply.limits().max_step_rows();
-    known.max_step_sequences = reply.limits().max_step_sequences();
-    known.sequence_lease_ms = reply.limits().sequence_lease_ms();
-    known.step_lease_ms = reply.limits().step_lease_ms();
-    known.server_version = reply.server_version().c_str();
-    known.backend = client->backend.c_str();
-    mla::capi::Write(known, info);
-    return absl::OkStatus();
-  });
+  return Guard(error, [&] { return mla::capi::ServerInfo(*client, info); });
 }
 
 mla_code mla_register_model(mla_client* client, const mla_model* model, mla_model_info* info,

@@ -6,11 +6,14 @@
 
 #include <cstddef>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <variant>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 #include "client/c/mla_client.h"
 #include "client/cpp/client.h"
 #include "client/cpp/cluster/cluster_client.h"
@@ -21,9 +24,9 @@ struct mla_client {
   // Exactly one of the two is set.
   std::unique_ptr<mla::client::Client> client;
   std::unique_ptr<mla::client::ClusterClient> cluster;
-  // The server whose info was given: its texts must stay.
-  std::shared_ptr<mla::client::Client> home;
-  std::string backend;
+  // Texts of infos that were given: they stay as long as the client.
+  mutable mla::Mutex texts_mutex;
+  mutable std::set<std::string> texts ABSL_GUARDED_BY(texts_mutex);
 
   // Calls `act` with the one that there is.
   template <typename Act>

@@ -178,7 +178,7 @@ typedef struct mla_cluster_options {
 MLA_API mla_code mla_connect_cluster(const char* target, const mla_connect_options* options,
                                      const mla_cluster_options* cluster, mla_client** out,
                                      mla_error** error);
-// Gives values as of mla_connect; sends no request. `info->struct_size` must be set.
+// Gives values as of mla_connect; a cluster's home is asked again. `info->struct_size` must be set.
 MLA_API mla_code mla_client_server_info(const mla_client* client, mla_server_info* info,
                                         mla_error** error);
 

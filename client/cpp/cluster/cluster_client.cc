@@ -200,20 +200,41 @@ absl::StatusOr<std::shared_ptr<Client>> ClusterClient::ServerAt(const std::strin
   return std::shared_ptr<Client>(*connection, (*connection)->client());
 }
 
-absl::StatusOr<v1::ProbeReply> ClusterClient::ProbeHome(const std::string& model_id,
-                                                        const v1::Prefix& prefix) {
-  absl::StatusOr<v1::ProbeReply> reply;
+absl::Status ClusterClient::AtHome(const std::function<absl::Status(Client* home)>& act) {
+  absl::Status status;
   // The home may have restarted, or have gone, so that another server is the home now.
   for (int tries = 0; tries < 2; ++tries) {
     const auto home = Home();
     if (!home.ok()) return home.status();
     const auto server = ServerAt(*home);
-    reply = server.ok() ? (*server)->Probe(model_id, prefix) : server.status();
-    if (reply.ok()) return reply;
-    owners_->At(*home)->Failed(reply.status());
-    if (!IsAway(reply.status()) && !IsReplaced(reply.status())) break;
+    status = server.ok() ? act(server->get()) : server.status();
+    if (status.ok()) break;
+    owners_->At(*home)->Failed(status);
+    if (!IsAway(status) && !IsReplaced(status)) break;
   }
+  return status;
+}
+
+absl::StatusOr<v1::ProbeReply> ClusterClient::ProbeHome(const std::string& model_id,
+                                                        const v1::Prefix& prefix) {
+  absl::StatusOr<v1::ProbeReply> reply;
+  const absl::Status status = AtHome([&](Client* home) {
+    reply = home->Probe(model_id, prefix);
+    return reply.status();
+  });
+  if (!status.ok()) return status;
   return reply;
+}
+
+absl::StatusOr<v1::GetServerInfoReply> ClusterClient::HomeInfo() {
+  v1::GetServerInfoReply info;
+  const absl::Status status = AtHome([&info](Client* home) {
+    const absl::Status runs = home->Probe("").status();
+    info = home->info();
+    return absl::IsUnimplemented(runs) ? absl::OkStatus() : runs;  // an older release
+  });
+  if (!status.ok()) return status;
+  return info;
 }
 
 // ------------------------------------------------------------------------------------- Models

@@ -100,6 +100,8 @@ class ClusterClient final {
   absl::StatusOr<std::shared_ptr<Client>> ServerAt(const std::string& address);
   // Asks the server that is the home now (Client::Probe).
   absl::StatusOr<v1::ProbeReply> ProbeHome(const std::string& model_id, const v1::Prefix& prefix);
+  // Returns the info of the server that is the home now, which is asked whether it still runs.
+  absl::StatusOr<v1::GetServerInfoReply> HomeInfo();
 
   // --- Models. Each is registered with a server when a sequence comes there first.
   // Registers the model as Client does: on the home now, or on another server if the home does not
@@ -164,6 +166,8 @@ class ClusterClient final {
   void Gone(const std::vector<std::string>& addresses);
   absl::StatusOr<std::vector<Member>> Usable();
   std::string HomeAmong(const std::vector<std::string>& addresses) const;
+  // Acts at the home, and once more if that has just restarted or gone.
+  absl::Status AtHome(const std::function<absl::Status(Client* home)>& act);
   absl::StatusOr<std::shared_ptr<ModelRecord>> FindModel(const std::string& id) const;
   absl::StatusOr<std::shared_ptr<Connection>> WithModel(const std::string& address,
                                                         ModelRecord* model);

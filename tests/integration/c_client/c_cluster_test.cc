@@ -182,6 +182,33 @@ TEST(CClusterTest, AProbeAsksTheServerThatIsTheHomeNow) {
   mla_client_free(client);
 }
 
+TEST(CClusterTest, TheInfoIsThatOfTheServerThatIsTheHomeNow) {
+  TestServer a;
+  std::optional<TestServer> b;
+  b.emplace();
+  mla_client* const client = Connect(b->unix_target(), a.unix_target());
+  const auto info = [client] {
+    mla_server_info known{};
+    known.struct_size = sizeof(known);
+    mla_error* error = nullptr;
+    EXPECT_EQ(mla_client_server_info(client, &known, &error), MLA_OK) << mla_error_message(error);
+    mla_error_free(error);
+    return known;
+  };
+  const auto boot_id = [](const TestServer& server) { return server.Connect()->info().boot_id(); };
+  const mla_server_info first = info();
+  EXPECT_EQ(first.boot_id, boot_id(*b));
+  const std::string version = first.server_version, backend = first.backend;
+  b->Restart();
+  EXPECT_NE(info().boot_id, first.boot_id);
+  b.reset();
+  EXPECT_EQ(info().boot_id, boot_id(a));
+  // Texts outlive the connections that they came by.
+  EXPECT_EQ(first.server_version, version);
+  EXPECT_EQ(first.backend, backend);
+  mla_client_free(client);
+}
+
 TEST(CClusterTest, WeightsComeToEveryServerOfTheCluster) {
   TestServer a, b([](server::Config& config) {
     config.limits.max_sequences = config.limits.max_step_sequences = 1;
