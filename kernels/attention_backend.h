@@ -311,6 +311,8 @@ class AttentionBackend {
   // leaves the pool), FAILED_PRECONDITION what is missing (weights of a head, or an idle slot),
   // RESOURCE_EXHAUSTED the limit.
   virtual absl::Status Submit(int32_t slot, const Launch& launch) = 0;
+  // Returns true if Wait would return at once: the launch has completed, or the device is lost, or
+  // it has taken too long since the first of these calls.
   virtual bool Done(int32_t slot) = 0;
   // Blocks until the launch has completed; a CPU backend computes on the calling thread too.
   // Returns the kernel time in nanoseconds.

@@ -541,8 +541,10 @@ absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
 bool HipBackend::Done(int32_t slot) {
   const CallWatch::Scope scope(calls_, "a look at a launch");
   if (!CheckSlot(slot).ok() || !slots_[slot]->submitted().running()) return true;
-  absl::StatusOr<bool> done = slots_[slot]->submitted().Done();
-  return !done.ok() || *done;  // Wait reports the error
+  SubmittedLaunch& launch = slots_[slot]->submitted();
+  absl::StatusOr<bool> done = launch.Done();
+  // Wait reports the error. It is called for a launch that is done, so one that hangs must be, too.
+  return !done.ok() || *done || launch.Overdue(std::chrono::milliseconds(options_.watchdog_ms));
 }
 
 absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -461,6 +462,23 @@ TEST_F(HipBackendTest, WatchdogEndsAHungLaunch) {
   ASSERT_TRUE((*backend)->Configure(Limits()).ok());
   control_->hang = true;
   const absl::Status status = AppendOnce(**backend);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(status.message(), HasSubstr("not ended a launch within 200 ms"));
+  EXPECT_FALSE((*backend)->Healthy().ok());
+  control_->hang = false;
+}
+
+// The engine's thread only looks at launches, and waits for those that are done.
+TEST_F(HipBackendTest, WatchdogEndsAHungLaunchForThoseWhoLook) {
+  auto backend = HipBackend::Create(Options());
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+  ASSERT_TRUE((*backend)->Submit(0, Launch()).ok());
+  control_->hang = true;
+  EXPECT_FALSE((*backend)->Done(0));
+  while (!(*backend)->Done(0)) std::this_thread::yield();
+  EXPECT_TRUE((*backend)->Healthy().ok());
+  const absl::Status status = (*backend)->Wait(0).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(status.message(), HasSubstr("not ended a launch within 200 ms"));
   EXPECT_FALSE((*backend)->Healthy().ok());

@@ -235,6 +235,7 @@ absl::Status SubmittedLaunch::Submit(const Launch& launch, const LaunchTensors& 
   if (s.ok()) {
     running_ = true;
     seen_done_ = false;
+    first_look_ = {};
     outputs_ = tensors.outputs;
     submitted_ = std::chrono::steady_clock::now();
     if (graphs_ != nullptr) {
@@ -255,7 +256,14 @@ absl::StatusOr<bool> SubmittedLaunch::Done() {
   if (seen_done_) return true;
   absl::StatusOr<bool> done = AskDone();
   seen_done_ = done.ok() && *done;
+  if (first_look_ == std::chrono::steady_clock::time_point()) {
+    first_look_ = std::chrono::steady_clock::now();
+  }
   return done;
+}
+
+bool SubmittedLaunch::Overdue(std::chrono::milliseconds watchdog) const {
+  return !seen_done_ && std::chrono::steady_clock::now() - first_look_ > watchdog;
 }
 
 // The device takes microseconds from a kernel's last store to an event that the host sees, so the
@@ -281,12 +289,12 @@ absl::Status SubmittedLaunch::AwaitEnd(std::chrono::milliseconds watchdog) {
       running_ = false;
       return done.status();
     }
-    const auto waited = std::chrono::steady_clock::now() - start;
-    if (waited > watchdog) {
+    if (Overdue(watchdog)) {
       running_ = false;
       return absl::DeadlineExceededError(
           absl::StrCat("the GPU has not ended a launch within ", watchdog.count(), " ms"));
     }
+    const auto waited = std::chrono::steady_clock::now() - start;
     if (waited <= kSpin) continue;
     // Counted from the end of the spin. An eighth of all would be 37 us from the first nap on.
     Nap(waited - kSpin);

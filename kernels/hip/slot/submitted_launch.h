@@ -59,9 +59,12 @@ class SubmittedLaunch final {
   bool running() const { return running_; }
   // Returns true if the launch has ended; after that, the device is not asked again.
   absl::StatusOr<bool> Done();
+  // Returns true if the launch had not ended when Done was called, and Done was first called longer
+  // ago than `watchdog`.
+  bool Overdue(std::chrono::milliseconds watchdog) const;
   // Waits, passes outputs to the caller and returns the nanoseconds that the kernels took. For a
   // streamed launch they include the time on the bus. DEADLINE_EXCEEDED if the device has not
-  // answered within `watchdog`.
+  // answered within `watchdog` of the first call of Done, or of this one.
   absl::StatusOr<int64_t> Wait(std::chrono::milliseconds watchdog);
   // REQUIRES, for both: Wait has returned for the launch.
   bool was_late() const { return was_late_; }
@@ -116,7 +119,8 @@ class SubmittedLaunch final {
 
   bool running_ = false;
   bool seen_done_ = false;
-  Event end_ = nullptr;  // computed_ or done_
+  std::chrono::steady_clock::time_point first_look_;  // the clock's zero: Done was not called yet
+  Event end_ = nullptr;                               // computed_ or done_
   // The report of a launch with arrivals, and whether the launch ends with the report or with end_.
   const StreamReport* report_ = nullptr;
   bool ends_with_report_ = false;

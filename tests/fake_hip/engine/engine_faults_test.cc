@@ -156,12 +156,13 @@ TEST_P(LostDeviceTest, FailsWhatIsInFlightAndTakesNothingNew) {
   EXPECT_EQ(gpu->harness().core().answers().owned(), 0);
 }
 
-// Tests the path from the engine's thread to the server's health, which the watchdog updates within
-// its period.
+// Tests the path from the engine's thread, which looks at launches without waiting for them, to the
+// server's health, which the watchdog updates within its period.
 TEST_P(LostDeviceTest, TurnsTheServersHealthOff) {
   scheduler::RealClock clock;
   scheduler::EngineOptions options;
   options.limits = ExpandedEngine::Limits();
+  options.inline_work = 0;  // threads that submit wait for no launch
   auto engine = scheduler::Engine::Create(options, Gpu(), &clock);
   ASSERT_TRUE(engine.ok()) << engine.status();
   scheduler::ModelSpec model = scheduler::testing::TinyModel();
