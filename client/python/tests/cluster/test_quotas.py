@@ -1,9 +1,7 @@
 """Bounds of tenants over a fleet."""
 
 import random
-import threading
 import unittest
-from unittest import mock
 
 from mla_client import errors
 from mla_client.cluster.operations import quotas
@@ -175,59 +173,6 @@ class ReconcilerTest(unittest.TestCase):
             now += quotas.LEFT_S
             reconciler.turn()
             self.assertEqual(self.bounds(), [250] * 4)
-
-    def test_a_new_leader_raises_no_bound_before_it_has_read_all_members(self):
-        for silent in (errors.Unavailable("no connection"), None):
-            self.setUp()
-            self.reconciler.turn()
-            now, members = 0.0, dict(self.servers)
-            self.servers["s:1"].error = silent
-            members["s:1"] = self.servers["s:1"] if silent else None
-            self.servers["s:3"].start()
-            leader = quotas.Reconciler(quotas.FleetQuotas({"t": {"kv_bytes": 1000}}),
-                                       lambda: members, now=lambda: now)
-            for _ in range(3):
-                leader.turn()
-                self.assertEqual(self.bounds(), [250] * 4)
-            # What falls is not given to others, either.
-            self.servers["s:0"].used, self.servers["s:2"].bound = 220, 500
-            leader.turn()
-            self.assertEqual(self.servers["s:0"].bound, 250)
-            self.assertLess(self.servers["s:2"].bound, 250)
-            self.servers["s:1"].error, members["s:1"] = None, self.servers["s:1"]
-            leader.turn()
-            self.assertGreater(self.servers["s:0"].bound, 250)
-            self.assertEqual(sum(self.bounds()), 1000)
-
-    def test_a_member_that_no_leader_has_read_for_long_has_no_share(self):
-        now, members = 0.0, {**self.servers, "s:1": None}
-        leader = quotas.Reconciler(quotas.FleetQuotas({"t": {"kv_bytes": 999}}),
-                                   lambda: members, now=lambda: now)
-        leader.turn()
-        self.assertLess(self.servers["s:0"].bound, 333)
-        now += quotas.LEFT_S
-        leader.turn()
-        self.assertEqual([self.servers[name].bound for name in ("s:0", "s:2", "s:3")], [333] * 3)
-
-    def test_who_leads_again_reads_all_members_again(self):
-        self.reconciler.turn()
-        stop, leads = threading.Event(), [False, True]
-
-        class Again:
-            def held(self):
-                if len(leads) == 1:
-                    stop.set()
-                return leads.pop(0)
-
-            def leave(self):
-                pass
-        # Another leader has given most to one that is silent since.
-        for name, bound in (("s:0", 100), ("s:1", 700), ("s:2", 100), ("s:3", 100)):
-            self.servers[name].bound = bound
-        self.servers["s:1"].error = errors.Unavailable("no connection")
-        with mock.patch.object(quotas, "PERIOD_S", 0):
-            quotas.run(self.reconciler, Again(), stop)
-        self.assertEqual(self.bounds(), [100, 700, 100, 100])
 
     def test_a_bound_that_could_not_be_lowered_is_not_given_to_others(self):
         self.reconciler.turn()

@@ -5,8 +5,6 @@ sets each server's bounds, so that they sum up to the fleet's.
 
 Bounds that fall are set before others rise, and a server that does not answer keeps what it was
 given. So the sum is never more than the fleet's bound, unless a tenant used more than that before.
-A process that has just begun to lead does not know the bounds of members that do not answer it: it
-raises no bound until each of them has answered once, or for LEFT_S.
 A server that was started again has lost its bounds, and gets them again. One that has left the
 fleet keeps its share for LEFT_S: it may go on for clients that still know it.
 """
@@ -17,7 +15,7 @@ import dataclasses
 import json
 import threading
 import time
-from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Tuple
 
 from mla_client import errors
 from mla_client.cluster.members import KEEP_S
@@ -90,13 +88,7 @@ class Reconciler:
         self._now = now
         self._set: Dict[Tuple[str, str], Dict[str, int]] = {}  # by tenant and resource
         self._left: Dict[str, float] = {}  # servers that were members, since when they are not
-        self._read: Set[str] = set()  # members that have answered since this process leads
-        self._unread: Dict[str, float] = {}  # the others, since when they are members
         self.failed: Dict[str, errors.MlaError] = {}  # servers, in the latest turn
-
-    def follow(self) -> None:
-        """Another process may lead, and set bounds that this one does not know."""
-        self._read, self._unread = set(), {}
 
     def turn(self) -> int:
         """Reads and sets once; returns how many bounds were changed."""
@@ -110,7 +102,6 @@ class Reconciler:
                 usage[address] = {one.tenant: one.resources for one in tenants}
             except errors.MlaError as error:
                 self.failed[address] = error
-        waits = self._waits(members, usage)
         changed = 0
         for tenant, bounds in self._quotas.bounds.items():
             for resource, total in bounds.items():
@@ -125,20 +116,9 @@ class Reconciler:
                         before.pop(address, None)
                 kept = {address: bound for address, bound in before.items()
                         if address not in used}
-                unknown = {address: 0 for address in waits if address not in kept}
-                after = shares(total, {**used, **unknown}, kept)
-                wanted = {address: after[address] for address in used
-                          if not waits or after[address] < before.get(address, MOST_BOUND)}
-                changed += self._apply(clients, tenant, resource, before, wanted)
+                changed += self._apply(clients, tenant, resource, before,
+                                       shares(total, used, kept))
         return changed
-
-    def _waits(self, members: Mapping[str, Any], usage: Mapping[str, Any]) -> List[str]:
-        """Returns the members whose bounds another leader may have set, unread so far."""
-        self._read = {address for address in members if address in self._read or address in usage}
-        self._unread = {address: self._unread.get(address, self._now()) for address in members
-                        if address not in self._read}
-        return [address for address, since in self._unread.items()
-                if self._now() - since < LEFT_S]
 
     def _forget(self, members: Mapping[str, Any]) -> None:
         """Lets the others have the shares of servers that have left the fleet."""
@@ -218,8 +198,6 @@ def run(reconciler: Reconciler, leadership: Leader, stop: threading.Event,
                 changed = reconciler.turn()
                 if report is not None:
                     report(changed, reconciler.failed)
-            else:
-                reconciler.follow()
             stop.wait(PERIOD_S)
     finally:
         leadership.leave()
