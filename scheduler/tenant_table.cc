@@ -26,8 +26,7 @@ constexpr ResourceRow kRows[] = {
     {Resource::kWeightBytes, "weight_bytes", "tenants.weight_bytes", "limits.weights_bytes", true,
      "weights_exhausted", 10000, 7,
      "Bytes of uploaded weights: as bf16, or as e4m3 where the model says so. CPUs without bf16 "
-     "take "
-     "twice as much memory."},
+     "take twice as much memory."},
     {Resource::kOpenSteps, "open_steps", "tenants.open_steps", "limits.max_open_steps", false,
      "steps_exhausted", 1, 4, "Open steps."},
     {Resource::kQueuedRequests, "queued_requests", "tenants.queued_requests",

@@ -262,7 +262,7 @@ mla_code mla_upload_scales(mla_client* client, const char* model_id, const float
     if (!named.ok()) return named;
     if (client->cluster == nullptr) return client->client->UploadScales(model_id, {scales, count});
     return client->cluster->Upload(
-        model_id, "scales",
+        model_id, mla::client::ClusterClient::kScales,
         [id = std::string(model_id), kept = std::vector<float>(scales, scales + count)](
             mla::client::Client* server) { return server->UploadScales(id, kept); });
   });

@@ -553,8 +553,9 @@ absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {
   if (!slots_[slot]->submitted().running()) {
     return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not running"));
   }
-  absl::StatusOr<int64_t> ns =
-      slots_[slot]->submitted().Wait(std::chrono::milliseconds(options_.watchdog_ms));
+  // Other launches in flight on a lost device get no time of their own.
+  const std::chrono::milliseconds longest(lost_ ? 0 : options_.watchdog_ms);
+  absl::StatusOr<int64_t> ns = slots_[slot]->submitted().Wait(longest);
   if (!ns.ok()) {
     (void)Fault(ns.status());
     return health_;

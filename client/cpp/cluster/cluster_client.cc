@@ -231,7 +231,8 @@ absl::StatusOr<v1::GetServerInfoReply> ClusterClient::HomeInfo() {
   const absl::Status status = AtHome([&info](Client* home) {
     const absl::Status runs = home->Probe("").status();
     info = home->info();
-    return absl::IsUnimplemented(runs) ? absl::OkStatus() : runs;  // an older release
+    // Whatever else a server answers, it is there.
+    return IsAway(runs) || IsReplaced(runs) ? runs : absl::OkStatus();
   });
   if (!status.ok()) return status;
   return info;
@@ -276,26 +277,32 @@ absl::StatusOr<std::shared_ptr<Connection>> ClusterClient::Reach(
 }
 
 absl::StatusOr<v1::RegisterReply> ClusterClient::RepeatAt(const std::string& address,
-                                                          const ModelRecord::Terms& terms,
+                                                          const Repeat& repeat,
                                                           ModelRecord* model) {
   absl::StatusOr<v1::RegisterReply> reply;
   const auto there = Reach(address, [&](Connection* connection) {
-    reply = connection->RepeatModel(
-        model, terms, [this, model](Client* server) { return OnPeer(server, *model); });
+    reply =
+        connection->RepeatModel(model, repeat.set, repeat.newest,
+                                [this, model](Client* server) { return OnPeer(server, *model); });
     return reply.status();
   });
   return there.ok() ? reply : there.status();
 }
 
-absl::Status ClusterClient::RepeatElsewhere(const std::string& done,
-                                            const ModelRecord::Terms& terms, ModelRecord* model) {
+absl::Status ClusterClient::RepeatElsewhere(const std::string& done, const Repeat& repeat,
+                                            ModelRecord* model) {
+  absl::Status first;
   for (const auto& connection : owners_->Connected()) {
     if (connection->address() == done || !connection->HasModel(model)) continue;
-    const absl::Status status = RepeatAt(connection->address(), terms, model).status();
-    // One that does not answer gets the model when it is used again.
-    if (!status.ok() && !IsAway(status) && !IsReplaced(status)) return status;
+    const absl::Status status = RepeatAt(connection->address(), repeat, model).status();
+    if (status.ok()) continue;
+    if (IsAway(status) || IsReplaced(status)) {
+      connection->ForgetModel(model->spec.model_id());  // it gets all of it when it is used again
+    } else {
+      first.Update(status);
+    }
   }
-  return absl::OkStatus();
+  return first;
 }
 
 absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterAt(const std::string& address,
@@ -312,19 +319,20 @@ absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSp
                                                                std::span<const float> sinks) {
   const auto usable = Usable();
   if (!usable.ok()) return usable.status();
-  ModelRecord::Terms terms{.lease_ms = lease_ms,
-                           .kv_scales = {kv_scales.begin(), kv_scales.end()},
-                           .sinks = {sinks.begin(), sinks.end()}};
+  const ModelRecord::Terms set{.lease_ms = lease_ms,
+                               .kv_scales = {kv_scales.begin(), kv_scales.end()},
+                               .sinks = {sinks.begin(), sinks.end()}};
+  ModelRecord::Terms newest = set;
   const auto known = FindModel(model.model_id());
   const bool repeat = known.ok() && SameSpec((*known)->spec, model);
   const auto record = repeat ? *known : std::make_shared<ModelRecord>();
   {
     const MutexLock lock(record->mutex);
     if (repeat) {
-      terms = Merged(record->terms, terms);
+      newest = Merged(record->terms, set);
     } else {
       record->spec = model;
-      record->terms = terms;
+      record->terms = set;
     }
   }
   std::vector<std::string> addresses = AddressesOf(*usable);
@@ -332,6 +340,7 @@ absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSp
   const std::string home = HomeAmong(AddressesOf(*usable));
   std::erase(addresses, home);
   addresses.insert(addresses.begin(), home);
+  const Repeat terms{set, newest};
   absl::Status last;
   for (const std::string& address : addresses) {
     const auto reply =
@@ -348,11 +357,12 @@ absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSp
   return last;
 }
 
-void ClusterClient::Keep(const std::shared_ptr<ModelRecord>& record,
-                         const ModelRecord::Terms& terms, const v1::RegisterReply& reply) {
+void ClusterClient::Keep(const std::shared_ptr<ModelRecord>& record, const Repeat& terms,
+                         const v1::RegisterReply& reply) {
   {
     const MutexLock lock(record->mutex);
-    record->terms = terms;
+    record->terms = terms.newest;
+    if (!terms.set.kv_scales.empty()) record->uploads.erase(kScales);
     record->reply = reply;
   }
   const MutexLock lock(mutex_);

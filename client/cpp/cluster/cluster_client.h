@@ -111,10 +111,12 @@ class ClusterClient final {
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});
+  static constexpr char kScales[] = "scales";
   absl::StatusOr<v1::ModelSpec> RegisteredModel(const std::string& model_id) const;
   // Calls `upload` for each server that has the model now, and for others when they get it. A
-  // repeat about the same replaces the one before. What it refers to must stay until the model is
-  // unregistered. Fails if no server took it.
+  // repeat about the same replaces the one before, and a registration that sets scales replaces
+  // uploads about kScales. What it refers to must stay until the model is unregistered. Fails if no
+  // server took it.
   absl::Status Upload(const std::string& model_id, const std::string& about,
                       std::function<absl::Status(Client* server)> upload);
   absl::Status UnregisterModel(const std::string& model_id);
@@ -176,13 +178,18 @@ class ClusterClient final {
       const std::string& address, const std::function<absl::Status(Connection*)>& act);
   absl::Status OnPeer(Client* server, const ModelRecord& model) const;
   absl::StatusOr<v1::RegisterReply> RegisterAt(const std::string& address, ModelRecord* model);
+  // Terms of a repeat of a registration: those that the call sets, and those that then hold.
+  struct Repeat {
+    const ModelRecord::Terms& set;
+    const ModelRecord::Terms& newest;
+  };
   // Repeats the registration on a server, which gets the model if it does not have it.
-  absl::StatusOr<v1::RegisterReply> RepeatAt(const std::string& address,
-                                             const ModelRecord::Terms& terms, ModelRecord* model);
-  // Repeats the registration on the servers that have the model, except for `done`.
-  absl::Status RepeatElsewhere(const std::string& done, const ModelRecord::Terms& terms,
-                               ModelRecord* model);
-  void Keep(const std::shared_ptr<ModelRecord>& record, const ModelRecord::Terms& terms,
+  absl::StatusOr<v1::RegisterReply> RepeatAt(const std::string& address, const Repeat& repeat,
+                                             ModelRecord* model);
+  // Repeats the registration on the servers that have the model, except for `done`. Returns the
+  // first error of a server that answers, after all were asked.
+  absl::Status RepeatElsewhere(const std::string& done, const Repeat& repeat, ModelRecord* model);
+  void Keep(const std::shared_ptr<ModelRecord>& record, const Repeat& terms,
             const v1::RegisterReply& reply);
   absl::StatusOr<ClusterSequence> OpenAt(const std::string& address, ModelRecord* model,
                                          const v1::Prefix& prefix, v1::PrefixMatch* match);

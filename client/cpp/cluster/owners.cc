@@ -171,18 +171,19 @@ absl::Status Connection::EnsureModel(ModelRecord* model,
 }
 
 absl::StatusOr<v1::RegisterReply> Connection::RepeatModel(
-    ModelRecord* model, const ModelRecord::Terms& terms,
+    ModelRecord* model, const ModelRecord::Terms& set, const ModelRecord::Terms& newest,
     const std::function<absl::Status(Client*)>& on_peer) {
   const MutexLock lock(models_mutex_);
   const std::string& id = model->spec.model_id();
   const auto known = models_.find(id);
-  if (known == models_.end() || known->second != model) return BringModel(terms, on_peer, model);
-  // For the server a probe counts as use of the model: its lease does not end before Register.
+  if (known == models_.end() || known->second != model) return BringModel(newest, on_peer, model);
+  // To register a model that has expired makes an empty one, so the server is asked first. A lease
+  // that ends between the two calls goes unnoticed.
   const absl::Status there = client_->Probe(id).status();
-  if (ReasonOf(there) == kModelNotFound) return BringModel(terms, on_peer, model);
+  if (ReasonOf(there) == kModelNotFound) return BringModel(newest, on_peer, model);
   // An older release cannot be asked.
   if (!there.ok() && !absl::IsUnimplemented(there)) return there;
-  return client_->RegisterModel(model->spec, terms.lease_ms, terms.kv_scales, terms.sinks);
+  return client_->RegisterModel(model->spec, set.lease_ms, set.kv_scales, set.sinks);
 }
 
 bool Connection::HasModel(const ModelRecord* model) {

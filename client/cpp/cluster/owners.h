@@ -125,10 +125,10 @@ class Connection final : public std::enable_shared_from_this<Connection> {
 
   // Registers the model here and uploads what belongs to it, unless that was done.
   absl::Status EnsureModel(ModelRecord* model, const std::function<absl::Status(Client*)>& on_peer);
-  // Registers the model again, with these terms, which renews its lease. Uploads what belongs to it
-  // only if the server had unregistered it.
+  // Registers the model again, which renews its lease, with the terms that the call has set. A
+  // server that had unregistered it gets the `newest` terms, and uploads of what belongs to it.
   absl::StatusOr<v1::RegisterReply> RepeatModel(
-      ModelRecord* model, const ModelRecord::Terms& terms,
+      ModelRecord* model, const ModelRecord::Terms& set, const ModelRecord::Terms& newest,
       const std::function<absl::Status(Client*)>& on_peer);
   bool HasModel(const ModelRecord* model);
   // Calls `act` if the model is registered here; true then.

@@ -175,6 +175,29 @@ TEST_F(ClusterTest, ARepeatedRegistrationRenewsAndUploadsOnlyWhereTheModelWasLos
   }
 }
 
+TEST_F(ClusterTest, ARepeatedRegistrationTakesNoUploadedScalesBack) {
+  Serve(2);
+  FleetWorker worker = At(0);
+  v1::ModelSpec spec = SpecOf(worker.dims(), "scaled");
+  spec.set_kv_format(v1::KV_FORMAT_FP8_TENSOR);
+  const auto of = [&spec](float scale) { return std::vector<float>(spec.layers(), scale); };
+  const auto repeat = [&](std::span<const float> scales) {
+    return worker.client().RegisterModel(spec, 0, scales, {}).status();
+  };
+  ASSERT_EQ(repeat(of(0.5f)), absl::OkStatus());
+  ASSERT_EQ(worker.client().Upload("scaled", client::ClusterClient::kScales,
+                                   [&of](client::Client* server) {
+                                     return server->UploadScales("scaled", of(0.25f));
+                                   }),
+            absl::OkStatus());
+  // A server takes other scales only while no sequence is open.
+  const auto sequence = worker.client().OpenSequence("scaled");
+  ASSERT_TRUE(sequence.ok()) << sequence.status();
+  EXPECT_EQ(repeat({}), absl::OkStatus());
+  EXPECT_EQ(repeat(of(0.25f)), absl::OkStatus());
+  EXPECT_EQ(client::DetailOf(repeat(of(0.5f)))->reason(), "scales_differ");
+}
+
 TEST_F(ClusterTest, AnotherWorkerFindsThePrefixWhereItIs) {
   Serve(4);
   const v1::Prefix prefix = PrefixOf(1, 200);

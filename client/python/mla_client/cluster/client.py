@@ -171,22 +171,22 @@ class ClusterClient:
         last: Optional[errors.MlaError] = None
         known = self.models_known.get(spec.model_id)
         again = known is not None and spec in (known.asked, known.spec)
-        if known is not None and again:
-            lease_ms, extras = known.merged(lease_ms, extras)
+        newest = known.merged(lease_ms, extras) if known and again else (lease_ms, extras)
         for address in self._some_servers():
             owner = self.owners.at(address)
             try:
-                there = (owner.renew if again else owner.model)(spec, lease_ms, extras)
+                there = (owner.renew(spec, lease_ms, extras, newest) if again
+                         else owner.model(spec, *newest))
             except (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted) as error:
                 owner.failed(error)
                 last = error
                 continue
-            model = ClusterModel(self, spec, there, lease_ms, extras)
-            if known is not None and known.spec == model.spec:
-                model.uploads = known.uploads
+            model = ClusterModel(self, spec, there, *newest)
+            if known is not None and (again or known.spec == model.spec):
+                model.take_uploads(known, extras)
             self.models_known[spec.model_id] = model
             if again:
-                model.renew_elsewhere(owner)
+                model.renew_elsewhere(owner, lease_ms, extras)
             return model
         assert last is not None
         raise last

@@ -94,15 +94,31 @@ class ClusterModel(Model):
         """The lease and the extras after a repeat: servers keep what the repeat does not set."""
         return lease_ms or self.lease_ms, {**self.extras, **extras}
 
-    def renew_elsewhere(self, done: "Owner") -> None:
-        """Repeats the registration on the servers that have the model, except for `done`."""
+    def take_uploads(self, former: "ClusterModel", extras: Dict[str, Any]) -> None:
+        """Takes over what was uploaded for the registration before, except scales and sinks in
+        whose place this one sets others."""
+        self.uploads = former.uploads
+        parts = {"kv_scales": "scales", "sinks": "sinks"}
+        named = [parts[name] for name in extras]
+        for about in [about for about in self.uploads if about[0] in named]:
+            del self.uploads[about]
+
+    def renew_elsewhere(self, done: "Owner", lease_ms: int, extras: Dict[str, Any]) -> None:
+        """Repeats the registration, with what the call has set, on the servers that have the model,
+        except for `done`. Raises the first error of a server that answers, after all were asked."""
+        first: Optional[errors.MlaError] = None
         for owner in self._cluster._used():
             if owner is done or not owner.has_model(self.spec.model_id):
                 continue
             try:
-                owner.renew(self.spec, self.lease_ms, self.extras)
+                owner.renew(self.spec, lease_ms, extras, (self.lease_ms, self.extras))
             except (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted) as error:
-                owner.failed(error)  # it gets the model when it is used again
+                owner.failed(error)
+                owner.forget_model(self.spec.model_id)  # it gets all of it when it is used again
+            except errors.MlaError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def replay(self, there: Model) -> None:
         """Uploads to one server what was uploaded so far."""

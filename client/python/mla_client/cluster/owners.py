@@ -80,14 +80,15 @@ class Owner:
         self._models[spec.model_id] = spec, made
         return made
 
-    def renew(self, spec: ModelSpec, lease_ms: int, extras: Mapping[str, Any]) -> Model:
-        """Registers a model again, which renews its lease. It is prepared again only if the server
-        had unregistered it."""
+    def renew(self, spec: ModelSpec, lease_ms: int, extras: Mapping[str, Any],
+              newest: Tuple[int, Mapping[str, Any]]) -> Model:
+        """Registers a model again, which renews its lease, with what the call has set. A server
+        that had unregistered it gets the `newest` lease and extras, and all that was uploaded."""
         client = self.client
         _, known = self._models.get(spec.model_id, (None, None))
         if known is None or known.service is not client or not _has_model(client, spec.model_id):
             self.forget_model(spec.model_id)
-            return self.model(spec, lease_ms, extras)
+            return self.model(spec, *newest)
         made: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
         self._models[spec.model_id] = spec, made
         return made
@@ -298,7 +299,8 @@ class Owners:
 
 
 def _has_model(client: Any, model_id: str) -> bool:
-    """Asks a server, for which that counts as use of the model: its lease does not end now."""
+    """Asks a server, because to register a model that has expired makes an empty one. A lease that
+    ends between the two calls goes unnoticed."""
     try:
         client._probe(model_id, Prefix(), client.timeout_s)()
     except errors.NotFound as error:

@@ -53,7 +53,7 @@ class FakeServer:
         self.errors = {}
         self.calls = []
         self.registered = []
-        self.terms = None  # of the latest registration
+        self.asked = self.terms = None  # of the latest registration, and those that hold
         self.expired = set()  # models whose leases have ended
         self.uploads = []
         self.checkpoints = {}
@@ -100,9 +100,13 @@ class FakeClient(Following):
 
     def register_model(self, spec, *, lease_ms=0, kv_scales=(), sinks=()):
         self.call("register")
+        here = (spec.model_id in self.server.registered
+                and spec.model_id not in self.server.expired)
         self.server.registered.append(spec.model_id)
         self.server.expired.discard(spec.model_id)
-        self.server.terms = (lease_ms, list(kv_scales))
+        self.server.asked = (lease_ms, list(kv_scales))
+        lease, scales = self.server.terms if here else (0, [])
+        self.server.terms = (lease_ms or lease, list(kv_scales) or scales)
         return Model(self, in_force(spec, self.server.e4m3), 100)
 
     def _register(self, spec, lease_ms, kv_scales, sinks):
@@ -114,6 +118,7 @@ class FakeClient(Following):
     def _upload_scales(self, model_id, scales):
         self.call("scales")
         self.server.uploads.append(tuple(scales))
+        self.server.terms = (self.server.terms[0], list(scales))
 
     def _upload_sinks(self, spec, layer_begin, head_begin, sinks):
         self.call("sinks")

@@ -216,12 +216,35 @@ class PlacementTest(unittest.TestCase):
         self.assertEqual([len(server.uploads) for server in (one, two)], [2, 2])
 
     def test_a_repeat_takes_nothing_back(self):
-        fleet = Fleet(2, home="s:1")
+        fleet = Fleet(3, home="s:1")
         fleet.client.register_model(SPEC, lease_ms=1000, kv_scales=[2.0])
         again = fleet.client.register_model(SPEC)
         fleet.client.model_at("s:2", again)
-        for server in fleet.servers.values():
+        used = [fleet.servers["s:1"], fleet.servers["s:2"]]
+        for server in used:
             self.assertEqual(server.terms, (1000, [2.0]))
+        # Scales that were uploaded since, and then those of another registration.
+        again.upload_scales([3.0])
+        again = fleet.client.register_model(SPEC)
+        for server in used:
+            self.assertEqual(server.asked, (0, []))
+            self.assertEqual(server.terms, (1000, [3.0]))
+        again = fleet.client.register_model(SPEC, kv_scales=[4.0])
+        fleet.client.model_at("s:3", again)
+        for server in fleet.servers.values():
+            self.assertEqual(server.terms, (1000, [4.0]))
+
+    def test_uploads_stay_where_the_home_becomes_another_kind_of_server(self):
+        fleet = Fleet(2, home="s:1")
+        fleet.servers["s:2"].e4m3 = False
+        spec = dataclasses.replace(SPEC, model_id="p", projected_dtype="e4m3")
+        fleet.client.register_model(spec).upload_scales([1.0])
+        fleet.servers["s:1"].error = GONE
+        fleet.client.register_model(spec)
+        self.assertEqual(fleet.servers["s:2"].uploads, [(1.0,)])
+        fleet.servers["s:1"].error = None
+        fleet.client.model_at("s:1", fleet.client.register_model(spec))
+        self.assertEqual(fleet.servers["s:2"].uploads, [(1.0,)])
 
     def test_a_worker_uses_its_subset(self):
         fleet = Fleet(32)

@@ -4,7 +4,9 @@ sets each server's bounds, so that they sum up to the fleet's.
     share of a server = what the tenant uses there + its part of what no tenant uses
 
 Bounds that fall are set before others rise, and a server that does not answer keeps what it was
-given. So the sum is never more than the fleet's bound, unless a tenant used more than that before.
+given. So the sum is never more than the fleet's bound, unless a tenant used more than that before,
+or this process has just begun to lead and a server does not answer that has bounds of the former
+leader: it counts for nothing until it answers.
 A server that was started again has lost its bounds, and gets them again. One that has left the
 fleet keeps its share for LEFT_S: it may go on for clients that still know it.
 """
