@@ -63,7 +63,6 @@ def exported_labels():
     found = {name: {} for name in exported()}
     families = dict((variable, name) for variable, name in
                     re.findall(r'& (\w+) = \w+Family\("(\w+)"\)', text))
-    families["family"] = families[re.search(r"ShowIn\(m\.(\w+)\)", text).group(1)]
     calls = [(name, labels) for name, labels in
              re.findall(r'One(?:Gauge|Histogram)?\("(\w+)"(?:, \w+)?, \{(\{[^;]*?\})\}\)', text)]
     calls += [(families[variable], labels) for variable, labels in

@@ -32,7 +32,7 @@ def why_no_ucx():
 
 def start(*arguments, listen=""):
     """A started server with small limits unless the arguments say otherwise."""
-    return ServerProcess(path(), ["--kv-cache-bytes=64MiB", "--limits-max-models=512",
+    return ServerProcess(path(), ["--kv-cache-bytes=64MiB", "--limits-max-models=1024",
                                 "--log-level=warning", *arguments],
                          listen=listen).start()
 
