@@ -179,6 +179,7 @@ TEST_F(ClusterTest, ARepeatedRegistrationTakesNoUploadedScalesBack) {
   Serve(2);
   FleetWorker worker = At(0);
   v1::ModelSpec spec = SpecOf(worker.dims(), "scaled");
+  spec.clear_kv_dtype();
   spec.set_kv_format(v1::KV_FORMAT_FP8_TENSOR);
   const auto of = [&spec](float scale) { return std::vector<float>(spec.layers(), scale); };
   const auto repeat = [&](std::span<const float> scales) {
