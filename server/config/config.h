@@ -243,7 +243,7 @@ inline constexpr char kTenantQuotas[] = "tenants.quotas.";
 std::string BytesText(int64_t bytes);
 bool ParseBytes(std::string text, int64_t* bytes);
 
-// How files that are read again while serving went: the configuration, or those of TLS.
+// Counts reloads of files while serving: of the configuration, or of TLS.
 struct ReloadStats {
   uint64_t reloads = 0;  // how often newer contents were taken into use
   uint64_t refused = 0;  // how often newer contents could not be used

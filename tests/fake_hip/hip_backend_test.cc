@@ -468,7 +468,7 @@ TEST_F(HipBackendTest, WatchdogEndsAHungLaunch) {
   control_->hang = false;
 }
 
-// The engine's thread only looks at launches, and waits for those that are done.
+// The engine's thread only looks at launches. It waits for a launch once that is done.
 TEST_F(HipBackendTest, WatchdogEndsAHungLaunchForThoseWhoLook) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();

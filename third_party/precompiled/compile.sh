@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # compile.sh UNUSED DECLARED COMMAND...: runs a compiler. DECLARED is a file that names one file a
-# line, which the source may read; those that it did not read are written to UNUSED, for Bazel. A
-# file of the tree that it read and that is not declared is an error: Bazel would not compile the
-# source again after a change of it.
+# line, which the source may read. The files among them that it did not read are written to UNUSED,
+# for Bazel. A file of the tree that it read and that is not declared is an error: Bazel would not
+# compile the source again after a change of it.
 set -euo pipefail
 unused="$1" declared="$2"
 shift 2

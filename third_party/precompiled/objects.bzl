@@ -2,8 +2,8 @@
 
 CLANG = "clang++-22"
 
-# The flags of build:opt that change what a program does, without those that make it fast or that
-# need an optimised build. GCC 12, which compiled Debian's libraries, writes the names of
+# The flags of build:opt that change what a program does. Flags that make it fast, or that need an
+# optimised build, are left out. GCC 12, which compiled Debian's libraries, writes the names of
 # constrained templates as clang 17 did.
 CLANG_FLAGS = [
     "-std=c++20",

@@ -168,17 +168,17 @@ class ClusterClient final {
   void Gone(const std::vector<std::string>& addresses);
   absl::StatusOr<std::vector<Member>> Usable();
   std::string HomeAmong(const std::vector<std::string>& addresses) const;
-  // Acts at the home, and once more if that has just restarted or gone.
+  // Acts at the home. If the home has just restarted or gone, acts once more.
   absl::Status AtHome(const std::function<absl::Status(Client* home)>& act);
   absl::StatusOr<std::shared_ptr<ModelRecord>> FindModel(const std::string& id) const;
   absl::StatusOr<std::shared_ptr<Connection>> WithModel(const std::string& address,
                                                         ModelRecord* model);
-  // Connects to the server and acts, once more if another process answers than before.
+  // Connects to the server and acts. If another process answers than before, acts once more.
   absl::StatusOr<std::shared_ptr<Connection>> Reach(
       const std::string& address, const std::function<absl::Status(Connection*)>& act);
   absl::Status OnPeer(Client* server, const ModelRecord& model) const;
   absl::StatusOr<v1::RegisterReply> RegisterAt(const std::string& address, ModelRecord* model);
-  // Terms of a repeat of a registration: those that the call sets, and those that then hold.
+  // The terms that a repeated registration sets, and the terms that then hold.
   struct Repeat {
     const ModelRecord::Terms& set;
     const ModelRecord::Terms& newest;

@@ -22,7 +22,7 @@ struct EtcdFiles {
   std::string ca, cert, key;
 };
 
-// The calls after Read are those of a registry that only its operator can write.
+// Only an operator's registry has the calls after Read.
 class Registry {
  public:
   virtual ~Registry() = default;

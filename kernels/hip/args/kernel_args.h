@@ -94,8 +94,7 @@ struct AttendArgs {
   int32_t few_tiles;  // not 0: items are short (AttendsFewTiles)
 };
 
-// Bytes of a KV row of bf16: of those in the pool that boxes bring, and of those that WidenArgs
-// makes.
+// Bytes of a KV row of bf16, which boxes bring from the pool and WidenArgs makes of 8-bit rows.
 inline constexpr int32_t kBf16RowBytes = (512 + 64) * 2;
 
 // Absorbed attention whose copy engine brings KV rows of bf16, by boxes of a tensor map:

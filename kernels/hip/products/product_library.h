@@ -60,7 +60,7 @@ class ProductLibrary final {
   // cuBLASLt's manual recommends 32 MiB on sm_90.
   static constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;
   static constexpr uint32_t kOperandAlignment = 16, kSumsAlignment = 256;
-  // Shapes that are remembered, those that the library refused included. A further one takes the
+  // Shapes that are remembered, also if the library has refused them. A further shape takes the
   // place of the one that was used least recently.
   static constexpr size_t kMostPlans = 64;
 

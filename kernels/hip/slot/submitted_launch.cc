@@ -256,7 +256,7 @@ absl::StatusOr<bool> SubmittedLaunch::Done() {
   if (seen_done_) return true;
   absl::StatusOr<bool> done = AskDone();
   seen_done_ = done.ok() && *done;
-  if (first_look_ == std::chrono::steady_clock::time_point()) {
+  if (!seen_done_ && first_look_ == std::chrono::steady_clock::time_point()) {
     first_look_ = std::chrono::steady_clock::now();
   }
   return done;

@@ -119,7 +119,7 @@ class SubmittedLaunch final {
 
   bool running_ = false;
   bool seen_done_ = false;
-  std::chrono::steady_clock::time_point first_look_;  // the clock's zero: Done was not called yet
+  std::chrono::steady_clock::time_point first_look_;  // that has not seen the end; 0: none yet
   Event end_ = nullptr;                               // computed_ or done_
   // The report of a launch with arrivals, and whether the launch ends with the report or with end_.
   const StreamReport* report_ = nullptr;

@@ -65,7 +65,7 @@ struct Flags {
 // The parts of a launch: all of a profile, or one of PROJECTED's.
 enum class Parts { kExpanded, kProjected, kQueries, kAbsorb, kAttend, kProject, kHiddens };
 
-// The weights slots, by the type of W_UQ and W_O. Those of EXPANDED are in the first.
+// The weights slots, by the type of W_UQ and W_O. EXPANDED uses the first.
 constexpr int32_t kBf16Slot = 0, kCodesSlot = 1;
 
 // How W_UQ and W_O are multiplied: by kernels, by kernels as e4m3, or by the vendor's library.
@@ -212,7 +212,7 @@ absl::Status Bench::LoadWeights() {
   return s.ok() && flags_.e4m3 != 0 ? LoadProjected(codes, kCodesSlot) : s;
 }
 
-// The weights of all heads are those of the first one.
+// All heads have the weights of the first one.
 absl::Status Bench::LoadProjected(const kernels::ProjectedShape& shape, int32_t slot) {
   std::mt19937 random(5);
   std::normal_distribution<float> normal;

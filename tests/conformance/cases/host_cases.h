@@ -1,5 +1,4 @@
-// The cases that host_conformance runs in addition to those that it draws, as directed_case.h reads
-// them.
+// The directed cases of host_conformance, as directed_case.h reads them. It draws others itself.
 #ifndef MLA_TESTS_CONFORMANCE_CASES_HOST_CASES_H_
 #define MLA_TESTS_CONFORMANCE_CASES_HOST_CASES_H_
 

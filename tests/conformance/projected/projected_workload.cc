@@ -40,7 +40,7 @@ uint8_t DrawnCode(uint64_t index) {
   return (code & 0x7f) > kernels::kFp8LargestCode || code == 0x80 ? 0 : code;
 }
 
-// Returns a scale that is no power of two, or 0.
+// Returns a scale that is not a power of two, or 0.
 float DrawnScale(int32_t slot, int32_t head, int64_t block) {
   const auto number = static_cast<uint64_t>((int64_t{slot} * 1000 + head) * 100000 + block);
   return number % 13 == 5 ? 0.0f : (Drawn(number) + 1.5f) * 0.0033f;

@@ -67,7 +67,7 @@ class ProjectedWorkload {
  public:
   explicit ProjectedWorkload(const ProjectedCase& c);
 
-  // Frees all slots, and loads the weights of the slots that have clients; if `widened`, those of
+  // Frees all slots, and loads the weights of the slots that have clients; if `widened`, weights of
   // e4m3 as bf16.
   absl::Status LoadWeights(kernels::AttentionBackend& backend, bool widened = false) const;
   // Runs the launch and compares the results. INTERNAL names the first wrong row. REQUIRES: the

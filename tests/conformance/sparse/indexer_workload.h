@@ -73,7 +73,7 @@ class IndexerWorkload {
   absl::StatusOr<Records> Add(kernels::LaunchLayout& layout, Lists& lists) const;
   absl::Status Launch(kernels::AttentionBackend& backend, const kernels::LaunchLayout& layout,
                       std::span<const Records> records) const;
-  // Returns the lists by row, or an error if those that are returned differ from those in place.
+  // Returns the lists by row, or an error if the returned lists differ from the lists in place.
   absl::StatusOr<std::vector<std::vector<int32_t>>> ByRow(const Lists& lists) const;
   absl::Status Poison(kernels::AttentionBackend& backend) const;
   size_t pages() const { return table_.size() - first_entry_; }

@@ -39,7 +39,7 @@ float Factor(int32_t position, int32_t group) {
   return 1.0f + static_cast<float>((position * 7 + of_group * 3) % 16) / 16.0f;
 }
 
-// A number that is no scale, of one kind or another.
+// A number that is not a valid scale, of one kind or another.
 float Invalid(int32_t kind) {
   constexpr float kInvalid[] = {std::numeric_limits<float>::quiet_NaN(),
                                 std::numeric_limits<float>::infinity(), -1.0f, -0x1p-140f};

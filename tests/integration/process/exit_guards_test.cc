@@ -30,7 +30,7 @@ thread_local bool may_make_threads = false;
 std::atomic<bool> others_may{true};
 std::atomic<int> standard_left{1 << 20};
 
-// Returns true for the threads of std::thread, as opposed to those of gRPC.
+// Returns true for a thread of std::thread, and false for a thread of gRPC.
 bool IsStandard(void* (*start)(void*)) {
   Dl_info from{};
   return dladdr(reinterpret_cast<void*>(start), &from) != 0 &&

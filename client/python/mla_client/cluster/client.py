@@ -51,7 +51,7 @@ class ClusterStream:
         """The stream on that server; another one if it broke."""
         known = self._streams.get(id(client))
         if known is None or known[1].broken is not None:
-            # Those of servers that have restarted, or left, go with their memory.
+            # Streams to servers that have restarted, or left, free their memory here.
             self._streams = {key: one for key, one in self._streams.items()
                              if one[1].broken is None}
             known = self._streams[id(client)] = (client, client.open_stream())

@@ -53,7 +53,7 @@ class FakeServer:
         self.errors = {}
         self.calls = []
         self.registered = []
-        self.asked = self.terms = None  # of the latest registration, and those that hold
+        self.asked = self.terms = None  # the terms of the latest registration; the terms that hold
         self.expired = set()  # models whose leases have ended
         self.uploads = []
         self.checkpoints = {}

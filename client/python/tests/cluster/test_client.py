@@ -223,7 +223,7 @@ class PlacementTest(unittest.TestCase):
         used = [fleet.servers["s:1"], fleet.servers["s:2"]]
         for server in used:
             self.assertEqual(server.terms, (1000, [2.0]))
-        # Scales that were uploaded since, and then those of another registration.
+        # The server keeps uploaded scales until another registration sets scales.
         again.upload_scales([3.0])
         again = fleet.client.register_model(SPEC)
         for server in used:

@@ -1,6 +1,6 @@
 // Multiplies whole rows with W_UQ and W_O that are held as e4m3 codes with fp32 scales. A weight is
-// its code times its scale, rounded to bf16; the products are those of row_product.h, so the sums
-// have the same bits as with these weights in bf16.
+// its code times its scale, rounded to bf16. row_product.h multiplies, so the sums have the same
+// bits as with these weights in bf16.
 //
 // Codes are copied ahead as weights of bf16 are, in half the bytes. Every thread widens the codes
 // that it has copied itself, for the step after the one that is being multiplied:
@@ -226,14 +226,9 @@ class CodeRowProduct : RowProductBlock<Products> {
     }
   }
 
-  // Waits until this lane's copies of `step` have landed. kYounger stages after it may have begun.
   template <int kYounger>
-  MLA_DEVICE void wait(Copies& copies, int step, int end) const {
-    if (step + kYounger < end) {
-      copies.template wait<kYounger, kCopies>();
-    } else {
-      copies.template wait<0, kCopies>();
-    }
+  MLA_DEVICE static void wait(Copies& copies, int step, int end) {
+    Block::template wait_for_step<kYounger, kCopies>(copies, step, end);
   }
 
   MLA_DEVICE void multiply(Products& products) const {
@@ -269,27 +264,13 @@ class CodeRowProduct : RowProductBlock<Products> {
     copies.template wait<0, kCopies>();
   }
 
-  // Starts the copies of all stages. The previous kernel writes the rows and not the weights, so
-  // the codes' copies begin before it has ended where copies are counted by stage.
   MLA_DEVICE void start(Copies& copies, Sources& from, int begin, int end) const {
-    if constexpr (MLA_AMD) {
-      wait_for_previous_kernel();
-    } else {
-#pragma unroll
-      for (int s = 0; s < kStages; ++s) {
-        if (begin + s < end) issue_codes(copies, from, begin + s, s);
-      }
-      wait_for_previous_kernel();
-      let_next_kernel_start();
-    }
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) {
-      if (begin + s < end) {
-        if constexpr (MLA_AMD) issue_codes(copies, from, begin + s, s);
-        issue_rows(copies, from, s);
-      }
-      copies.close_stage();
-    }
+    Block::template start_stages<kStages>(
+        copies, begin, end, [&](int s) { issue_codes(copies, from, begin + s, s); },
+        [&](int s) {
+          if constexpr (MLA_AMD) issue_codes(copies, from, begin + s, s);
+          issue_rows(copies, from, s);
+        });
   }
 };
 

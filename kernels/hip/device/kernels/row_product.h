@@ -278,6 +278,39 @@ class RowProductBlock {
   // not exist are left out: what lies in their place reaches their own sums alone.
   MLA_DEVICE bool brings_row(int i) const { return MLA_AMD || copied_row(i) < args.count; }
 
+  // Waits until this lane's copies of `step` have landed. kYounger stages after it may have begun,
+  // each of kCopies copies.
+  template <int kYounger, int kCopies>
+  MLA_DEVICE static void wait_for_step(Copies& copies, int step, int end) {
+    if (step + kYounger < end) {
+      copies.template wait<kYounger, kCopies>();
+    } else {
+      copies.template wait<0, kCopies>();
+    }
+  }
+  // Starts the copies of the first kAhead stages. The previous kernel writes the rows and not the
+  // weights, so where copies are counted by stage the weights' begin before it has ended:
+  // `weights(s)` starts the copies of stage s then, and `rest(s)` all others afterwards.
+  template <int kAhead, class Weights, class Rest>
+  MLA_DEVICE static void start_stages(Copies& copies, int begin, int end, const Weights& weights,
+                                      const Rest& rest) {
+    if constexpr (MLA_AMD) {
+      wait_for_previous_kernel();
+    } else {
+#pragma unroll
+      for (int s = 0; s < kAhead; ++s) {
+        if (begin + s < end) weights(s);
+      }
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+    }
+#pragma unroll
+    for (int s = 0; s < kAhead; ++s) {
+      if (begin + s < end) rest(s);
+      copies.close_stage();
+    }
+  }
+
   // Stores or finishes the sums.
   MLA_DEVICE void close(const Products& products) const {
     if constexpr (Products::kFinishes) {
@@ -369,7 +402,7 @@ class RowProduct : RowProductBlock<Products> {
   using Block::weight_steps;
   using typename Block::Copies;
   using typename Block::lds_t;
-  // Copies that a stage takes, those of rows and those of weights.
+  // Copies of rows and of weights that a stage takes.
   static constexpr int kCopies = kStageBytes / 128 / kRowsAtOnce;
   static_assert(kCopies * kRowsAtOnce * 128 == kStageBytes);
 
@@ -447,11 +480,7 @@ class RowProduct : RowProductBlock<Products> {
       start(copies, from, begin, end);
       for (int step = begin; step < end; ++step) {
         const int turn = step - begin;
-        if (step + kStages - 2 < end) {
-          copies.template wait<kStages - 2, kCopies>();
-        } else {
-          copies.template wait<0, kCopies>();
-        }
+        Block::template wait_for_step<kStages - 2, kCopies>(copies, step, end);
         Products::publish();
         block_barrier();
         const int ahead = step + kStages - 1;
@@ -465,24 +494,10 @@ class RowProduct : RowProductBlock<Products> {
     }
   }
 
-  // Starts the copies of the first stages. The previous kernel writes the rows and not the weights,
-  // so the weights' copies begin before it has ended where copies are counted by stage.
   MLA_DEVICE void start(Copies& copies, Sources& from, int begin, int end) const {
-    if constexpr (MLA_AMD) {
-      wait_for_previous_kernel();
-    } else {
-#pragma unroll
-      for (int s = 0; s < kStages - 1; ++s) {
-        if (begin + s < end) issue<kRowCopies, kCopies>(copies, from, begin + s, s);
-      }
-      wait_for_previous_kernel();
-      let_next_kernel_start();
-    }
-#pragma unroll
-    for (int s = 0; s < kStages - 1; ++s) {
-      if (begin + s < end) issue<0, MLA_AMD ? kCopies : kRowCopies>(copies, from, begin + s, s);
-      copies.close_stage();
-    }
+    Block::template start_stages<kStages - 1>(
+        copies, begin, end, [&](int s) { issue<kRowCopies, kCopies>(copies, from, begin + s, s); },
+        [&](int s) { issue<0, MLA_AMD ? kCopies : kRowCopies>(copies, from, begin + s, s); });
   }
 };
 
