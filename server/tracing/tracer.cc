@@ -90,8 +90,8 @@ TraceContext Tracer::Sample(const TraceContext& parent, const std::string& tenan
 }
 
 // The clock of Unix time may be set while the server runs, for example soon after the host's start.
-// Smaller differences come from reading two clocks one after the other. They would tear the spans of
-// a trace apart.
+// Smaller differences come from reading two clocks one after the other. They would tear the spans
+// of a trace apart.
 int64_t Tracer::UnixOffset() {
   const int64_t now = options_.unix_nanos() - SteadyNanos();
   if (std::abs(now - unix_offset_ns_) > kMostDriftNanos) unix_offset_ns_ = now;

@@ -19,6 +19,7 @@
 #include "kernels/hip/device/kernels/copies.h"
 #include "kernels/hip/device/kernels/gate.h"
 #include "kernels/hip/device/kernels/project.h"
+#include "kernels/hip/device/kernels/row_finish.h"
 #include "kernels/hip/device/kernels/row_product.h"
 #include "kernels/hip/device/kv/append_kv.h"
 #include "kernels/hip/device/kv/digest.h"
