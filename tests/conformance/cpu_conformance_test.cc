@@ -156,6 +156,20 @@ TEST(CpuConformanceTest, EmulatedLevels) {
   ExpectNoFailures(RunSuite(EmulatedOptions(SampleCases(sampler, 0, kEmulatedCases))));
 }
 
+// Enough heads and rows for the call that does all stages of a tile, over pages whose rows it reads
+// in place, and dims that are whole tiles.
+TEST(CpuConformanceTest, EmulatedWholeTiles) {
+  SamplerOptions sampler = Sampler();
+  sampler.geometries = {{0, 64, 32, 16, 16}, {0, 128, 64, 32, 32}};
+  sampler.heads = {33, 64, 128};
+  sampler.page_sizes = {16, 64};
+  sampler.kv_formats = {kernels::KvFormat::kBf16, kernels::KvFormat::kFp8Row};
+  sampler.expanded = false;
+  sampler.typical_flop = 1.5e8;
+  sampler.max_flop = 3e8;
+  ExpectNoFailures(RunSuite(EmulatedOptions(SampleCases(sampler, 0, kEmulatedCases))));
+}
+
 // Index lists, on every level.
 TEST(CpuConformanceTest, SparseShapes) {
   SamplerOptions sampler = Sampler();

@@ -78,7 +78,8 @@ class ItemState {
   const WorkInfo& work_;
   std::byte* scratch_;
   KvOperands kv_;
-  bool packs_in_product_ = false;  // the group's products pack values
+  bool whole_tiles_ = false;       // one call does all stages of the group's tiles
+  bool packs_in_product_ = false;  // the group's products, or these calls, pack values
   bool few_keys_ = false;          // some row of the group sees at most kTileRows keys
 };
 
@@ -218,13 +219,12 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   gemm.next_rows = kv_.next_rows();
   gemm.next_count = kv_.next_count();
   gemm.next_bytes = at_.kv.row_bytes;
-  if (packs_in_product_) {
+  const bool careful = masked && !kv_.ValuesFinite(row, rows);
+  if (packs_in_product_ && !careful) {
     gemm.value_panels = kv_.value_panels(row);
     gemm.value_panel_bytes = at_.v_panel_bytes;
     gemm.value_dim = at_.value_dim;
   }
-  kernels_.gemm(gemm);
-  if (at_.q_terms == 2) AddLowTerm(gemm, queries + at_.q_block_bytes);
   SoftmaxArgs softmax{};
   softmax.s = gemm.c;
   softmax.lds = gemm.ldc;
@@ -243,13 +243,6 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
     for (int32_t n = 0; n < columns; ++n) visible[n] = n < packed_rows ? seen[n] - position : 0;
     softmax.visible = visible;
   }
-  kernels_.softmax(softmax);
-
-  float* o = As<float>(at_.o) + static_cast<int64_t>(block) * kTileRows * at_.o_ld;
-  if (masked && !kv_.ValuesFinite(row, rows)) {
-    AccumulateCarefully(softmax, packed_rows, row, rows, o, first);
-    return;
-  }
   AccumulateArgs accumulate{};
   accumulate.p = softmax.p;
   accumulate.rows = rows;
@@ -258,9 +251,20 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   accumulate.v = kv_.values(row);
   accumulate.ldv = kv_.values_ld();
   accumulate.panels = at_.value_panels;
-  accumulate.o = o;
+  accumulate.o = As<float>(at_.o) + static_cast<int64_t>(block) * kTileRows * at_.o_ld;
   accumulate.ldo = at_.o_ld;
   accumulate.alpha = first ? nullptr : softmax.alpha;
+  if (whole_tiles_ && !careful) {
+    kernels_.attend({gemm, softmax, accumulate});
+    return;
+  }
+  kernels_.gemm(gemm);
+  if (at_.q_terms == 2) AddLowTerm(gemm, queries + at_.q_block_bytes);
+  kernels_.softmax(softmax);
+  if (careful) {
+    AccumulateCarefully(softmax, packed_rows, row, rows, accumulate.o, first);
+    return;
+  }
   kernels_.accumulate(accumulate);
   if (softmax.p_rest == nullptr) return;
   std::fill_n(softmax.alpha, columns, 1.0f);
@@ -332,7 +336,10 @@ void ItemState::RunGroup(const Group& group) {
   std::fill_n(As<float>(at_.l), padded, 0.0f);
   std::fill_n(As<float>(at_.norm), padded, 0.0f);
   if (end > work_.kv_begin) PackQueries(group);
-  packs_in_product_ = kv_.PacksInProduct(padded / kPanel);
+  const int32_t panels = padded / kPanel;
+  whole_tiles_ = kernels_.attend != nullptr && panels > kernels_.packs_in_gemm && !at_.expanded &&
+                 at_.q_terms == 1;
+  packs_in_product_ = whole_tiles_ ? !at_.widens : kv_.PacksInProduct(panels);
   bool first = true;
   for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
     const int32_t entries = std::min(at_.chunk_rows, end - begin);

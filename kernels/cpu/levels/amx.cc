@@ -1,4 +1,5 @@
 #include "kernels/cpu/simd/amx_accumulate.h"
+#include "kernels/cpu/simd/amx_attend.h"
 #include "kernels/cpu/simd/amx_softmax.h"
 #include "kernels/cpu/simd/amx_tiles.h"
 #include "kernels/cpu/simd/bf16_common.h"
@@ -191,6 +192,24 @@ void PackPaddedValues(const uint16_t* const* rows, int32_t count, int32_t d, uin
   }
 }
 
+// The stages one after the other do the same additions in the same order, so that outputs do not
+// depend on where pages lie.
+void Attend(const TileArgs& args) {
+  GemmArgs gemm = args.gemm;
+  if (WholeBlocks(gemm)) {
+    AttendWholeBlocks(args);
+    return;
+  }
+  if (gemm.value_panels != nullptr) {
+    PackPaddedValues(reinterpret_cast<const uint16_t* const*>(gemm.a_rows), gemm.rows,
+                     gemm.value_dim, gemm.value_panels, gemm.value_panel_bytes);
+    gemm.value_panels = nullptr;
+  }
+  Gemm(gemm);
+  Softmax(args.softmax);
+  Accumulate(args.accumulate);
+}
+
 // Packs 16 rows x 16 pairs of k at a time.
 void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel) {
   const int32_t padded = (k + kDepth - 1) / kDepth * kDepth;
@@ -231,6 +250,7 @@ const KernelSet kAmxKernels = {
     WeightedSumNarrow,
     EnterThread,
     LeaveThread,
+    Attend,
 };
 
 }  // namespace mla::kernels::cpu

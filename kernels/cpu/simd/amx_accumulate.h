@@ -25,8 +25,8 @@ void Rescale(const AccumulateArgs& g, int32_t begin, int32_t end) {
   }
 }
 
-template <int kA, int kB>
-inline void AccumulateBlock(const AccumulateArgs& g, int32_t row, int32_t panel) {
+template <int kA, int kB, typename Work>
+inline void AccumulateBlock(const AccumulateArgs& g, int32_t row, int32_t panel, Work& work) {
   TileOperands of;
   of.a[0] = reinterpret_cast<const uint8_t*>(static_cast<const uint16_t*>(g.p) + row * kLdp);
   of.a[1] = of.a[0] + (kA - 1) * kRows * kLdp * 2;
@@ -39,31 +39,34 @@ inline void AccumulateBlock(const AccumulateArgs& g, int32_t row, int32_t panel)
   } else {
     ZeroTiles<kA, kB>();
   }
-  NoWork none;
-  Multiply<kA, kB>(of, (g.rows + kDepth - 1) / kDepth, none);
+  Multiply<kA, kB>(of, (g.rows + kDepth - 1) / kDepth, work);
   StoreTiles<kA, kB>(o, g.ldo);
 }
 
-// Computes rows [begin, end) of O, multiples of kPanel.
-void AccumulateRows(const AccumulateArgs& g, int32_t begin, int32_t end) {
+// Computes rows [begin, end) of O, multiples of kPanel. `work` has a turn at each step.
+template <typename Work>
+void AccumulateRows(const AccumulateArgs& g, int32_t begin, int32_t end, Work& work) {
   if (g.alpha != nullptr) Rescale(g, begin, end < g.packed_rows ? end : g.packed_rows);
   FinishStores();
   for (int32_t panel = 0; panel < g.panels; panel += 2) {
     for (int32_t row = begin; row < end; row += kTwoBlocks) {
       const bool two = end - row > kRows;
       if (panel + 1 < g.panels) {
-        two ? AccumulateBlock<2, 2>(g, row, panel) : AccumulateBlock<1, 2>(g, row, panel);
+        two ? AccumulateBlock<2, 2>(g, row, panel, work)
+            : AccumulateBlock<1, 2>(g, row, panel, work);
       } else {
-        two ? AccumulateBlock<2, 1>(g, row, panel) : AccumulateBlock<1, 1>(g, row, panel);
+        two ? AccumulateBlock<2, 1>(g, row, panel, work)
+            : AccumulateBlock<1, 1>(g, row, panel, work);
       }
     }
   }
 }
 
 void Accumulate(const AccumulateArgs& args) {
+  NoWork none;
   for (int32_t row = 0; row < args.columns; row += kRowsAtOnce) {
     const int32_t end = args.columns - row < kRowsAtOnce ? args.columns : row + kRowsAtOnce;
-    AccumulateRows(args, row, end);
+    AccumulateRows(args, row, end, none);
   }
 }
 

@@ -86,6 +86,15 @@ struct AccumulateArgs {
   const float* alpha;
 };
 
+// The stages of an absorbed tile: gemm, softmax, accumulate. gemm.value_panels is null or
+// accumulate.v; what GemmArgs requires for packing does not hold here. REQUIRES: rows, no
+// gemm.accumulate, no softmax.p_rest.
+struct TileArgs {
+  GemmArgs gemm;
+  SoftmaxArgs softmax;
+  AccumulateArgs accumulate;
+};
+
 // Widens rows of an 8-bit format (kernels/formats/kv_format.h; codes are e4m3fn) to bf16 rows:
 // latent values, then rotated ones. With `group` 0 all values are codes, not scaled. Otherwise a
 // latent value is its code times its group's scale, rounded to bf16, and rotated values are bf16.
@@ -145,6 +154,9 @@ struct KernelSet {
   // releases the tiles.
   void (*enter_thread)();
   void (*leave_thread)();
+  // Null, or does all stages of a tile, at the same time where it can. Results equal those of the
+  // single functions bit by bit. It pays for more panels of packed rows than `packs_in_gemm`.
+  void (*attend)(const TileArgs& args) = nullptr;
 };
 
 // Returns the bytes of one B panel of depth k.

@@ -5,8 +5,9 @@
 //
 //   cpu_stages_benchmark [--json=FILE] [--isa=LEVEL] [--repeats=5] [--only=TEXT]
 //
-// "in L1" repeats a product with every operand row and panel at one address, which shows the
-// instructions' own rate. All times are for 128 KV rows and one thread.
+// "all in one call" is the call of a level that does all stages of a tile, which launches with more
+// than 32 heads make. "in L1" repeats a product with every operand row and panel at one address,
+// which shows the instructions' own rate. All times are for 128 KV rows and one thread.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -135,6 +136,15 @@ std::vector<Stage> Stages(Tile& tile, int32_t heads) {
   stages.push_back({"K Q^T", pairs * kKeyDim, [&] { kernels.gemm(tile.gemm); }});
   stages.push_back({"softmax", 0.0, [&] { kernels.softmax(tile.softmax); }});
   stages.push_back({"P V", pairs * kValueDim, [&] { kernels.accumulate(tile.accumulate); }});
+  if (kernels.attend != nullptr) {
+    stages.push_back({"all in one call", pairs * (kKeyDim + kValueDim), [&] {
+                        kernels::cpu::GemmArgs gemm = tile.gemm;
+                        gemm.value_panels = reinterpret_cast<uint16_t*>(tile.values.data());
+                        gemm.value_panel_bytes = tile.accumulate.ldv;
+                        gemm.value_dim = kValueDim;
+                        kernels.attend({gemm, tile.softmax, tile.accumulate});
+                      }});
+  }
   stages.push_back({"K Q^T in L1", pairs * kKeyDim, [&] {
                       const std::vector<const void*> same(kTileRows, tile.operands[0]);
                       kernels::cpu::GemmArgs near = tile.gemm;

@@ -1,0 +1,145 @@
+// A tile of the level `amx` as a whole: its logits, softmax and outputs, with vector instructions
+// and tile products at work at the same time. Needs what amx_tiles.h needs. Everything is in an
+// unnamed namespace; fp32_kernels.h says why.
+#ifndef MLA_KERNELS_CPU_SIMD_AMX_ATTEND_H_
+#define MLA_KERNELS_CPU_SIMD_AMX_ATTEND_H_
+
+#include "kernels/cpu/simd/amx_accumulate.h"
+#include "kernels/cpu/simd/amx_softmax.h"
+
+namespace mla::kernels::cpu {
+namespace {
+
+constexpr int32_t kMostFetchedLines = 8;  // of the next tile, in a step
+
+// Packs values as PackPaddedValues does, if the product asks for it. A turn packs the values of the
+// 32 x 32 elements that its step reads, because the product brings their lines into the first-level
+// cache.
+class PackJob {
+ public:
+  explicit PackJob(const GemmArgs& g)
+      : rows_(reinterpret_cast<const uint16_t* const*>(g.a_rows)),
+        out_(reinterpret_cast<uint8_t*>(g.value_panels)),
+        panel_bytes_(g.value_panel_bytes),
+        value_dim_(g.value_panels != nullptr ? g.value_dim : 0),
+        k_(g.k) {}
+
+  inline void Step() {
+    if (at_ < value_dim_) PackBlock();
+    at_ += kDepth;
+    if (at_ < k_) return;
+    at_ = 0;
+    rows_ += kTwoBlocks;
+    out_ += kTwoBlocks / 2 * 64;
+  }
+
+ private:
+  inline void PackBlock() {
+    uint8_t* out = out_ + at_ / kPanel * panel_bytes_;
+    for (int32_t r = 0; r < kTwoBlocks; r += 2, out += 64) {
+      const ValuePairs pairs =
+          PairValues(_mm512_loadu_si512(rows_[r] + at_), _mm512_loadu_si512(rows_[r + 1] + at_));
+      _mm512_storeu_si512(out, pairs.first);
+      _mm512_storeu_si512(out + panel_bytes_, pairs.second);
+    }
+  }
+
+  const uint16_t* const* rows_;  // the 32 rows at work
+  uint8_t* out_;                 // their pairs in the first panel
+  const int64_t panel_bytes_;
+  const int32_t value_dim_, k_;
+  int32_t at_ = 0;  // elements of these rows that have had their turn
+};
+
+// A job's turn at a step, and the lines of the next tile that are fetched in it.
+template <typename Job>
+struct Turn {
+  Prefetcher& next;
+  const int lines;
+  Job& job;
+  inline void Step() {
+    next.Step(lines);
+    job.Step();
+  }
+};
+
+// Computes the logits of kB panels of queries, from `panel` on, for all rows.
+template <int kB, typename Work>
+void PanelLogits(const GemmArgs& g, int32_t panel, Work& work) {
+  for (int32_t row = 0; row < g.rows; row += kTwoBlocks) {
+    const auto* const first = static_cast<const uint8_t*>(g.a_rows[row]);
+    TileOperands of;
+    of.a[0] = first;
+    of.a[1] = static_cast<const uint8_t*>(g.a_rows[row + kRows]);
+    of.stride_a = static_cast<const uint8_t*>(g.a_rows[row + 1]) - first;
+    of.b = static_cast<const uint8_t*>(g.b) + panel * g.panel_bytes;
+    of.panel_bytes = g.panel_bytes;
+    ZeroTiles<2, kB>();
+    Multiply<2, kB>(of, g.k / kDepth, work);
+    StoreTiles<2, kB>(g.c + row * g.ldc + panel * kPanel, g.ldc);
+  }
+  FinishStores();  // softmax reads what tiles stored
+}
+
+// Computes the logits of panels [begin, end), one or two.
+template <typename Work>
+void Logits(const GemmArgs& g, int32_t begin, int32_t end, Work work) {
+  if (end - begin == 2) {
+    PanelLogits<2>(g, begin, work);
+  } else {
+    PanelLogits<1>(g, begin, work);
+  }
+}
+
+// Returns true if all blocks of the product are whole and lie evenly.
+bool WholeBlocks(const GemmArgs& g) {
+  if (g.rows % kTwoBlocks != 0 || g.k % kDepth != 0 || g.value_dim % kDepth != 0) return false;
+  for (int32_t row = 0; row < g.rows; row += kTwoBlocks) {
+    if (!Even(g.a_rows + row, kTwoBlocks)) return false;
+  }
+  return true;
+}
+
+// Returns how many lines of the next tile a step fetches, so that a tile's steps fetch all of it.
+int LinesPerStep(const TileArgs& args) {
+  const GemmArgs& g = args.gemm;
+  const int32_t panel_pairs = (g.panels + 1) / 2, values = (args.accumulate.panels + 1) / 2;
+  const int32_t steps = panel_pairs * g.rows / kTwoBlocks * (g.k / kDepth + values);
+  const int32_t lines = g.next_count * ((g.next_bytes + 63) / 64);
+  const int32_t wanted = (lines + steps - 1) / steps;
+  return wanted < kMostFetchedLines ? wanted : kMostFetchedLines;
+}
+
+// Attends to a tile of whole blocks. Values are packed during the logits of the first panels. The
+// softmax step of panels runs during the logits of the next ones, that of the last panels during
+// the outputs of the first packed rows. REQUIRES: rows.
+void AttendWholeBlocks(const TileArgs& args) {
+  const GemmArgs& g = args.gemm;
+  const int lines = LinesPerStep(args);
+  Prefetcher next(g);
+  int32_t panel = g.panels < 2 ? g.panels : 2;
+  PackJob pack(g);
+  Logits(g, 0, panel, Turn<PackJob>{next, lines, pack});
+  int32_t column = 0;  // the softmax step of the columns before is done
+  while (panel < g.panels) {
+    const int32_t end = g.panels - panel < 2 ? g.panels : panel + 2;
+    SoftmaxJob softmax(args.softmax, column, panel * kPanel);
+    Logits(g, panel, end, Turn<SoftmaxJob>{next, lines, softmax});
+    softmax.Finish();
+    column = panel * kPanel;
+    panel = end;
+  }
+  SoftmaxJob softmax(args.softmax, column, panel * kPanel);
+  Turn<SoftmaxJob> turn{next, lines, softmax};
+  const int32_t columns = args.accumulate.columns;
+  for (int32_t row = 0; row < columns; row += kRowsAtOnce) {
+    const int32_t end = columns - row < kRowsAtOnce ? columns : row + kRowsAtOnce;
+    if (end > column) softmax.Finish();
+    AccumulateRows(args.accumulate, row, end, turn);
+  }
+}
+
+}  // namespace
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_SIMD_AMX_ATTEND_H_
