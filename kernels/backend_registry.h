@@ -31,13 +31,10 @@ struct BackendOptions {
   int64_t gpu_watchdog_ms = 10000;  // longest launch
   // The path of a GPU runtime's library, or of its folder. Empty: the usual places.
   std::string gpu_runtime_library;
-  std::string gpu_graphs = "auto";          // "auto", "on", "off": hip::GraphUse
-  std::string gpu_product_library = "off";  // "on", "off": HipBackendOptions::product_library
-  int64_t gpu_self_test_ms = 300000;        // longest test of a GPU's kernels
+  std::string gpu_graphs = "auto";    // "auto", "on", "off": hip::GraphUse
+  int64_t gpu_self_test_ms = 300000;  // longest test of a GPU's kernels
   // Called when a part of that test begins, with the time spent so far; may be empty.
   std::function<void(std::string_view part, std::chrono::milliseconds so_far)> on_self_test_part;
-  // Called with what a device's backend finds out later than at its start; may be empty.
-  std::function<void(std::string_view name, std::string_view text)> on_note;
   // CPU dispatch level to use, or "" for the best: "amx", "avx512_bf16", "avx512", "avx2",
   // "portable".
   std::string cpu_isa;

@@ -18,10 +18,6 @@ void LogSelfTestPart(std::string_view part, std::chrono::milliseconds so_far) {
       {{"part", std::string(part)}, {"so_far_ms", so_far.count()}});
 }
 
-void LogNote(std::string_view name, std::string_view text) {
-  Log(LogLevel::kInfo, "backend_note", {{"about", std::string(name)}, {"text", std::string(text)}});
-}
-
 }  // namespace
 
 absl::StatusOr<kernels::BackendChoice> ChooseBackend(const Config& config,
@@ -29,7 +25,6 @@ absl::StatusOr<kernels::BackendChoice> ChooseBackend(const Config& config,
   kernels::BackendOptions options = config.backend_options;
   options.gpu_shared_bytes = config.shm.device_bytes;
   options.on_self_test_part = LogSelfTestPart;
-  options.on_note = LogNote;
   return registry != nullptr ? registry->Select(config.backend, options)
                              : AllBackends().Select(config.backend, options);
 }

@@ -95,7 +95,6 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
   absl::Status tested = options.self_test ? backend->TestKernels(&prefill, run) : absl::OkStatus();
   if (tested.ok()) tested = backend->SettleHostMemory(run);
   if (tested.ok()) tested = backend->SettleGraphs(run);
-  if (tested.ok()) tested = backend->SettleProducts(run);
   if (!tested.ok()) {
     return absl::InternalError(
         absl::StrCat("failed self-test on ", device.info.device, ": ", tested.message()));
@@ -205,35 +204,6 @@ absl::Status HipBackend::SettleBoxes() {
       {"boxes", encoded.ok() ? "the copy engine brings KV rows of bf16"
                              : absl::StrCat("KV rows of bf16 come by copies of 16 bytes: ",
                                             std::string(encoded.message()))});
-  return absl::OkStatus();
-}
-
-absl::Status HipBackend::SettleProducts(SelfTestRun& run) {
-  absl::Status usable = absl::UnavailableError("gpu.product_library");
-  if (options_.product_library) {
-    auto opened = ProductLibrary::Open(runtime_.get(), options_.product_libraries);
-    usable = opened.status();
-    if (opened.ok()) products_ = *std::move(opened);
-  }
-  device_.products = products_.get();
-  if (products_ != nullptr && options_.self_test) {
-    // The library must multiply in the test, also if launches leave as many rows to the kernels.
-    device_.library_rows = std::min(options_.library_rows, kSelfTestProductRows);
-    const absl::Status s = Allocate(SelfTestLimits(*this));
-    if (s.ok()) usable = SelfTestProducts(*this, *products_, run);
-    Release();
-    if (!s.ok() || !health_.ok()) return s.ok() ? health_ : s;
-    if (!usable.ok()) {
-      device_.products = nullptr;
-      products_.reset();
-    }
-  }
-  device_.library_rows = options_.library_rows;
-  device_.info.notes.push_back(
-      {"product_library", products_ != nullptr
-                              ? absl::StrCat(products_->description(), ", from ",
-                                             device_.library_rows, " rows of PROJECTED on")
-                              : absl::StrCat("off: ", std::string(usable.message()))});
   return absl::OkStatus();
 }
 
@@ -383,14 +353,7 @@ absl::Status HipBackend::LoadProjected(int32_t slot, const Geometry& geometry,
   const CallWatch::Scope scope(calls_, "an upload of weights");
   absl::Status s = device_.weights.LoadProjected(slot, geometry, shape, part, head, weights,
                                                  device_.expanded_workspace);
-  if (device_.weights.torn()) return Fault(std::move(s));
-  if (!s.ok() || device_.products == nullptr) return s;
-  const absl::Status chosen = builder_->ChooseProduct(slot, part, streams_.compute);
-  if (!chosen.ok() && options_.on_note) {
-    options_.on_note("product_library", absl::StrCat("kernels multiply by weights slot ", slot,
-                                                     ": ", std::string(chosen.message())));
-  }
-  return s;
+  return device_.weights.torn() ? Fault(std::move(s)) : s;
 }
 
 absl::Status HipBackend::ReadWeights(int32_t slot, const Geometry& geometry, int32_t head,

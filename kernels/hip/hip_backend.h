@@ -23,10 +23,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "kernels/attention_backend.h"
@@ -34,7 +32,6 @@
 #include "kernels/hip/args/arch_traits.h"
 #include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/launch/launch_builder.h"
-#include "kernels/hip/products/product_library.h"
 #include "kernels/hip/runtime/call_watch.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/device_sharing.h"
@@ -60,13 +57,6 @@ struct HipBackendOptions {
   bool self_test = true;               // known-answer test of every kernel before use
   SelfTestOptions self_test_options;
   GraphUse graphs = GraphUse::kAuto;
-  // Lets the vendor's library multiply many rows of PROJECTED by their weights
-  // (products/product_library.h), after a test at start.
-  bool product_library = false;
-  std::vector<std::string> product_libraries;  // empty: ProductLibrary::Names
-  int32_t library_rows = kLibraryRows;         // fewest rows of such a product
-  // Called with what is found out about the device later than Create; may be empty.
-  std::function<void(std::string_view name, std::string_view text)> on_note;
   bool reach_host = true;  // false: tensors are copied even if kernels reach host memory
   // At most this number of bytes of device memory is taken for up-projected keys and values of the
   // expanded form. Launches that need more process it in rounds (kernels/types/round_info.h).
@@ -138,10 +128,6 @@ class HipBackend final : public AttentionBackend {
   // Returns the pool's device address, for tools that fill it directly.
   DevicePtr pool() const { return device_.pool.at(); }
   GpuRuntime& runtime() { return *runtime_; }
-  // Null: kernels of the backend's own make all products.
-  const ProductLibrary* products() const { return products_.get(); }
-  // Changes HipBackendOptions::library_rows, for tools that compare.
-  void set_library_rows(int32_t rows) { device_.library_rows = rows; }
   Stream compute_stream() const { return streams_.compute; }
 
  private:
@@ -159,8 +145,6 @@ class HipBackend final : public AttentionBackend {
   absl::Status SettleBoxes();
   // Finds out whether graphs are used, and stores the result.
   absl::Status SettleGraphs(SelfTestRun& run);
-  // Finds out whether the vendor's library multiplies rows, and stores the result.
-  absl::Status SettleProducts(SelfTestRun& run);
   absl::Status CheckReached(std::span<std::byte> memory);
   absl::Status CreateStreams();
   absl::Status Allocate(const BackendLimits& limits);
@@ -174,7 +158,6 @@ class HipBackend final : public AttentionBackend {
 
   HipBackendOptions options_;
   std::unique_ptr<GpuRuntime> runtime_;
-  std::unique_ptr<ProductLibrary> products_;
   std::unique_ptr<DeviceSharing> sharing_;  // null: the library lacks its calls
   int64_t free_bytes_ = 0;                  // on the device when the backend was made
   absl::Status health_;

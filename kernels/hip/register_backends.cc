@@ -14,8 +14,6 @@ HipBackendOptions OptionsOf(HipBackendOptions base, Vendor vendor, const Backend
   if (base.libraries.empty()) base.libraries = RuntimeLibraries(vendor, from.gpu_runtime_library);
   if (from.gpu_graphs == "on") base.graphs = GraphUse::kOn;
   if (from.gpu_graphs == "off") base.graphs = GraphUse::kOff;
-  base.product_library = from.gpu_product_library == "on";
-  base.on_note = from.on_note;
   base.self_test_options.most = std::chrono::milliseconds(from.gpu_self_test_ms);
   base.self_test_options.on_part = from.on_self_test_part;
   base.device = from.device;

@@ -38,12 +38,6 @@ void AddGpuKeys(std::vector<ConfigKey>* keys) {
                  "HIP's graphs take device memory with every launch and may replay old arguments; "
                  "on: they are tested at start, and left off where the test fails.",
                  MLA_SLOT(backend_options.gpu_graphs)),
-          Choice("gpu.product_library", "on|off",
-                 "Multiply many rows of PROJECTED by their weights with the vendor's library, "
-                 "cuBLASLt or hipBLASLt, where the loader finds it.",
-                 "on: it is tested at start, and left off where it is absent or the test fails; it "
-                 "takes 32 MiB of the GPU's memory, and what the library itself takes.",
-                 MLA_SLOT(backend_options.gpu_product_library)),
           Millis("gpu.self_test_ms", 1000, kDayMs,
                  "Longest known-answer test of a GPU's kernels, at start.",
                  "A GPU that has not passed it by then is not used; an emulated one takes minutes.",

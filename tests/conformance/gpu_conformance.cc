@@ -17,12 +17,12 @@
 // shapes; --typical-flop is the size of nine in ten sampled shapes. --progress prints each shape
 // before it runs, and each part of the self-test. --watchdog-ms is the longest time of a launch
 // (ten minutes). --self-test 0 runs the shapes even on a device that gives wrong answers;
-// --self-test-parts runs only these parts first; more flags are in self_test_flags.h. A --shape is
-// a launch (directed_case.h), e.g. absorbed:128:1,4097,64; nothing else runs then except what later
-// flags ask for. --first-byte places all pages after this many bytes of a larger pool, for
-// addresses beyond 32 bits (with few --threads, each has a pool); a multiple of kPageGranuleBytes.
-// On an emulated GPU, which computes about 10^8 products a second: --threads 1 --edges 200 --shapes
-// 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6 --progress 1.
+// --self-test-parts runs only these parts first. A --shape is a launch (directed_case.h), e.g.
+// absorbed:128:1,4097,64; nothing else runs then except what later flags ask for. --first-byte
+// places all pages after this many bytes of a larger pool, for addresses beyond 32 bits (with few
+// --threads, each has a pool); a multiple of kPageGranuleBytes. On an emulated GPU, which computes
+// about 10^8 products a second: --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2
+// --max-flop 1e8 --typical-flop 4e6 --progress 1.
 //
 // --dims: nope_dim and v_dim of all shapes. Without it they are 128,128, and 192,256 in some
 // sampled shapes and shapes of the expanded form.

@@ -1,7 +1,5 @@
 // Flags of gpu_conformance that control the device test before use: --self-test 0,
-// --self-test-parts, --graphs, --product-library (off, usual, or a file: whether the vendor's
-// library multiplies rows of PROJECTED, and where it is) and --library-rows (the fewest that it
-// multiplies).
+// --self-test-parts and --graphs.
 #ifndef MLA_TESTS_CONFORMANCE_SELF_TEST_FLAGS_H_
 #define MLA_TESTS_CONFORMANCE_SELF_TEST_FLAGS_H_
 
@@ -13,7 +11,6 @@
 #include <string_view>
 #include <vector>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "kernels/hip/hip_backend.h"
@@ -30,14 +27,6 @@ class SelfTestFlags {
       return value == "0" || value == "1" ? "" : "0 or 1";
     }
     if (name == "--self-test-parts") return TakeParts(value);
-    if (name == "--product-library") {
-      product_library_ = value;
-      return value.empty() ? "off, usual or a file" : "";
-    }
-    if (name == "--library-rows") {
-      const bool number = absl::SimpleAtoi(value, &library_rows_);
-      return number && library_rows_ > 0 ? "" : "1 or more";
-    }
     if (name != "--graphs") return std::nullopt;
     using kernels::hip::GraphUse;
     graphs_ = value == "on" ? GraphUse::kOn : value == "off" ? GraphUse::kOff : GraphUse::kAuto;
@@ -50,14 +39,6 @@ class SelfTestFlags {
     options->self_test_options.most = std::chrono::hours(24);
     if (prints) options->self_test_options.on_part = Print;
     options->graphs = graphs_;
-    options->product_library = product_library_ != "off";
-    if (options->product_library && product_library_ != "usual") {
-      options->product_libraries = {product_library_};
-    }
-    options->library_rows = library_rows_;
-    options->on_note = [](std::string_view about, std::string_view text) {
-      std::printf("%s: %s\n", std::string(about).c_str(), std::string(text).c_str());
-    };
   }
   // Sets the options of later backends. They are not tested again, but use the first backend's
   // notes, which are printed.
@@ -67,7 +48,6 @@ class SelfTestFlags {
     }
     using kernels::hip::GraphUse;
     options->self_test = false;
-    options->product_library = made.products() != nullptr;
     options->reach_host = made.runtime().kernels_reach_host();
     options->graphs = made.runtime().uses_graphs() ? GraphUse::kOn : GraphUse::kOff;
   }
@@ -91,8 +71,6 @@ class SelfTestFlags {
 
   bool self_test_ = true;
   std::vector<std::string> parts_;
-  std::string product_library_ = "off";
-  int32_t library_rows_ = kernels::hip::kLibraryRows;
   kernels::hip::GraphUse graphs_ = kernels::hip::GraphUse::kAuto;
 };
 

@@ -125,7 +125,6 @@ TEST_P(SelfTestKernelsTest, NoticesAnyKernel) {
   EXPECT_TRUE(status.ok()) << status;
   std::vector<std::string> named(SelfTestParts().begin(), SelfTestParts().end());
   if (arch.expanded_products_keys == 0) std::erase(named, "prefill");
-  std::erase(named, "products");  // off unless asked for
   // Graphs are off on AMD devices. On NVIDIA devices the driver reports whether kernels reach host
   // memory.
   std::erase(named, options.vendor == Vendor::kAmd ? "replays" : "host_memory");

@@ -53,8 +53,7 @@ class DriverCallsTest(unittest.TestCase):
     """docs/kernels/driver_calls.md gives a reason for each call of a GPU's driver."""
 
     TABLES = ("kernels/hip/runtime/runtime_table.cc", "kernels/hip/runtime/device_sharing.cc",
-              "kernels/hip/runtime/kernel_graphs.cc",
-              "kernels/hip/products/product_library.cc")
+              "kernels/hip/runtime/kernel_graphs.cc")
     ALIAS = re.compile(r'(?:\(|\? )(nullptr|"hip\w+")(?:,\s+| : )(nullptr|"cu\w+")')
 
     LOADS_CODE = "kernels/hip/device_state/kernel_set.cc"

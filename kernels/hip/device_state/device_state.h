@@ -10,7 +10,6 @@
 #include "kernels/hip/args/arch_traits.h"
 #include "kernels/hip/device_state/kernel_set.h"
 #include "kernels/hip/device_state/weight_store.h"
-#include "kernels/hip/products/product_library.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
@@ -28,9 +27,7 @@ struct DeviceState {
   const ArchTraits* arch = nullptr;
   BackendInfo info;
   KernelSet kernels;
-  bool brings_boxes = false;           // the driver makes tensor maps of KV rows (BoxArgs)
-  ProductLibrary* products = nullptr;  // null: all products are by kernels
-  int32_t library_rows = 0;            // fewest rows of a product by the library
+  bool brings_boxes = false;  // the driver makes tensor maps of KV rows (BoxArgs)
 
   WeightStore weights;
   DeviceBuffer pool, table_mirror;

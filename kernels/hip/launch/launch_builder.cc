@@ -89,7 +89,7 @@ int64_t LaunchBuilder::HostBytes(const DeviceState& device, const BackendLimits&
 
 int64_t LaunchBuilder::WorkspaceBytes(const DeviceState& device, const BackendLimits& l) {
   return IndexWork::WorkspaceBytes(l, device.info) + StreamWork::WorkspaceBytes(l) +
-         RowWork::WorkspaceBytes(device, l) + PlanBytesOnEither(device, l);
+         RowWork::WorkspaceBytes(l) + PlanBytesOnEither(device, l);
 }
 
 absl::Status LaunchBuilder::CheckAttention(const AttentionParams& params) const {

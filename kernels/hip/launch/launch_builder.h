@@ -60,10 +60,6 @@ class LaunchBuilder final {
   // `index` until Release. Returns the errors of Choose, and RESOURCE_EXHAUSTED beyond the limits.
   absl::Status Build(LaunchRecording& recording, int32_t index, const Launch& launch,
                      const LaunchForm& form);
-  // As RowWork::ChooseProduct.
-  absl::Status ChooseProduct(int32_t slot, ProjectedPart part, Stream stream) {
-    return row_products_.ChooseProduct(slot, part, stream);
-  }
   // Call when the slot's launch has ended, or was refused and no part of it runs.
   void Release(int32_t index) { plans_->Release(index); }
 

@@ -17,7 +17,6 @@ constexpr int64_t kSumsBytes = int64_t{32} << 20;
 constexpr int64_t kPackedBytes = int64_t{16} << 20;
 
 constexpr uintptr_t kCopiedBytes = 16;  // the device copies rows in pieces of this size
-static_assert(kCopiedBytes >= ProductLibrary::kOperandAlignment);
 
 int64_t ElementBytes(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
@@ -42,36 +41,10 @@ void SetWeights(const WeightStore::HeldMatrix& weights, RowProductArgs& args) {
   args.scale_pitch = weights.shape.scale_pitch;
 }
 
-int32_t PitchOf(int32_t columns) { return (columns + kRowRun - 1) / kRowRun * kRowRun; }
-
-// The library multiplies as many rows as a product may have, whatever their number: one algorithm
-// serves all, and a row's sums depend on no other row. The results of rows that do not exist stay
-// in the workspace.
-ProductShape LibraryShape(int32_t columns, int32_t padded_depth) {
-  return {kRowProductMany, columns, padded_depth, PitchOf(columns)};
-}
-bool Fits(const ProductShape& shape) {
-  return int64_t{shape.rows} * shape.pitch * int64_t{sizeof(float)} <= kSumsBytes &&
-         int64_t{shape.rows} * shape.depth * int64_t{sizeof(Bf16)} <= kPackedBytes;
-}
-
-// Returns true if the rows are all that a product may have, one after another.
-bool IsWhole(std::span<const RowProductRow> rows, int32_t depth) {
-  if (rows.size() != static_cast<size_t>(kRowProductMany)) return false;
-  const auto* at = static_cast<const Bf16*>(rows.front().in);
-  return std::all_of(rows.begin(), rows.end(), [&](const RowProductRow& row) {
-    return row.in == std::exchange(at, at + depth);
-  });
-}
-
-DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
-
 }  // namespace
 
-int64_t RowWork::WorkspaceBytes(const DeviceState& device, const BackendLimits& limits) {
-  if (limits.weights_slots == 0) return 0;
-  const int64_t library = device.products != nullptr ? ProductLibrary::kWorkspaceBytes : 0;
-  return kSumsBytes + kPackedBytes + library;
+int64_t RowWork::WorkspaceBytes(const BackendLimits& limits) {
+  return limits.weights_slots > 0 ? kSumsBytes + kPackedBytes : 0;
 }
 
 int64_t RowWork::MetadataBytes(const BackendLimits& limits) {
@@ -81,16 +54,11 @@ int64_t RowWork::MetadataBytes(const BackendLimits& limits) {
 }
 
 absl::Status RowWork::Allocate(const BackendLimits& limits) {
-  if (WorkspaceBytes(device_, limits) == 0) return absl::OkStatus();
+  if (WorkspaceBytes(limits) == 0) return absl::OkStatus();
   MLA_ASSIGN_OR_RETURN(sums_,
                        DeviceBuffer::Create(device_.runtime, "sums of projected rows", kSumsBytes));
   MLA_ASSIGN_OR_RETURN(packed_,
                        DeviceBuffer::Create(device_.runtime, "projected rows", kPackedBytes));
-  if (device_.products != nullptr) {
-    MLA_ASSIGN_OR_RETURN(workspace_,
-                         DeviceBuffer::Create(device_.runtime, "products of the vendor's library",
-                                              ProductLibrary::kWorkspaceBytes));
-  }
   rows_.reserve(static_cast<size_t>(limits.launch_rows));
   return absl::OkStatus();
 }
@@ -141,7 +109,7 @@ absl::Status RowWork::Add(LaunchRecording& recording, const RowProjection& proje
     SetWeights(weights, args);
     args.packed = in_place ? nullptr : packed_.As<uint16_t>();
     args.sums = sums_.As<float>();
-    args.pitch = PitchOf(args.columns);
+    args.pitch = (args.columns + kRowRun - 1) / kRowRun * kRowRun;
     args.in_is_f32 = projection.in == DType::kF32;
     args.out_is_f32 = projection.out == DType::kF32;
     args.planes = args.in_is_f32 ? 2 : 1;
@@ -177,10 +145,6 @@ absl::Status RowWork::AddGroup(LaunchRecording& recording, const Group& group) {
   for (int64_t done = 0; done < group.rows; done += at_once) {
     args.rows = group.args.rows + group.first_row + done;
     args.count = static_cast<int32_t>(std::min(at_once, group.rows - done));
-    const auto host_rows = std::span(rows_).subspan(static_cast<size_t>(group.first_row + done),
-                                                    static_cast<size_t>(args.count));
-    MLA_ASSIGN_OR_RETURN(const bool by_library, AddLibraryProduct(recording, args, host_rows));
-    if (by_library) continue;
     const bool is_few = args.count <= kRowProductFew;
     args.splits = is_few ? few : many;
     args.finishes = FinishesRows(is_few ? device_.arch->few_rows : device_.arch->many_rows, args);
@@ -189,83 +153,30 @@ absl::Status RowWork::AddGroup(LaunchRecording& recording, const Group& group) {
   return absl::OkStatus();
 }
 
-LibraryProduct RowWork::ProductOf(const RowProductArgs& args, const void* in) const {
-  return {.library = device_.products,
-          .plan = nullptr,
-          .weights = AddressOf(args.weights),
-          .rows = AddressOf(in),
-          .sums = sums_.at(),
-          .workspace = workspace_.at()};
-}
-
-absl::Status RowWork::ChooseProduct(int32_t slot, ProjectedPart part, Stream stream) {
-  const WeightStore::HeldMatrix weights = device_.weights.Projected(slot, part);
-  if (device_.products == nullptr || weights.weights == nullptr) return absl::OkStatus();
-  RowProductArgs args = {};
-  SetWeights(weights, args);
-  const ProductShape shape = LibraryShape(args.columns, args.padded_depth);
-  if (!Fits(shape)) return absl::OkStatus();
-  return device_.products->Choose(shape, ProductOf(args, packed_.As<const void>()), stream);
-}
-
-absl::StatusOr<bool> RowWork::AddLibraryProduct(LaunchRecording& recording, RowProductArgs args,
-                                                std::span<const RowProductRow> host_rows) {
-  if (device_.products == nullptr || args.weights == nullptr || args.planes != 1 ||
-      args.count < device_.library_rows) {
-    return false;
-  }
-  const ProductShape shape = LibraryShape(args.columns, args.padded_depth);
-  const ProductPlan* const plan = Fits(shape) ? device_.products->Find(shape) : nullptr;
-  if (plan == nullptr) return false;
-  const void* in = host_rows.front().in;
-  if (args.packed != nullptr || !IsWhole(host_rows, args.padded_depth)) {
-    args.packed = packed_.As<uint16_t>();
-    in = args.packed;
-    MLA_RETURN_IF_ERROR(AddPack(recording, args));
-  }
-  LibraryProduct product = ProductOf(args, in);
-  product.plan = plan;
-  MLA_RETURN_IF_ERROR(recording.AddProduct(product));
-  args.splits = 1;
-  args.finishes = 0;
-  MLA_RETURN_IF_ERROR(AddFinish(recording, args, /*overlaps=*/false));
-  return true;
-}
-
-absl::Status RowWork::AddPack(LaunchRecording& recording, const RowProductArgs& args) {
-  constexpr int32_t kPackRun = 8;  // elements that a thread packs
-  const LaunchShape shape{.grid_x = BlocksFor(args.padded_depth, int64_t{kBlockThreads} * kPackRun),
-                          .grid_y = static_cast<uint32_t>(args.count),
-                          .threads = kBlockThreads,
-                          .overlap_predecessor = true};
-  return recording.AddKernel(device_.kernels.pack_rows, shape, args);
-}
-
-absl::Status RowWork::AddFinish(LaunchRecording& recording, const RowProductArgs& args,
-                                bool overlaps) {
-  const LaunchShape shape{.grid_x = BlocksFor(args.columns, int64_t{kBlockThreads} * kRowRun),
-                          .grid_y = static_cast<uint32_t>(args.count),
-                          .threads = kBlockThreads,
-                          .overlap_predecessor = overlaps};
-  return recording.AddKernel(device_.kernels.finish_rows, shape, args);
-}
-
 absl::Status RowWork::AddProduct(LaunchRecording& recording, const RowProductArgs& args) {
-  if (args.packed != nullptr) MLA_RETURN_IF_ERROR(AddPack(recording, args));
+  constexpr int32_t kPackRun = 8;  // elements that a thread packs
+  LaunchShape shape{.grid_y = static_cast<uint32_t>(args.count),
+                    .threads = kBlockThreads,
+                    .overlap_predecessor = true};
+  if (args.packed != nullptr) {
+    shape.grid_x = BlocksFor(args.padded_depth, int64_t{kBlockThreads} * kPackRun);
+    MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.pack_rows, shape, args));
+  }
   const bool few = args.count <= kRowProductFew;
   const bool codes = args.codes != nullptr;
   const RowProductShape& kernel = few ? device_.arch->few_rows : device_.arch->many_rows;
   const KernelSet& kernels = device_.kernels;
   const Function of_weights = few ? kernels.few_rows : kernels.many_rows;
   const Function of_codes = few ? kernels.few_code_rows : kernels.many_code_rows;
-  const int32_t shared_bytes = codes ? kernel.code_shared_bytes : kernel.shared_bytes;
-  const LaunchShape shape{.grid_x = BlocksFor(args.columns, kernel.columns),
-                          .grid_y = static_cast<uint32_t>(args.splits),
-                          .threads = kBlockThreads,
-                          .shared_bytes = static_cast<uint32_t>(shared_bytes),
-                          .overlap_predecessor = true};
-  MLA_RETURN_IF_ERROR(recording.AddKernel(codes ? of_codes : of_weights, shape, args));
-  return args.finishes != 0 ? absl::OkStatus() : AddFinish(recording, args, /*overlaps=*/true);
+  LaunchShape product = shape;
+  product.grid_x = BlocksFor(args.columns, kernel.columns);
+  product.grid_y = static_cast<uint32_t>(args.splits);
+  product.shared_bytes =
+      static_cast<uint32_t>(codes ? kernel.code_shared_bytes : kernel.shared_bytes);
+  MLA_RETURN_IF_ERROR(recording.AddKernel(codes ? of_codes : of_weights, product, args));
+  if (args.finishes != 0) return absl::OkStatus();
+  shape.grid_x = BlocksFor(args.columns, int64_t{kBlockThreads} * kRowRun);
+  return recording.AddKernel(device_.kernels.finish_rows, shape, args);
 }
 
 }  // namespace mla::kernels::hip

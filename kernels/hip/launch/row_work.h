@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/args/row_args.h"
 #include "kernels/hip/device_state/device_state.h"
@@ -26,17 +25,13 @@ class RowWork final {
   explicit RowWork(const DeviceState& device) : device_(device) {}
 
   // Returns the bytes of device memory that Allocate takes; 0 if no model may have weights.
-  static int64_t WorkspaceBytes(const DeviceState& device, const BackendLimits& limits);
+  static int64_t WorkspaceBytes(const BackendLimits& limits);
   // Returns the most bytes of metadata that a launch takes here.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
   absl::Status Allocate(const BackendLimits& limits);
   // FAILED_PRECONDITION names a record without weights, RESOURCE_EXHAUSTED the limit.
   absl::Status Add(LaunchRecording& recording, const RowProjection& projection, ProjectedPart part);
-  // Lets the vendor's library, if there is one, choose how it multiplies by the weights of a slot,
-  // once these have all heads. Errors say why it does not multiply by weights of this shape; the
-  // kernels do then.
-  absl::Status ChooseProduct(int32_t slot, ProjectedPart part, Stream stream);
 
  private:
   // The fields that the products of one weights slot share, and the slot's rows in rows_.
@@ -47,17 +42,9 @@ class RowWork final {
   absl::Status AddRows(const RowProjection& projection, const RowProjectionRecord& record);
   absl::Status AddGroup(LaunchRecording& recording, const Group& group);
   absl::Status AddProduct(LaunchRecording& recording, const RowProductArgs& args);
-  // Adds the product to the library's if it can take it; else returns false. `host_rows` are those
-  // of args.rows.
-  absl::StatusOr<bool> AddLibraryProduct(LaunchRecording& recording, RowProductArgs args,
-                                         std::span<const RowProductRow> host_rows);
-  absl::Status AddPack(LaunchRecording& recording, const RowProductArgs& args);
-  // `overlaps`: the kernel may start before its predecessor has ended.
-  absl::Status AddFinish(LaunchRecording& recording, const RowProductArgs& args, bool overlaps);
-  LibraryProduct ProductOf(const RowProductArgs& args, const void* in) const;
 
   const DeviceState& device_;
-  DeviceBuffer sums_, packed_, workspace_;
+  DeviceBuffer sums_, packed_;
   std::vector<RowProductRow> rows_;  // scratch, capacity from Allocate
 };
 

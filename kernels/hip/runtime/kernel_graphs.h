@@ -30,8 +30,7 @@
 
 namespace mla::kernels::hip {
 
-// A launch of a kernel that was not yet given to the device. Without a function it is something
-// else that a launch enqueues in order (LaunchRecording::AddProduct), which no graph takes.
+// A launch of a kernel that was not yet given to the device.
 struct PendingKernel {
   static constexpr size_t kArgBytes = 256;
   Function function = nullptr;

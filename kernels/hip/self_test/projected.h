@@ -15,7 +15,6 @@
 #include "kernels/hip/args/row_args.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/plan.h"
-#include "kernels/hip/self_test/self_test.h"
 #include "kernels/launch_layout.h"
 #include "kernels/projected_weights.h"
 
@@ -25,6 +24,7 @@ namespace mla::kernels::hip::self_test {
 // packed and hidden states need not be; neither has whole tiles of columns.
 inline constexpr Geometry kProjectedGeometry{1, 512, 64, 32, 1536};
 inline constexpr ProjectedShape kProjectedShape{1590, 200};
+inline constexpr int32_t kProjectedRows = kRowProductMany / 2 + 1;  // most rows of a launch
 // The bytes of these weights in device memory, padding included.
 inline constexpr int64_t kProjectedBytes =
     (int64_t{32 + 64} * 1600 + 200 * 1536) * int64_t{sizeof(Bf16)};
@@ -181,17 +181,6 @@ inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart par
   return absl::OkStatus();
 }
 
-// Both products with many rows of bf16 and weights of bf16.
-inline absl::Status CheckManyRows(AttentionBackend& backend) {
-  absl::Status s;
-  for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
-    if (!s.ok()) return s;
-    s = CheckRowProduct(backend, part, DType::kBf16, DType::kBf16, kSelfTestProductRows,
-                        RopeLayout::kInterleaved);
-  }
-  return s;
-}
-
 // The first product has few rows of fp32, which are packed with their remainders; the second has
 // many of bf16. Both have weights of both types.
 inline absl::Status CheckProjected(AttentionBackend& backend) {
@@ -200,7 +189,7 @@ inline absl::Status CheckProjected(AttentionBackend& backend) {
     for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
       absl::Status s = CheckRowProduct(backend, part, DType::kF32, weights, 3, RopeLayout::kHalves);
       if (!s.ok()) return s;
-      s = CheckRowProduct(backend, part, DType::kBf16, weights, kSelfTestProductRows,
+      s = CheckRowProduct(backend, part, DType::kBf16, weights, kProjectedRows,
                           RopeLayout::kInterleaved);
       if (!s.ok()) return s;
     }

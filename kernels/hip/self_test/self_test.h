@@ -4,7 +4,6 @@
 #define MLA_KERNELS_HIP_SELF_TEST_SELF_TEST_H_
 
 #include <chrono>
-#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -13,8 +12,6 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
-#include "kernels/hip/args/row_args.h"
-#include "kernels/hip/products/product_library.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
 namespace mla::kernels::hip {
@@ -33,7 +30,7 @@ struct SelfTestOptions {
 // Returns the names of the parts, in the order in which they run.
 std::span<const std::string_view> SelfTestParts();
 
-// Runs one test of a device, in up to five calls of the functions below, which share its time
+// Runs one test of a device, in up to four calls of the functions below, which share its time
 // limit.
 class SelfTestRun {
  public:
@@ -51,9 +48,6 @@ class SelfTestRun {
   const std::chrono::steady_clock::time_point start_;
   std::vector<std::string> passed_;
 };
-
-// The most rows of a product of PROJECTED in the test.
-inline constexpr int32_t kSelfTestProductRows = kRowProductMany / 2 + 1;
 
 // Returns limits for Configure during the test; some tens of megabytes.
 BackendLimits SelfTestLimits(const AttentionBackend& backend);
@@ -84,12 +78,6 @@ absl::Status SelfTestPrefill(AttentionBackend& backend, SelfTestRun& run);
 // Launches whose tensors kernels copy in and out, and launches that wait for words of host memory
 // and set them. Run once the backend knows that kernels reach host memory.
 absl::Status SelfTestHostMemory(AttentionBackend& backend, SelfTestRun& run);
-
-// Multiplies rows with weights by the vendor's library, which `products` is and the backend uses
-// for kSelfTestProductRows rows. INTERNAL if a result is wrong; UNAVAILABLE if the library
-// multiplied nothing.
-absl::Status SelfTestProducts(AttentionBackend& backend, const ProductLibrary& products,
-                              SelfTestRun& run);
 
 // Launches the same sequence of kernels many times, like the layers of a step, with different
 // arguments, inputs and pool places each time. At least kLeastReplays of the launches must be a

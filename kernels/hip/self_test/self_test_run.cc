@@ -15,10 +15,9 @@ std::chrono::steady_clock::time_point Now(const SelfTestOptions& options) {
 }  // namespace
 
 std::span<const std::string_view> SelfTestParts() {
-  static constexpr std::string_view kParts[] = {"pages",   "digests",     "bf16",      "fp8_tensor",
-                                                "fp8_row", "pieces",      "windows",   "indexer",
-                                                "words",   "one_row",     "projected", "wide_heads",
-                                                "prefill", "host_memory", "replays",   "products"};
+  static constexpr std::string_view kParts[] = {
+      "pages", "digests", "bf16",      "fp8_tensor", "fp8_row", "pieces",      "windows", "indexer",
+      "words", "one_row", "projected", "wide_heads", "prefill", "host_memory", "replays"};
   return kParts;
 }
 

@@ -21,7 +21,6 @@
 #include "absl/status/statusor.h"
 #include "kernels/hip/args/gate_args.h"
 #include "kernels/hip/args/kernel_args.h"
-#include "kernels/hip/products/product_library.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/runtime/kernel_graphs.h"
@@ -89,14 +88,6 @@ class LaunchRecording final {
     static_assert(sizeof(Args) <= PendingKernel::kArgBytes);
     return AddKernelBytes(function, shape, &args, sizeof(Args));
   }
-  // Adds a product of the vendor's library. Its kernels begin after all kernels before it have
-  // ended; the kernel after it must not overlap it.
-  absl::Status AddProduct(const LibraryProduct& product) {
-    static_assert(sizeof(product) <= PendingKernel::kArgBytes);
-    return AddKernelBytes(nullptr, {}, &product, sizeof(product));
-  }
-  // The kernels, and the products as kernels without a function, whose arguments are a
-  // LibraryProduct.
   std::span<const PendingKernel> kernels() const { return kernels_; }
   // Mark the timed range: the time of a launch is that of the kernels added between the two calls.
   // Kernels before and after it make copies.

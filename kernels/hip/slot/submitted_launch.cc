@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
@@ -13,12 +12,6 @@ namespace mla::kernels::hip {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(300);
-
-// Sequences of a launch that may become graphs. Without products there are three: kernels before,
-// inside and after the timed range. A product of the library divides the sequence that it is in.
-// There is one for each 128 rows and each weights slot (RowWork::AddGroup), so a launch may have
-// more sequences; those never become graphs.
-constexpr size_t kMostSequences = 5;
 
 }  // namespace
 
@@ -31,7 +24,8 @@ absl::StatusOr<std::unique_ptr<SubmittedLaunch>> SubmittedLaunch::Create(GpuRunt
                        &launch->done_, &launch->cleared_, &launch->arrived_}) {
     MLA_ASSIGN_OR_RETURN(*event, runtime->CreateEvent());
   }
-  launch->one_by_one_.reserve(kMostSequences);
+  // There are three sequences: kernels before, inside and after the timed range.
+  launch->one_by_one_.reserve(3);
   if (auto graphs = KernelGraphs::Open(runtime); graphs.ok()) launch->graphs_ = *std::move(graphs);
   return launch;
 }
@@ -150,26 +144,9 @@ void SubmittedLaunch::TakeDigests(const LaunchRecording::Digests& digests) const
 }
 
 absl::Status SubmittedLaunch::EnqueueKernels(size_t begin, size_t end) {
-  auto rest = recording_.kernels().subspan(begin, end - begin);
-  while (!rest.empty()) {
-    const auto product = std::find_if(rest.begin(), rest.end(), [](const PendingKernel& kernel) {
-      return kernel.function == nullptr;
-    });
-    const auto before = static_cast<size_t>(product - rest.begin());
-    if (before > 0) MLA_RETURN_IF_ERROR(EnqueueSequence(rest.first(before)));
-    rest = rest.subspan(before);
-    if (rest.empty()) break;
-    LibraryProduct of;
-    std::memcpy(&of, rest.front().args.data(), sizeof(of));
-    MLA_RETURN_IF_ERROR(of.library->Multiply(of, streams_.compute));
-    rest = rest.subspan(1);
-  }
-  return absl::OkStatus();
-}
-
-absl::Status SubmittedLaunch::EnqueueSequence(std::span<const PendingKernel> kernels) {
+  const auto kernels = recording_.kernels().subspan(begin, end - begin);
   if (graphs_ != nullptr && graphs_->Launch(kernels, streams_.compute)) return absl::OkStatus();
-  if (one_by_one_.size() < kMostSequences) one_by_one_.push_back(kernels);
+  one_by_one_.push_back(kernels);
   for (const PendingKernel& kernel : kernels) {
     absl::Status s =
         runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute);
@@ -178,7 +155,7 @@ absl::Status SubmittedLaunch::EnqueueSequence(std::span<const PendingKernel> ker
   return absl::OkStatus();
 }
 
-absl::Status SubmittedLaunch::EnqueueWhole(std::span<const HostInput> inputs) {
+absl::Status SubmittedLaunch::EnqueueSequence(std::span<const HostInput> inputs) {
   end_ = done_;
   absl::Status s = EnqueueStaged(inputs);
   if (s.ok()) s = EnqueueKernels(0, recording_.kernels().size());
@@ -209,7 +186,7 @@ absl::Status SubmittedLaunch::Enqueue(const Launch& launch, const LaunchTensors&
   ends_with_report_ = reports;
   report_ = arrives ? recording_.arrivals().report : nullptr;
   ticket_ = recording_.arrivals().ticket;
-  if (s.ok() && recording_.one_sequence()) return EnqueueWhole(tensors.inputs);
+  if (s.ok() && recording_.one_sequence()) return EnqueueSequence(tensors.inputs);
   if (s.ok()) s = EnqueueInputs(tensors.inputs);
   if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
   if (s.ok()) s = EnqueueKernels(0, recording_.timed_begin());

@@ -82,7 +82,7 @@ class SubmittedLaunch final {
       : runtime_(runtime), streams_(streams), recording_(*recording), copies_(copies) {}
   absl::Status Enqueue(const Launch& launch, const LaunchTensors& tensors, DevicePtr pool);
   // Enqueues a whole launch that is one sequence.
-  absl::Status EnqueueWhole(std::span<const HostInput> inputs);
+  absl::Status EnqueueSequence(std::span<const HostInput> inputs);
   // Enqueues metadata and the tensors that pass through the staged region.
   absl::Status EnqueueStaged(std::span<const HostInput> inputs);
   absl::Status EnqueueInputs(std::span<const HostInput> inputs);
@@ -93,9 +93,7 @@ class SubmittedLaunch final {
   absl::Status Clear(const Range& range, Stream stream);
   // Enqueues on the stream of the kernels.
   absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
-  // Enqueues kernels and products.
   absl::Status EnqueueKernels(size_t begin, size_t end);
-  absl::Status EnqueueSequence(std::span<const PendingKernel> kernels);
   absl::Status EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool);
   absl::Status EnqueueDigests(const LaunchRecording::Digests& digests);
   absl::Status EnqueueOutputs(std::span<const HostOutput> outputs);
@@ -111,8 +109,7 @@ class SubmittedLaunch final {
   // Graphs of this slot's own, because most of its launches have the same sequences between two
   // events, with arguments that differ only by layer. Null: the runtime has none.
   std::unique_ptr<KernelGraphs> graphs_;
-  // Sequences launched kernel by kernel; at most kMostSequences.
-  std::vector<std::span<const PendingKernel>> one_by_one_;
+  std::vector<std::span<const PendingKernel>> one_by_one_;  // sequences launched kernel by kernel
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
   Event cleared_ = nullptr, arrived_ = nullptr;
   Range cleared_range_;  // range that is kToCome after cleared_; empty: none

@@ -74,8 +74,8 @@ absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(
   return kernels::hip::HipBackend::Create(options);
 }
 
-absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(
-    const std::string& image, kernels::hip::HipBackendOptions options) {
+absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(const std::string& image) {
+  kernels::hip::HipBackendOptions options;
   if (image.empty()) return AnyGpu(options);
   std::ifstream file(image, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat("no file ", image));

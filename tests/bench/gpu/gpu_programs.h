@@ -34,8 +34,7 @@ absl::Status WriteJsonRows(const std::string& path, std::span<const std::string>
 absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(
     kernels::hip::HipBackendOptions options = {});
 // The same, with the device code in file `image` instead of the built-in code, unless it is empty.
-absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(
-    const std::string& image, kernels::hip::HipBackendOptions options = {});
+absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(const std::string& image);
 
 // The largest difference of two bf16 outputs, in rows of `row_values` values, relative to the
 // difference that one request may have in two batches: 2^-7 of the row's largest value. Also above

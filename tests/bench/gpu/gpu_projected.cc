@@ -2,13 +2,11 @@
 // GPU time by events, the L2 overwritten before each launch, median.
 //
 //   gpu_projected [--batch 1,32,128] [--context 16384] [--heads 128] [--q-lora-rank 1536]
-//                 [--hidden-size 7168] [--iterations 30] [--tflops 0] [--e4m3 0]
-//                 [--library-rows 0] [--image FILE] [--json FILE]
+//                 [--hidden-size 7168] [--iterations 30] [--tflops 0] [--e4m3 0] [--image FILE]
+//                 [--json FILE]
 //
 // With --e4m3 1 PROJECTED and its two products also run with W_UQ and W_O of e4m3, in turns with
 // those of bf16; a second line a batch has their times. The floor of these reads half the bytes.
-// With --library-rows above 0 the same launches also have their products by the vendor's library,
-// from that number of rows on (gpu.product_library).
 //
 // Both have the same rows, weights and plan; every launch absorbs queries, attends and projects
 // outputs of `batch` sequences. PROJECTED makes the queries of low-rank ones before, and hidden
@@ -27,7 +25,6 @@
 #include <cstdio>
 #include <cstring>
 #include <iterator>
-#include <limits>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -58,7 +55,7 @@ constexpr int64_t kFlushBytes = int64_t{256} << 20;
 struct Flags {
   std::vector<int32_t> batch{1, 32, 128};
   int32_t context = 16384, heads = 128, q_lora_rank = 1536, hidden_size = 7168, iterations = 30,
-          tflops = 0, e4m3 = 0, library_rows = 0;
+          tflops = 0, e4m3 = 0;
   std::string json, image;
 };
 
@@ -68,23 +65,17 @@ enum class Parts { kExpanded, kProjected, kQueries, kAbsorb, kAttend, kProject, 
 // The weights slots, by the type of W_UQ and W_O. EXPANDED uses the first.
 constexpr int32_t kBf16Slot = 0, kCodesSlot = 1;
 
-// How W_UQ and W_O are multiplied: by kernels, by kernels as e4m3, or by the vendor's library.
-enum class Products { kKernels, kCodes, kLibrary };
-
 struct Kind {
   Parts parts;
-  Products products;
-  int32_t slot() const { return products == Products::kCodes ? kCodesSlot : kBf16Slot; }
+  int32_t slot;  // of W_UQ and W_O
 };
-// The kinds of launches, in their turns.
-constexpr Kind kKinds[] = {
-    {Parts::kExpanded, Products::kKernels},  {Parts::kProjected, Products::kKernels},
-    {Parts::kQueries, Products::kKernels},   {Parts::kAbsorb, Products::kKernels},
-    {Parts::kAttend, Products::kKernels},    {Parts::kProject, Products::kKernels},
-    {Parts::kHiddens, Products::kKernels},   {Parts::kProjected, Products::kCodes},
-    {Parts::kQueries, Products::kCodes},     {Parts::kHiddens, Products::kCodes},
-    {Parts::kProjected, Products::kLibrary}, {Parts::kQueries, Products::kLibrary},
-    {Parts::kHiddens, Products::kLibrary}};
+// The kinds of launches, in their turns; the last kCodesKinds only with --e4m3.
+constexpr Kind kKinds[] = {{Parts::kExpanded, kBf16Slot}, {Parts::kProjected, kBf16Slot},
+                           {Parts::kQueries, kBf16Slot},  {Parts::kAbsorb, kBf16Slot},
+                           {Parts::kAttend, kBf16Slot},   {Parts::kProject, kBf16Slot},
+                           {Parts::kHiddens, kBf16Slot},  {Parts::kProjected, kCodesSlot},
+                           {Parts::kQueries, kCodesSlot}, {Parts::kHiddens, kCodesSlot}};
+constexpr size_t kCodesKinds = 3;
 
 struct Times {
   double median = 0, least = 0;  // microseconds
@@ -122,13 +113,7 @@ class Bench {
   absl::Status Launch(int32_t batch, const kernels::PlanView& plan, const Kind& kind, int64_t* ns,
                       int64_t* bytes);
   void Report(int32_t batch, const AllTimes& times, double read);
-  // Returns true if the launches take turns with such ones.
-  bool Runs(Products products) const {
-    if (products == Products::kLibrary) return backend_->products() != nullptr;
-    return products == Products::kKernels || flags_.e4m3 != 0;
-  }
-  // `products` other than kKernels.
-  void ReportOther(int32_t batch, const AllTimes& times, Products products, double read);
+  void ReportCodes(int32_t batch, const AllTimes& times, double read);
   absl::Status LoadProjected(const kernels::ProjectedShape& shape, int32_t slot);
   absl::StatusOr<AllTimes> TakeTurns(int32_t batch, const kernels::PlanView& plan);
   absl::StatusOr<double> CopyMicros(int64_t bytes);
@@ -308,9 +293,6 @@ void Bench::AddAttention(int32_t batch, const void* q, void* o, void* between, v
 absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, const Kind& kind,
                            int64_t* ns, int64_t* bytes) {
   const Parts parts = kind.parts;
-  backend_->set_library_rows(kind.products == Products::kLibrary
-                                 ? flags_.library_rows
-                                 : std::numeric_limits<int32_t>::max());
   layout_.Clear();
   segments_.clear();
   absorbs_.clear();
@@ -339,10 +321,10 @@ absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, const K
         at(layout_.Input(in_->bytes().data(), batch * kRope * int64_t{sizeof(float)})));
     for (int64_t i = 0; i < batch; ++i) {
       queries_.push_back({static_cast<const Bf16*>(in) + i * in_row,
-                          static_cast<Bf16*>(made) + i * q_row, in_row, q_row, 1, kind.slot(),
+                          static_cast<Bf16*>(made) + i * q_row, in_row, q_row, 1, kind.slot,
                           rotations + i * kRope});
       hiddens_.push_back({static_cast<const Bf16*>(o) + i * o_row,
-                          static_cast<Bf16*>(out) + i * out_row, o_row, out_row, 1, kind.slot(),
+                          static_cast<Bf16*>(out) + i * out_row, o_row, out_row, 1, kind.slot,
                           nullptr});
     }
     const kernels::RopeLayout rope = kernels::RopeLayout::kInterleaved;
@@ -378,18 +360,17 @@ absl::Status Bench::Launch(int32_t batch, const kernels::PlanView& plan, const K
 
 absl::StatusOr<AllTimes> Bench::TakeTurns(int32_t batch, const kernels::PlanView& plan) {
   std::vector<int64_t> times[std::size(kKinds)];
+  const size_t kinds = std::size(kKinds) - (flags_.e4m3 != 0 ? 0 : kCodesKinds);
   AllTimes result;
   for (int32_t i = -5; i < flags_.iterations; ++i) {  // the first five warm up
-    for (size_t k = 0; k < std::size(kKinds); ++k) {
-      if (!Runs(kKinds[k].products)) continue;
+    for (size_t k = 0; k < kinds; ++k) {
       int64_t ns = 0;
       absl::Status s = Launch(batch, plan, kKinds[k], &ns, &result[k].token_bytes);
       if (!s.ok()) return s;
       if (i >= 0) times[k].push_back(ns);
     }
   }
-  for (size_t k = 0; k < std::size(kKinds); ++k) {
-    if (times[k].empty()) continue;
+  for (size_t k = 0; k < kinds; ++k) {
     std::sort(times[k].begin(), times[k].end());
     result[k].median = static_cast<double>(times[k][times[k].size() / 2]) / 1e3;
     result[k].least = static_cast<double>(times[k][0]) / 1e3;
@@ -440,23 +421,20 @@ absl::Status Bench::Time(int32_t batch) {
   auto turns = TakeTurns(batch, *plan);
   if (!turns.ok()) return turns.status();
   Report(batch, *turns, *read);
-  if (Runs(Products::kCodes)) ReportOther(batch, *turns, Products::kCodes, *read / 2);
-  if (Runs(Products::kLibrary)) ReportOther(batch, *turns, Products::kLibrary, *read);
+  if (flags_.e4m3 != 0) ReportCodes(batch, *turns, *read / 2);
   return absl::OkStatus();
 }
 
-const Times& TimesOf(const AllTimes& times, Parts parts, Products products) {
-  const auto* const kind = std::find_if(std::begin(kKinds), std::end(kKinds), [&](const Kind& k) {
-    return k.parts == parts && k.products == products;
-  });
+const Times& TimesOf(const AllTimes& times, Parts parts, int32_t slot) {
+  const auto* const kind =
+      std::find_if(std::begin(kKinds), std::end(kKinds),
+                   [&](const Kind& kind) { return kind.parts == parts && kind.slot == slot; });
   return times[static_cast<size_t>(kind - kKinds)];
 }
 
 void Bench::Report(int32_t batch, const AllTimes& times, double read) {
   const double operations = OperationMicros(batch), floor = std::max(read, operations);
-  const auto of = [&](Parts parts) -> const Times& {
-    return TimesOf(times, parts, Products::kKernels);
-  };
+  const auto of = [&](Parts parts) -> const Times& { return TimesOf(times, parts, kBf16Slot); };
   const Times &expanded = of(Parts::kExpanded), &projected = of(Parts::kProjected);
   const double more = projected.median - expanded.median;
   std::printf(
@@ -482,27 +460,26 @@ void Bench::Report(int32_t batch, const AllTimes& times, double read) {
       projected.token_bytes));
 }
 
-void Bench::ReportOther(int32_t batch, const AllTimes& times, Products products, double read) {
+void Bench::ReportCodes(int32_t batch, const AllTimes& times, double read) {
   const double operations = OperationMicros(batch), floor = std::max(read, operations);
-  const Times& expanded = TimesOf(times, Parts::kExpanded, Products::kKernels);
-  const Times& projected = TimesOf(times, Parts::kProjected, products);
-  const double queries = TimesOf(times, Parts::kQueries, products).median;
-  const double hiddens = TimesOf(times, Parts::kHiddens, products).median;
-  const char* const weights = products == Products::kCodes ? "e4m3" : "bf16 by the library";
+  const Times& expanded = TimesOf(times, Parts::kExpanded, kBf16Slot);
+  const Times& projected = TimesOf(times, Parts::kProjected, kCodesSlot);
+  const double queries = TimesOf(times, Parts::kQueries, kCodesSlot).median;
+  const double hiddens = TimesOf(times, Parts::kHiddens, kCodesSlot).median;
   const double more = projected.median - expanded.median;
   std::printf(
-      "batch=%d context=%d h=%d, weights of %s: projected %.1f us (least %.1f), queries %.1f us, "
+      "batch=%d context=%d h=%d, weights of e4m3: projected %.1f us (least %.1f), queries %.1f us, "
       "hiddens %.1f us; %.1f us more than expanded, %.2f x the floor of %.1f us (reading %.1f us, "
       "multiplying %.1f us)\n",
-      batch, flags_.context, flags_.heads, weights, projected.median, projected.least, queries,
-      hiddens, more, more / floor, floor, read, operations);
+      batch, flags_.context, flags_.heads, projected.median, projected.least, queries, hiddens,
+      more, more / floor, floor, read, operations);
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
-      R"({"bench": "gpu_projected", "weights": "%s", "batch": %d, "context": %d, "heads": %d, )"
+      R"({"bench": "gpu_projected", "weights": "e4m3", "batch": %d, "context": %d, "heads": %d, )"
       R"("expanded_us": %.2f, "projected_us": %.2f, "queries_us": %.2f, "hiddens_us": %.2f, )"
       R"("more_us": %.2f, "floor_us": %.2f, "read_us": %.2f, "operations_us": %.2f})",
-      weights, batch, flags_.context, flags_.heads, expanded.median, projected.median, queries,
-      hiddens, more, floor, read, operations));
+      batch, flags_.context, flags_.heads, expanded.median, projected.median, queries, hiddens,
+      more, floor, read, operations));
 }
 
 int Main(int argc, char** argv) {
@@ -515,7 +492,6 @@ int Main(int argc, char** argv) {
                         {"--iterations", &flags.iterations},
                         {"--tflops", &flags.tflops},
                         {"--e4m3", &flags.e4m3},
-                        {"--library-rows", &flags.library_rows},
                         {"--json", &flags.json},
                         {"--image", &flags.image}};
   absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
@@ -526,15 +502,10 @@ int Main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;
   }
-  kernels::hip::HipBackendOptions options;
-  options.product_library = flags.library_rows > 0;
-  auto backend = AnyGpu(flags.image, options);
+  auto backend = AnyGpu(flags.image);
   if (!backend.ok()) {
     std::fprintf(stderr, "%s\n", backend.status().ToString().c_str());
     return 1;
-  }
-  for (const kernels::BackendNote& note : (*backend)->Info().notes) {
-    if (note.name == "product_library") std::printf("product library: %s\n", note.text.c_str());
   }
   Bench bench(flags, *std::move(backend));
   s = bench.Setup();

@@ -96,18 +96,10 @@ struct Control {
   // (100: for them), and how it can be asked to show them (1: by a call).
   int remote_order = 100, remote_flushes = 1;
 
-  // The vendor's library of products (tests/fake_hip/products).
-  bool finds_products = true;           // its heuristic finds an algorithm
-  int64_t product_workspace = 1 << 20;  // bytes that the algorithm needs
-  bool wrong_products = false;          // it leaves out the first element of the depth
-
   // Counters.
-  int64_t products = 0;         // products by the library
-  int64_t product_choices = 0;  // calls of its heuristic
-  int64_t product_objects = 0;  // objects of the library that exist
-  int64_t remote_shown = 0;     // calls that showed writes of network devices
-  int64_t remote_bytes = 0;     // of device memory that was made for network devices, in total
-  int64_t live_bytes = 0;       // of device memory
+  int64_t remote_shown = 0;  // calls that showed writes of network devices
+  int64_t remote_bytes = 0;  // of device memory that was made for network devices, in total
+  int64_t live_bytes = 0;    // of device memory
   int64_t allocations = 0;
   int64_t launches = 0;
   int64_t expanded_launches = 0;  // those of attention in the expanded form

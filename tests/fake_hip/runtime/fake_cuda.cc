@@ -424,7 +424,6 @@ int cuGraphExecKernelNodeSetParams_v2(void* exec, void* node, const KernelNode* 
   const HipKernelNode made = HipNode(*params);
   return fake_hip_set_node(exec, node, &made);
 }
-int fake_cuda_has_context() { return current != nullptr ? 1 : 0; }
 int cuGraphLaunch(void* exec, void* stream) { IN_CONTEXT(hipGraphLaunch(exec, stream)); }
 
 }  // extern "C"
