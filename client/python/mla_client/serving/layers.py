@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import re
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence as Seq, Tuple
 
@@ -18,13 +19,27 @@ from mla_client.serving.plan import Part, Ranks
 from mla_client.service import Model
 from mla_client.types import Geometry, ModelSpec
 
+LOG = logging.getLogger("mla_client")
 # Two numbers of one scale that were computed on different ways.
 SCALE_TOLERANCE = 1e-5
 # W_UK [heads, nope, lora] and W_UV [heads, lora, v] of a layer.
 Pair = Tuple[Any, Any]
 # The pair, and where the server has the other projections W_UQ [heads, nope + rope, q_lora_rank]
-# and W_O [hidden_size, heads, v], too.
+# and W_O [hidden_size, heads, v], too, each of which may be Codes.
 Weights = Tuple[Any, ...]
+# ModelSpec.projected_dtype as users may ask for it; "": as the checkpoint has the weights.
+PROJECTED_DTYPES = ("", "bf16", "e4m3")
+# A scale of codes that a server holds is for so many rows of W_UQ, and columns of W_O.
+SCALED_ROWS, SCALED_COLUMNS = 16, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """W_UQ or W_O of all heads in eight bits, as checkpoints have them: the number of a code times
+    the scale of its block, rounded to bf16, is a weight."""
+
+    codes: Any   # uint8, e4m3; in the shape of the weights
+    scales: Any  # float32, of the blocks of 128 x 128 of the checkpoint's matrix
 
 
 def number_of(name: str) -> int:
@@ -118,14 +133,46 @@ def check_pair(name: str, pair: Pair, geometry: Geometry) -> None:
         raise errors.Unimplemented(f"{name}: W_UK and W_UV are {got}, must be {want}")
 
 
+def check_projected_dtype(asked: Any, projected: bool) -> None:
+    """InvalidArgument for a type that is none, and for one without projections on the server."""
+    if asked not in PROJECTED_DTYPES:
+        raise errors.InvalidArgument(
+            f'projected_dtype: got {asked!r}, must be "bf16", "e4m3", or "" for the type of the '
+            "checkpoint")
+    if asked and not projected:
+        raise errors.InvalidArgument(f"projected_dtype: got {asked!r} without projected")
+
+
+def projected_dtype_of(asked: str, reasons: Iterable[str], geometry: Geometry) -> str:
+    """ModelSpec.projected_dtype: what is asked for, or else "e4m3" if every layer has Codes.
+    `reasons` say in the order of the layers why one has none; "" if it has them. Unimplemented,
+    with the first reason, if "e4m3" is asked for and cannot be."""
+    if asked == "bf16":
+        return asked
+    rows, columns = geometry.nope_dim + geometry.rope_dim, geometry.v_dim
+    reason = next((f"layer {place}, {one}" for place, one in enumerate(reasons) if one), "")
+    if not reason and (rows % SCALED_ROWS or columns % SCALED_COLUMNS):
+        reason = (f"nope_dim + rope_dim {rows} and v_dim {columns}, must be multiples of "
+                  f"{SCALED_ROWS} and {SCALED_COLUMNS}")
+    if not reason:
+        return "e4m3"
+    if asked:
+        raise errors.Unimplemented(f"projected_dtype: e4m3: {reason}")
+    LOG.info("mla: the server holds W_UQ and W_O as bf16: %s", reason)
+    return "bf16"
+
+
+def _on_host(weight: Any, dtype: Any) -> npt.NDArray:
+    if hasattr(weight, "detach"):
+        weight = weight.detach().to("cpu")
+        weight = (weight if dtype == np.uint8 else weight.float()).numpy()
+    return np.ascontiguousarray(weight, dtype=dtype)
+
+
 def dense(weights: Weights) -> Weights:
-    """The weights as contiguous float32 arrays of the host."""
-    found = []
-    for weight in weights:
-        if hasattr(weight, "detach"):
-            weight = weight.detach().to("cpu").float().numpy()
-        found.append(np.ascontiguousarray(weight, dtype=np.float32))
-    return tuple(found)
+    """The weights as contiguous arrays of the host: float32, and uint8 for codes."""
+    return tuple(Codes(_on_host(one.codes, np.uint8), _on_host(one.scales, np.float32))
+                 if isinstance(one, Codes) else _on_host(one, np.float32) for one in weights)
 
 
 def id_of(kind: str, weights: Iterable[Weights]) -> str:
@@ -133,23 +180,38 @@ def id_of(kind: str, weights: Iterable[Weights]) -> str:
     digest = hashlib.sha256()
     for one in weights:
         for part in dense(one):
-            digest.update(part.data)
+            for array in (part.codes, part.scales) if isinstance(part, Codes) else (part,):
+                digest.update(array.data)
     return f"{kind}-{digest.hexdigest()[:16]}"
 
 
 def upload(model: Model, weights: Callable[[int], Weights], ranks: Ranks = Ranks()) -> None:
-    """Uploads the weights of all layers of this rank's heads; a rank alone completes them."""
+    """Uploads the weights of all layers of this rank's heads; a rank alone completes them. Codes
+    go as codes to every model: a server that holds bf16 decodes them. AlreadyExists if the server
+    holds codes under this model's name, and these weights have none."""
     first, _ = ranks.heads(model.spec.geometry.num_heads)
     complete = False
     for layer in range(model.spec.layers):
         w_uk, w_uv, *projections = weights(layer)
         if projections:
-            w_uq, w_o = projections
-            model.upload_projected(layer, w_uq, w_o, head_begin=first)
+            _upload_projections(model, layer, projections, first)
         complete = model.upload_weights(layer, w_uk, w_uv, head_begin=first).complete
     if ranks.size == 1 and not complete:
         raise errors.Internal(
             f"model {model.spec.model_id}: weights are not complete after their upload")
+
+
+def _upload_projections(model: Model, layer: int, weights: Seq[Any], first: int) -> None:
+    w_uq, w_o = weights
+    if isinstance(w_uq, Codes):
+        model.upload_projected(layer, w_uq.codes, w_o.codes, head_begin=first,
+                               w_uq_scales=w_uq.scales, w_o_scales=w_o.scales)
+        return
+    if model.spec.projected_dtype == "e4m3":
+        raise errors.AlreadyExists(
+            f"model {model.spec.model_id}: the server holds codes of e4m3 as its W_UQ and W_O, and "
+            f"layer {layer} of this checkpoint has none")
+    model.upload_projected(layer, w_uq, w_o, head_begin=first)
 
 
 def weights_of(kept: Seq[Any], of: Callable[[Any], Weights]) -> Callable[[int], Weights]:

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
 
 import mla_client
 from mla_client import errors
+from mla_client.serving.layers import check_projected_dtype
 
 LEASE_MS = 60_000        # of sequences, which the client renews
 MODEL_LEASE_MS = 600_000  # of a model that nothing names: an engine that was killed leaves it
@@ -29,6 +30,7 @@ class Options:
     prefix_cache: bool = True
     keep_model: bool = False  # leave the model registered when the engine ends
     projected: bool = False   # the server has W_UQ and W_O, too: PROJECTED
+    projected_dtype: str = ""  # in which it holds them; "": as the checkpoint has them
     # A server that is away for so long fails requests; until then they wait or begin again.
     away_s: float = AWAY_S
     page_size: int = 0  # rows of a page, the least that prefixes share; 0: the server's default
@@ -37,8 +39,8 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any], model_id: str, client_id: str) -> "Options":
         """Makes the options from a user's JSON: `target` (one or a list, tried in this order),
-        `model_id`, `prefix_cache`, `keep_model`, `projected`, `away_s`, `page_size`, and arguments
-        of Client.connect."""
+        `model_id`, `prefix_cache`, `keep_model`, `projected`, `projected_dtype`, `away_s`,
+        `page_size`, and arguments of Client.connect."""
         rest = dict(given)
         target = rest.pop("target", None)
         targets = [target] if isinstance(target, str) else target
@@ -53,6 +55,8 @@ class Options:
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise errors.InvalidArgument(f"{name}: got {value!r}, must be true or false")
+        dtype = rest.pop("projected_dtype", "")
+        check_projected_dtype(dtype, flags["projected"])
         away = rest.pop("away_s", AWAY_S)
         low, high = BOUNDS["away_s"]
         if isinstance(away, bool) or not isinstance(away, (int, float)) or not (
@@ -63,7 +67,7 @@ class Options:
         if isinstance(page, bool) or not isinstance(page, int) or not 0 <= page <= MOST_PAGE_ROWS:
             raise errors.InvalidArgument(f"page_size: got {page!r}, must be 0..{MOST_PAGE_ROWS}")
         model = rest.pop("model_id", "") or model_id
-        return cls(tuple(targets), model, away_s=float(away), page_size=page,
+        return cls(tuple(targets), model, away_s=float(away), page_size=page, projected_dtype=dtype,
                    arguments={"lease_ms": LEASE_MS, "client_id": client_id, **rest}, **flags)
 
     def with_defaults(self, arguments: Mapping[str, Any]) -> "Options":

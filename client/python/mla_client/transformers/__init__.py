@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from mla_client.service import Service
+from mla_client.serving.layers import check_projected_dtype
 from mla_client.transformers.attachment import STEP_LEASE_MS, Attachment, attach_checked
 from mla_client.transformers.attention import register
 from mla_client.transformers.cache import RemoteCache
@@ -27,7 +28,7 @@ __all__ = ["MODEL_TYPES", "PROJECTED_TYPES", "Attachment", "RemoteCache", "attac
 
 def attach(model: Any, service: Service, *, model_id: str = "", kv_format: str = "",
            page_size: int = 0, step_lease_ms: int = STEP_LEASE_MS,
-           projected: bool = False) -> Attachment:
+           projected: bool = False, projected_dtype: str = "") -> Attachment:
     """Lets `service`, a Client or a LocalReference, compute the attention of a transformers model.
 
     Registers the model there and uploads W_UK and W_UV of every layer. `model_id`, `kv_format` and
@@ -36,7 +37,9 @@ def attach(model: Any, service: Service, *, model_id: str = "", kv_format: str =
 
     With `projected` the server also has W_UQ and W_O, and gets low-rank queries for hidden states:
     a quarter of the bytes, for servers on other hosts (docs/projected.md). For models of
-    `PROJECTED_TYPES` with low-rank queries.
+    `PROJECTED_TYPES` with low-rank queries. `projected_dtype` says how the server holds these two:
+    "bf16"; "e4m3", as the codes and scales of blocks of 128 x 128 that q_b_proj and o_proj of every
+    layer have, in half the bytes; or "" for codes where all layers have them.
 
     A model may be used by several threads as far as transformers allows it; a cache belongs to one.
     Raises Unimplemented, with the reason, for a release of transformers, a model or a feature that
@@ -44,6 +47,8 @@ def attach(model: Any, service: Service, *, model_id: str = "", kv_format: str =
     pass.
     """
     check_version()
+    check_projected_dtype(projected_dtype, projected)
     layers_of(model, projected)
     check_library(model, projected)
-    return attach_checked(model, service, model_id, kv_format, page_size, step_lease_ms, projected)
+    return attach_checked(model, service, model_id, kv_format, page_size, step_lease_ms, projected,
+                          projected_dtype)

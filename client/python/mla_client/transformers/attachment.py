@@ -133,8 +133,9 @@ def _check_replaceable(past: Any, name: str) -> None:
 
 
 def attach_checked(model: Any, service: Service, model_id: str, kv_format: str, page_size: int,
-                   step_lease_ms: int, projects: bool = False) -> Attachment:
+                   step_lease_ms: int, projects: bool = False, projected_dtype: str = ""
+                   ) -> Attachment:
     """Attaches without checking the library."""
     registered = models.register(service, model, models.layers_of(model, projects), model_id,
-                                 kv_format, page_size)
+                                 kv_format, page_size, projected_dtype)
     return Attachment(model, registered, step_lease_ms)

@@ -63,7 +63,7 @@ def check_library(model: Any, projected: bool = False) -> None:
             tiny.set_attn_implementation("eager")
             right = _outputs(tiny)
             with attach_checked(tiny, LocalReference(exact=True), "probe", "", 0, STEP_LEASE_MS,
-                                projected):
+                                projected, "bf16" if projected else ""):
                 got = _outputs(tiny)
     except errors.MlaError:
         raise

@@ -13,7 +13,7 @@ from mla_client import errors
 from mla_client.pytorch import Rows, gpu_arguments
 from mla_client.pytorch.exchange import Exchange
 from mla_client.serving import BatchPlan, Layers, LostBlocks, Orders, Pass, Passes, Worker
-from mla_client.serving.layers import number_of, weights_of
+from mla_client.serving.layers import number_of, projected_dtype_of, weights_of
 from mla_client.types import Geometry
 from mla_client.vllm import checks
 from mla_client.vllm.projected import Projections, whole
@@ -105,7 +105,9 @@ class Runtime:
         table = None
         if self.projected:
             projections = whole([layer.projections for layer in layers])
-            more = {"rope_layout": projections[0].layout}
+            more = {"rope_layout": projections[0].layout, "projected_dtype": projected_dtype_of(
+                options.projected_dtype, (layer.codes()[1] for layer in layers),
+                self.layers.geometry)}
             table = projections[0].table(self._config.model_config.max_model_len)
         spec = self.layers.spec(options.model_id, ranks, options.page_size, **more)
 

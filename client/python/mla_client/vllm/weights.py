@@ -3,12 +3,13 @@ them."""
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 import torch
 
 from mla_client import errors
-from mla_client.serving.layers import Pair, Weights, split
+from mla_client.pytorch.codes import codes_of, decoded
+from mla_client.serving.layers import Codes, Pair, Weights, split
 from mla_client.types import Geometry
 from mla_client.vllm.projected import Projections
 
@@ -65,6 +66,23 @@ def _differs(linear: Any, matrix: torch.Tensor, columns: int) -> bool:
     return float((got - want).norm()) > QUANTISED_ERROR * float(want.norm())
 
 
+def codes_in(linear: Any, name: str, rows: int, columns: int, dtype: torch.dtype
+             ) -> Tuple[Optional[Codes], str]:
+    """The matrix [rows, columns] of a linear layer as codes. None, and the reason with `name`, if
+    the layer does not compute with codes of that kind: a kernel may have packed them."""
+    weight = getattr(linear, "weight", None)
+    scales = getattr(linear, "weight_scale_inv", getattr(linear, "weight_scale", None))
+    block = getattr(linear, "weight_block_size", None)
+    if weight is None or getattr(linear, "bias", None) is not None:
+        return None, f"{name}: no matrix of its own, or a bias"
+    codes, reason = codes_of(weight, scales, block)
+    if codes is not None and tuple(weight.shape) != (rows, columns):
+        reason = f"{tuple(weight.shape)}, must be {(rows, columns)}"
+    elif codes is not None and _differs(linear, decoded(weight, scales, block).to(dtype), columns):
+        reason = f"{type(linear.quant_method).__name__} computes with other numbers"
+    return (None, f"{name}: {reason}") if reason else (codes, "")
+
+
 class Layer:
     """Says what the weights of an attention layer's own heads are."""
 
@@ -81,12 +99,31 @@ class Layer:
                                own.num_heads * (own.nope_dim + own.v_dim), own.kv_lora_rank,
                                self.dtype), own)
 
+    def codes(self) -> Tuple[Optional[Tuple[Codes, Codes]], str]:
+        """W_UQ and W_O as codes, in the shapes of `uploaded`; None and the reason if the layer has
+        other weights."""
+        own, projections = self.geometry, self.projections
+        assert projections is not None
+        q_dim, columns = own.nope_dim + own.rope_dim, own.num_heads * own.v_dim
+        w_uq, reason = codes_in(projections.q_proj, "q_b_proj", own.num_heads * q_dim,
+                                own.q_lora_rank, self.dtype)
+        if w_uq is None:
+            return None, reason
+        w_o, reason = codes_in(projections.o_proj, "o_proj", own.hidden_size, columns, self.dtype)
+        if w_o is None:
+            return None, reason
+        return (Codes(w_uq.codes.reshape(own.num_heads, q_dim, -1), w_uq.scales),
+                Codes(w_o.codes.reshape(own.hidden_size, own.num_heads, -1), w_o.scales)), ""
+
     def uploaded(self) -> Weights:
         """What the server gets: `weights`, and of PROJECTED W_UQ [heads, nope + rope, q_lora_rank]
-        and W_O [hidden_size, heads, v]."""
+        and W_O [hidden_size, heads, v], as Codes if the layer computes with such."""
         own, projections = self.geometry, self.projections
         if projections is None:
             return self.weights()
+        codes, _ = self.codes()
+        if codes is not None:
+            return (*self.weights(), *codes)
         q_dim = own.nope_dim + own.rope_dim
         w_uq = matrix_of(projections.q_proj, "q_b_proj", own.num_heads * q_dim, own.q_lora_rank,
                          self.dtype)

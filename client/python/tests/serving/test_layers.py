@@ -7,8 +7,8 @@ import numpy as np
 
 from mla_client import Geometry, errors
 from mla_client.serving import Layers, Ranks
-from mla_client.serving.layers import (check_pair, dense, id_of, number_of, rotations_of, split,
-                                       upload)
+from mla_client.serving.layers import (Codes, check_pair, dense, id_of, number_of,
+                                       projected_dtype_of, rotations_of, split, upload)
 from mla_client.serving.plan import Part
 
 SMALL = Geometry(2, 4, 3, 2, 5)  # heads, lora, rope, nope, v
@@ -107,9 +107,11 @@ class WeightsTest(unittest.TestCase):
         calls = []
 
         def note(what):
-            return lambda *given, head_begin: calls.append((what, *given, head_begin)) or (
-                types.SimpleNamespace(complete=what == "pair"))
-        spec = types.SimpleNamespace(geometry=SMALL, layers=2, model_id="m")
+            return lambda *given, head_begin, **scales: calls.append(
+                (what, *given, head_begin, *scales.items())) or (
+                    types.SimpleNamespace(complete=what == "pair"))
+        spec = types.SimpleNamespace(geometry=SMALL, layers=2, model_id="m",
+                                     projected_dtype="bf16")
         model = types.SimpleNamespace(spec=spec, upload_weights=note("pair"),
                                       upload_projected=note("projections"))
         upload(model, lambda layer: ("uk", "uv", "uq", f"o{layer}"))
@@ -117,6 +119,40 @@ class WeightsTest(unittest.TestCase):
             ("projections", 0, "uq", "o0", 0), ("pair", 0, "uk", "uv", 0),
             ("projections", 1, "uq", "o1", 0), ("pair", 1, "uk", "uv", 0)])
         self.assertEqual(len(dense(tuple(map(np.ones, (1, 2, 3, 4))))), 4)
+        # Codes go as codes, however the server holds the model.
+        calls.clear()
+        upload(model, lambda layer: ("uk", "uv", Codes("uq", "scales of uq"),
+                                     Codes(f"o{layer}", "scales of o")), Ranks(0, 2))
+        self.assertEqual(calls[0], ("projections", 0, "uq", "o0", 0,
+                                    ("w_uq_scales", "scales of uq"), ("w_o_scales", "scales of o")))
+        spec.projected_dtype = "e4m3"
+        with self.assertRaisesRegex(errors.AlreadyExists, "model m: .* layer 0 of this checkpoint"):
+            upload(model, lambda layer: ("uk", "uv", "uq", "o"))
+
+    def test_codes_stay_codes(self):
+        codes, scales = np.arange(6, dtype=np.uint8).reshape(2, 3).T, np.ones((1, 1), np.float64)
+        made, plain = dense((Codes(codes, scales), codes))
+        self.assertEqual([one.dtype for one in (made.codes, made.scales, plain)],
+                         [np.uint8, np.float32, np.float32])
+        self.assertTrue(made.codes.flags["C_CONTIGUOUS"])
+        np.testing.assert_array_equal(made.codes, codes)
+        ids = {id_of("kind", [(one,)]) for one in (
+            Codes(codes, scales), Codes(codes, scales + 1), Codes(codes + 1, scales))}
+        self.assertEqual(len(ids), 3)
+
+    def test_how_a_server_is_to_hold_projections(self):
+        good, odd = (Geometry(2, 4, 64, 128, v, q_lora_rank=8, hidden_size=8) for v in (128, 96))
+        for asked, reasons, geometry, want in (
+                ("", ("", ""), good, "e4m3"), ("", ("", "q: why"), good, "bf16"),
+                ("", ("",), odd, "bf16"), ("bf16", ("",), good, "bf16"),
+                ("e4m3", ("",), good, "e4m3")):
+            self.assertEqual(projected_dtype_of(asked, reasons, geometry), want)
+        for reasons, geometry, text in ((("", "q: why", "o"), good, "e4m3: layer 1, q: why"),
+                                        (("",), odd, "v_dim 96, must be multiples of 16 and 64")):
+            with self.assertRaisesRegex(errors.Unimplemented, text):
+                projected_dtype_of("e4m3", reasons, geometry)
+        # With it no layer is looked at.
+        self.assertEqual(projected_dtype_of("bf16", (1 / 0 for _ in "a"), good), "bf16")
 
 
 class RotationsTest(unittest.TestCase):

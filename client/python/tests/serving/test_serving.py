@@ -58,6 +58,9 @@ class Given(unittest.TestCase):
                 ({"target": ["a", 3]}, "target: got"), ({"target": ""}, "target: got ''"),
                 ({"target": "a", "prefix_cache": 1}, "prefix_cache: got 1"),
                 ({"target": "a", "projected": "yes"}, "projected: got 'yes', must be true"),
+                ({"target": "a", "projected": True, "projected_dtype": "fp8"},
+                 "projected_dtype: got 'fp8', must be"),
+                ({"target": "a", "projected_dtype": "bf16"}, "got 'bf16' without projected"),
                 ({"target": "a", "page_size": 1.5}, "page_size: got 1.5"),
                 ({"target": "a", "away_s": True}, "away_s: got True"),
                 ({"target": "a", "away_s": -1}, "away_s: got -1, must be 0..3600")):
@@ -72,7 +75,11 @@ class Given(unittest.TestCase):
                           made.arguments["client_id"]), (("a", "b"), "x", "t", "c"))
         self.assertEqual(made.of_stage(1, 2).model_id, "x#2of2")
         self.assertFalse(made.projected)
-        self.assertTrue(Options.of({"target": "a", "projected": True}, "m", "c").projected)
+        made = Options.of({"target": "a", "projected": True}, "m", "c")
+        self.assertEqual((made.projected, made.projected_dtype), (True, ""))
+        made = Options.of({"target": "a", "projected": True, "projected_dtype": "bf16"}, "m", "c")
+        self.assertEqual((made.projected_dtype, set(made.arguments)),
+                         ("bf16", {"lease_ms", "client_id"}))
 
     def test_versions_outside_of_the_table_are_refused(self):
         for version, note in (("0.25.1", "pages"), ("0.29.0", ""), ("0.30.3+cpu", ""),

@@ -1,7 +1,12 @@
 """vLLM with attention and its projections on a server: low-rank queries for hidden states."""
 
+import pathlib
+import sys
 import unittest
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+# pylint: disable=wrong-import-position
 import cases
 
 ENVIRONMENT = "vllm"
