@@ -11,7 +11,7 @@ sorted() { LC_ALL=C sort -u "$@"; }
 # The first name is the object's. Names of the compiled header's own files begin with
 # /proc/self/cwd, those of libraries with another folder of the machine.
 tr -s ' \\\n' '\n' <"$unused.d" | sed '1d; s|^\./||' >"$unused.read"
-undeclared="$(grep -v '^/' "$unused.read" | sorted | LC_ALL=C comm -23 - <(sorted "$declared"))"
+undeclared="$(sed '/^\//d' "$unused.read" | sorted | LC_ALL=C comm -23 - <(sorted "$declared"))"
 if [[ -n "$undeclared" ]]; then
   echo "read, and not in deps: $undeclared" >&2
   exit 1

@@ -12,7 +12,7 @@ that g++ takes (docs/internals/tests.md). Libraries and programs are always g++'
 tests/tidy holds the flags of both together.
 """
 
-load(":objects.bzl", "CLANG", "CLANG_FLAGS", "test_objects")
+load(":objects.bzl", "CLANG", "CLANG_FLAGS", "PCH_FLAGS", "own_test_headers", "test_objects")
 
 FOLDER = "third_party/precompiled"
 
@@ -35,6 +35,13 @@ MESSAGE_READERS = [
     "tests/simulation/hand_over",
     "tests/simulation/simulator",
 ]
+
+# Headers of this tree that most tests of a folder, with those below it, include: compiled, too.
+OWN_TEST_HEADERS = {
+    "scheduler/engine_tests": "//scheduler/testing:engine_test_headers",
+    "tests/fake_hip": "//tests/fake_hip:backend_test_headers",
+    "tests/integration": "//tests/integration:server_test_headers",
+}
 
 # The flags of build:opt in .bazelrc, and of Bazel's toolchain.
 FLAGS = " ".join([
@@ -88,15 +95,14 @@ def precompiled_test_header(name, srcs, generated = []):
     header = "compiled/" + name + ".h"
     compiled = "compiled/" + name + ".pch"
 
-    # A compiled header holds the paths of what it read, and clang makes them absolute. Paths of
-    # /proc/self/cwd are so already, and the same in all clones.
+    # As for headers of this tree, paths of /proc/self/cwd are the same in all clones.
     native.genrule(
         name = name + "_compiled",
         srcs = srcs + generated,
         outs = [header, compiled],
         cmd = "cat %s >$(location %s) && " % (" ".join(["$(location %s)" % src for src in srcs]), header) +
               "%s %s -isystem /proc/self/cwd/$(GENDIR)/proto -x c++-header " % (CLANG, " ".join(CLANG_FLAGS)) +
-              "-fpch-instantiate-templates -Xclang -fno-pch-timestamp " +
+              " ".join(PCH_FLAGS) + " " +
               "/proc/self/cwd/$(location %s) -o $(location %s)" % (header, compiled),
     )
     native.filegroup(
@@ -110,6 +116,37 @@ def _reads_messages():
         if package.startswith(reader + "/"):
             return True
     return False
+
+def _library_test_headers():
+    kind = "clang_test" + ("_with_messages" if _reads_messages() else "")
+    return "//third_party/precompiled:" + kind
+
+def _test_headers():
+    """The headers that clang reads in compiled form in a test of this package."""
+    package = native.package_name() + "/"
+    for folder, headers in OWN_TEST_HEADERS.items():
+        if package.startswith(folder + "/"):
+            return headers
+    return _library_test_headers()
+
+def precompiled_own_test_headers(name, includes, deps):
+    """Compiles headers of this tree for OWN_TEST_HEADERS.
+
+    Args:
+      name: a name in OWN_TEST_HEADERS.
+      includes: paths of headers.
+      deps: the libraries of these headers.
+    """
+    own_test_headers(
+        name = name,
+        testonly = True,
+        includes = includes,
+        deps = deps,
+        precompiled = _library_test_headers(),
+        tags = ["manual"],  # part of no other configuration
+        visibility = ["//%s:__subpackages__" % folder for folder, headers in OWN_TEST_HEADERS.items()
+                      if headers == "//%s:%s" % (native.package_name(), name)],
+    )
 
 def _reading(kind, copts, deps):
     """The attributes of a rule whose sources read the compiled header."""
@@ -151,14 +188,13 @@ def mla_test(name, srcs, size = "small", copts = [], deps = [], **kwargs):
         native.cc_test(name = name, srcs = srcs, size = size, **dict(kwargs, **attributes))
         return
     objects = name + "_objects"
-    kind = "clang_test" + ("_with_messages" if _reads_messages() else "")
     test_objects(
         name = objects,
         testonly = True,
         srcs = [src for src in srcs if src.endswith(".cc")],
         headers = [src for src in srcs if not src.endswith(".cc")],
         deps = deps,
-        precompiled = "//third_party/precompiled:" + kind,
+        precompiled = _test_headers(),
         tags = ["manual"],  # part of no other configuration
     )
     native.cc_test(
