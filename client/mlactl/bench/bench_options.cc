@@ -1,6 +1,7 @@
 #include "client/mlactl/bench/bench_options.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -10,22 +11,25 @@ namespace mla::mlactl {
 namespace {
 
 constexpr size_t kMaxList = 32;
+constexpr char kProjected[] = "projected";
 
 struct Preset {
   const char* name;
   uint32_t heads, layers;
+  uint32_t q_lora, hidden;  // a model without low-rank queries makes them of hidden states
 };
 // All have latent rows of 512 + 64 elements, and heads of 128 + 64 -> 128.
 constexpr Preset kPresets[] = {
-    {"small", 16, 4},
-    {"deepseek-v2-lite", 16, 27},
-    {"deepseek-v3", 128, 61},
-    {"kimi-k2", 64, 61},
+    {"small", 16, 4, 512, 2048},
+    {"deepseek-v2-lite", 16, 27, 2048, 2048},
+    {"deepseek-v3", 128, 61, 1536, 7168},
+    {"kimi-k2", 64, 61, 1536, 7168},
 };
 
 v1::Profile ProfileOf(const std::string& name) {
   if (name == "absorbed") return v1::PROFILE_ABSORBED;
   if (name == "append-only") return v1::PROFILE_APPEND_ONLY;
+  if (name == kProjected) return v1::PROFILE_PROJECTED;
   return v1::PROFILE_EXPANDED;
 }
 
@@ -46,13 +50,50 @@ v1::QueryPrecision PrecisionOf(const std::string& name) {
   return v1::QUERY_PRECISION_UNSPECIFIED;
 }
 
+bool Projects(const BenchArguments& arguments) {
+  return std::find(arguments.profiles.begin(), arguments.profiles.end(), kProjected) !=
+         arguments.profiles.end();
+}
+
+// Such a model takes queries of no other profile.
+absl::Status CheckProjected(const BenchArguments& arguments) {
+  if (!Projects(arguments)) {
+    if (arguments.q_lora == 0 && arguments.hidden == 0 && arguments.projected_dtype.empty()) {
+      return absl::OkStatus();
+    }
+    return absl::InvalidArgumentError(
+        "--projected-dtype, --q-lora and --hidden go with --profile projected");
+  }
+  const bool others = std::any_of(
+      arguments.profiles.begin(), arguments.profiles.end(),
+      [](const std::string& name) { return name != kProjected && name != "append-only"; });
+  if (others || arguments.attention != "dense" || arguments.query_dtype != "bf16" ||
+      arguments.options.want_lse || arguments.rope % 2 != 0) {
+    return absl::InvalidArgumentError(
+        "--profile projected goes with append-only and no other profile, --attention dense, "
+        "--q-dtype bf16 and an even --rope, and not with --lse");
+  }
+  return absl::OkStatus();
+}
+
+void AddProjections(const BenchArguments& arguments, const Preset& preset, v1::ModelSpec* model) {
+  model->set_rope_owner(v1::ROPE_OWNER_SERVER);
+  model->set_rope_layout(v1::ROPE_LAYOUT_INTERLEAVED);
+  model->set_q_lora_rank(arguments.q_lora > 0 ? arguments.q_lora : preset.q_lora);
+  model->set_hidden_size(arguments.hidden > 0 ? arguments.hidden : preset.hidden);
+  model->set_projected_dtype(arguments.projected_dtype == "e4m3" ? v1::DTYPE_F8_E4M3
+                                                                 : v1::DTYPE_BF16);
+}
+
 v1::ModelSpec ModelOf(const BenchArguments& arguments) {
   v1::ModelSpec model;
   v1::Geometry* const geometry = model.mutable_geometry();
+  model.set_rope_owner(v1::ROPE_OWNER_WORKER);
   for (const Preset& preset : kPresets) {
     if (arguments.preset != preset.name) continue;
     geometry->set_num_heads(arguments.heads > 0 ? arguments.heads : preset.heads);
     model.set_layers(arguments.layers > 0 ? arguments.layers : preset.layers);
+    if (Projects(arguments)) AddProjections(arguments, preset, &model);
   }
   const bool windowed = arguments.attention == "v4";
   geometry->set_kv_lora_rank(arguments.lora > 0 ? arguments.lora : windowed ? 448 : 512);
@@ -64,7 +105,6 @@ v1::ModelSpec ModelOf(const BenchArguments& arguments) {
   model.set_softmax_scale(1.0 / std::sqrt(static_cast<double>(arguments.nope + arguments.rope)));
   model.set_kv_format(KvFormatOf(arguments.kv_format));
   model.set_fp8_compute(Fp8ComputeOf(arguments.fp8_compute));
-  model.set_rope_owner(v1::ROPE_OWNER_WORKER);
   if (arguments.attention == "v32") {
     model.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
     model.set_top_k(arguments.top_k > 0 ? arguments.top_k : 2048);
@@ -91,7 +131,8 @@ absl::Status CheckScene(const BenchArguments& arguments) {
   if (Runs(arguments) != 1) {
     return absl::InvalidArgumentError("--scene is one run: lists may have one value");
   }
-  if (arguments.attention != "dense" || arguments.profiles[0] == "append-only") {
+  if (arguments.attention != "dense" || arguments.profiles[0] == "append-only" ||
+      arguments.profiles[0] == kProjected) {
     return absl::InvalidArgumentError(
         "--scene goes with --attention dense, and --profile expanded or absorbed");
   }
@@ -169,8 +210,9 @@ void AddLoad(Command* command, CLI::Option* scene, BenchArguments* arguments) {
 
 void AddShape(Command* command, CLI::Option* scene, BenchArguments* arguments) {
   constexpr uint64_t kMost = 1u << 20;
-  command->Choices({"profile", "LIST", "expanded (default), absorbed, append-only, all"},
-                   {"expanded", "absorbed", "append-only"}, {}, &arguments->profiles);
+  command->Choices(
+      {"profile", "LIST", "expanded (default), absorbed, append-only, all these, projected"},
+      {"expanded", "absorbed", "append-only"}, {kProjected}, &arguments->profiles);
   command
       ->Numbers({"batch", "LIST", "sequences of a step (default 1)"}, 1, kMost, kMaxList,
                 &arguments->batches)
@@ -250,6 +292,13 @@ void AddModel(Command* command, BenchArguments* arguments) {
   command->Number({"nope", "N", "unrotated part of an expanded query head (default 128)"}, 1, kMost,
                   &arguments->nope);
   command->Number({"v", "N", "expanded output head (default 128)"}, 1, kMost, &arguments->v);
+  command->Number({"q-lora", "N", "low-rank queries of projected, instead of the preset's"}, 1,
+                  kMost, &arguments->q_lora);
+  command->Number({"hidden", "N", "hidden states of projected, instead of the preset's"}, 1, kMost,
+                  &arguments->hidden);
+  command->Choice({"projected-dtype", "TYPE",
+                   "how the server holds the weights of projected: bf16 (default) or e4m3"},
+                  {"bf16", "e4m3"}, &arguments->projected_dtype);
   command->Choice({"query-precision", "P", "precision of expanded queries: default, bf16 or split"},
                   {"default", "bf16", "split"}, &arguments->query_precision);
   command->Choice(
@@ -321,6 +370,7 @@ absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
         absl::StrCat("the lists combine to ", runs, " runs, at most ", kMaxBenchRuns));
   }
   if (absl::Status status = CheckScene(arguments); !status.ok()) return status;
+  if (absl::Status status = CheckProjected(arguments); !status.ok()) return status;
   BenchOptions options = arguments.options;
   options.target = common.target;
   options.client = common.client;

@@ -72,6 +72,8 @@ struct BenchArguments {
   BenchOptions options;  // without target, client, model and points
   std::string preset = "small", query_precision = "default", arrivals = "poisson";
   std::string kv_format = "bf16", attention = "dense", fp8_compute = "auto";
+  std::string projected_dtype;       // for projected; empty: bf16
+  uint32_t q_lora = 0, hidden = 0;   // for projected; 0: the preset's
   uint32_t top_k = 0;                // for v32 and v4; 0: their defaults
   uint32_t window = 128, ratio = 4;  // for v4
   std::string query_dtype = "bf16", row_dtype = "bf16", output_dtype = "bf16";
@@ -87,8 +89,9 @@ void AddBenchOptions(Command* command, BenchArguments* arguments);
 
 // Returns the options of the runs; INVALID_ARGUMENT if the lists combine to more than
 // kMaxBenchRuns, or if a combination does not exist. For v4: the expanded profile, and KV rows of 8
-// bits. For a scene: more than one run, index lists, rows without outputs, and several workers in
-// agent-turn.
+// bits. For the projected profile: other profiles with outputs, queries of 8 bits, the log-sum-exp,
+// and sparse attention. For a scene: more than one run, index lists, rows without outputs, and
+// several workers in agent-turn.
 absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
                                               const BenchArguments& arguments);
 

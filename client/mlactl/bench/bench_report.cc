@@ -119,13 +119,19 @@ Json RunJson(const BenchRun& run) {
 std::string BenchHeaderText(const BenchOptions& options, const v1::GetServerInfoReply& server) {
   const v1::Geometry& geometry = options.model.geometry();
   const LoadOptions& load = options.load;
+  const std::string projected =
+      options.model.q_lora_rank() == 0
+          ? ""
+          : absl::StrFormat(", %d -> %d with weights of %s", options.model.q_lora_rank(),
+                            options.model.hidden_size(),
+                            v1::DType_Name(options.model.projected_dtype()));
   return absl::StrFormat(
       "server  %s, mla-server %s, backend %s (%s, %d units)\n"
-      "model   %d heads, latent %d + %d, head %d + %d -> %d, %d layers\n"
+      "model   %d heads, latent %d + %d, head %d + %d -> %d, %d layers%s\n"
       "load    %s after %g s of warm-up; %d runs on %d cores; the context %s\n",
       options.target, server.server_version(), server.backend().name(), server.backend().device(),
       server.backend().units(), geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(),
-      geometry.nope_dim(), geometry.rope_dim(), geometry.v_dim(), options.model.layers(),
+      geometry.nope_dim(), geometry.rope_dim(), geometry.v_dim(), options.model.layers(), projected,
       load.steps > 0 ? absl::StrCat(load.steps, " steps") : absl::StrCat(load.duration_s, " s"),
       load.warmup_s, options.points.size(), std::thread::hardware_concurrency(),
       options.grow ? "grows with each step" : "stays as it is");
@@ -209,6 +215,11 @@ std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply&
                    {"attention", v1::AttentionKind_Name(options.model.attention())},
                    {"top_k", options.model.top_k()},
                    {"page_size", options.model.page_size()}};
+  if (options.model.q_lora_rank() > 0) {
+    json["model"]["q_lora_rank"] = options.model.q_lora_rank();
+    json["model"]["hidden_size"] = options.model.hidden_size();
+    json["model"]["projected_dtype"] = v1::DType_Name(options.model.projected_dtype());
+  }
   json["load"] = {{"warmup_s", load.warmup_s},
                   {"arrivals", load.arrivals == ArrivalKind::kPoisson ? "poisson" : "uniform"},
                   {"seed", load.seed},

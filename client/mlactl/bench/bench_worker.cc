@@ -7,6 +7,8 @@
 #include <random>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "client/mlactl/bench/projected_chunks.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/cli/transport.h"
 #include "client/mlactl/tensors/random_tensors.h"
@@ -63,6 +65,11 @@ TensorBytes BytesOf(const BenchOptions& options, const BenchPoint& point) {
                            (options.grow && options.model.window() > 0 ? 1 : 0);
   bytes.kv += point.batch * entries * (latent + rope) * 2;
   if (point.profile == v1::PROFILE_APPEND_ONLY) return bytes;
+  if (point.profile == v1::PROFILE_PROJECTED) {
+    bytes.q = rows * options.model.q_lora_rank() * 2;
+    bytes.o = rows * options.model.hidden_size() * o_element;
+    return bytes;
+  }
   const bool absorbed = point.profile == v1::PROFILE_ABSORBED;
   bytes.q = options.q_dtype == v1::DTYPE_F8_E4M3
                 ? client::Fp8QueryBytes(options.model, point.profile, rows_heads)
@@ -76,9 +83,24 @@ TensorBytes BytesOf(const BenchOptions& options, const BenchPoint& point) {
   return bytes;
 }
 
-bool NeedsWeights(const BenchOptions& options) {
+bool Has(const BenchOptions& options, v1::Profile profile) {
   return std::any_of(options.points.begin(), options.points.end(),
-                     [](const BenchPoint& point) { return point.profile == v1::PROFILE_EXPANDED; });
+                     [profile](const BenchPoint& point) { return point.profile == profile; });
+}
+
+// Returns cosines and then sines of random angles for each row, [rows, rope].
+std::vector<float> RandomRotations(uint64_t seed, uint64_t rows, uint32_t rope) {
+  std::mt19937_64 random(seed);
+  std::uniform_real_distribution<float> angle(0, 6.28f);
+  std::vector<float> rotations(rows * rope);
+  for (uint64_t row = 0; row < rows; ++row) {
+    for (uint32_t pair = 0; pair < rope / 2; ++pair) {
+      const float one = angle(random);
+      rotations[row * rope + pair] = std::cos(one);
+      rotations[row * rope + rope / 2 + pair] = std::sin(one);
+    }
+  }
+  return rotations;
 }
 
 // Fills in, for each row of a step, different positions of the context, or entries, in random
@@ -118,8 +140,19 @@ absl::StatusOr<std::unique_ptr<BenchModel>> BenchModel::Create(
   const auto registered = client->RegisterModel(spec, 0, scales, sinks);
   if (!registered.ok()) return registered.status();
   std::unique_ptr<BenchModel> model(new BenchModel(client, spec.model_id()));
-  if (NeedsWeights(options)) {
+  const bool projected = Has(options, v1::PROFILE_PROJECTED);
+  if (projected && registered->model().projected_dtype() != spec.projected_dtype()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("--projected-dtype: the server holds W_UQ and W_O as ",
+                     v1::DType_Name(registered->model().projected_dtype())));
+  }
+  if (projected || Has(options, v1::PROFILE_EXPANDED)) {
     if (absl::Status status = model->Upload(options, progress); !status.ok()) return status;
+  }
+  if (projected) {
+    if (absl::Status status = model->UploadProjected(options, progress); !status.ok()) {
+      return status;
+    }
   }
   return model;
 }
@@ -131,15 +164,18 @@ absl::Status BenchModel::Remove() {
   return std::exchange(client_, nullptr)->UnregisterModel(id_);
 }
 
+uint64_t BenchModel::MostChunkBytes() const {
+  const uint64_t limit = client_->info().limits().weight_chunk_bytes();
+  return limit == 0 ? kUploadBytes : std::min(kUploadBytes, limit);
+}
+
 absl::Status BenchModel::Upload(const BenchOptions& options,
                                 const std::function<bool(double)>& progress) {
   const v1::Geometry& geometry = options.model.geometry();
   const uint64_t head_elements =
       uint64_t{geometry.kv_lora_rank()} * (geometry.nope_dim() + geometry.v_dim());
-  const uint64_t limit = client_->info().limits().weight_chunk_bytes();
-  const uint64_t most = limit == 0 ? kUploadBytes : std::min(kUploadBytes, limit);
   const auto heads_a_chunk = static_cast<uint32_t>(
-      std::clamp<uint64_t>(most / (head_elements * 2), 1, geometry.num_heads()));
+      std::clamp<uint64_t>(MostChunkBytes() / (head_elements * 2), 1, geometry.num_heads()));
   std::vector<uint16_t> values(head_elements * heads_a_chunk);
   FillRandomBf16(options.load.seed, 1.0 / std::sqrt(geometry.kv_lora_rank()), values);
   uint32_t layer = 0, head = 0;
@@ -162,6 +198,18 @@ absl::Status BenchModel::Upload(const BenchOptions& options,
     return chunk;
   };
   const auto reply = client_->UploadWeights(id_, next);
+  if (!going) return absl::CancelledError("interrupted");
+  return reply.status();
+}
+
+absl::Status BenchModel::UploadProjected(const BenchOptions& options,
+                                         const std::function<bool(double)>& progress) {
+  ProjectedChunks chunks(options.model, MostChunkBytes(), options.load.seed);
+  bool going = true;
+  const auto reply = client_->UploadWeights(id_, [&]() -> std::optional<client::WeightsChunk> {
+    going = progress(chunks.done());
+    return going ? chunks.Next() : std::nullopt;
+  });
   if (!going) return absl::CancelledError("interrupted");
   return reply.status();
 }
@@ -278,6 +326,10 @@ void BenchWorker::PlaceTensors(uint32_t index) {
     FillLists(options_, point_, options_.load.seed + index, lists);
     call_.lists = {lists, options_.model.top_k(), nullptr};
   }
+  if (point_.profile == v1::PROFILE_PROJECTED) {
+    rotations_ = RandomRotations(options_.load.seed + index, call_.row_count,
+                                 options_.model.geometry().rope_dim());
+  }
   call_.o = out;
   if (bytes.lse > 0) call_.lse = reinterpret_cast<float*>(out + AlignUp(bytes.o));
 }
@@ -352,6 +404,7 @@ void BenchWorker::TouchTensors() {
 absl::Status BenchWorker::Step(LoadRecorder* recorder) {
   client::BeginOptions options;
   options.lease_ms = StepLeaseMs(*client_);
+  options.rotations = rotations_;
   LoadClock::time_point before = LoadClock::now();
   auto step = session_->Begin(model_id_, rows_, options);
   LoadClock::time_point after = LoadClock::now();

@@ -22,11 +22,13 @@
 
 namespace mla::mlactl {
 
-// A registered model, with random weights when a run is EXPANDED. The destructor unregisters it.
+// A registered model, with random weights when a run is EXPANDED or PROJECTED. The destructor
+// unregisters it.
 class BenchModel final {
  public:
   // `id` is a name that no model has. `progress` is called with the part that is done, 0..1, and
   // returns whether to go on; if it returns false, the call ends with CANCELLED.
+  // FAILED_PRECONDITION if the server holds W_UQ and W_O in another type than is asked for.
   static absl::StatusOr<std::unique_ptr<BenchModel>> Create(
       client::Client* client, const BenchOptions& options, const std::string& id,
       const std::function<bool(double done)>& progress);
@@ -38,6 +40,10 @@ class BenchModel final {
  private:
   BenchModel(client::Client* client, std::string id) : client_(client), id_(std::move(id)) {}
   absl::Status Upload(const BenchOptions& options, const std::function<bool(double)>& progress);
+  absl::Status UploadProjected(const BenchOptions& options,
+                               const std::function<bool(double)>& progress);
+  // Returns the bound of a chunk of weights, unless one head is larger.
+  uint64_t MostChunkBytes() const;
 
   client::Client* client_;
   const std::string id_;
@@ -77,7 +83,8 @@ class BenchWorker final {
   std::vector<client::Sequence> sequences_;
   std::unique_ptr<client::Session> session_;
   std::vector<client::StepRows> rows_;
-  std::vector<uint32_t> keep_;  // committed rows of each sequence; empty: all rows are committed
+  std::vector<float> rotations_;  // of the rows of a step, if they are PROJECTED
+  std::vector<uint32_t> keep_;    // committed rows of each sequence; empty: all rows are committed
   std::vector<std::byte> own_in_, own_out_;
   std::span<std::byte> in_, out_;
   client::AttendCall call_;

@@ -173,6 +173,58 @@ TEST_F(MlactlBenchTest, EveryShapeOfTheListsIsARun) {
   ExpectNothingLeft();
 }
 
+// Heads of 32 rows of W_UQ and 64 columns of W_O, which are parts of blocks of 128 x 128.
+constexpr char kProjected[] =
+    "bench --quiet --heads=5 --lora=32 --rope=8 --nope=24 --v=64 --layers=2 --page-size=4 "
+    "--context=8 --profile=projected --q-lora=140 --hidden=150 --output=json --warmup=0 ";
+
+TEST_F(MlactlBenchTest, LowRankQueriesBecomeHiddenStates) {
+  for (const std::string dtype : {"bf16", "e4m3"}) {
+    const Result result = Shell(server_.Mlactl(
+        absl::StrCat(kProjected, "--projected-dtype=", dtype,
+                     " --transport=inline,ring-spin --batch=1,3 --rows=2 --steps=4 --grow")));
+    ASSERT_EQ(result.code, 0) << result.output;
+    const json document = json::parse(result.output);
+    EXPECT_EQ(document["model"]["projected_dtype"],
+              dtype == "e4m3" ? "DTYPE_F8_E4M3" : "DTYPE_BF16");
+    EXPECT_EQ(document["model"]["q_lora_rank"], 140);
+    ASSERT_EQ(document["runs"].size(), 4u);
+    for (const json& run : document["runs"]) {
+      EXPECT_EQ(run["steps"], 4) << run["name"];
+      EXPECT_EQ(run["asked"]["profile"], "PROJECTED");
+      // Queries, row and hidden states of a token.
+      const double tokens = run["asked"]["batch"].get<double>() * 2;
+      EXPECT_NEAR(run["gigabytes_per_s"].get<double>() * 1e9 / run["attends_per_s"].get<double>(),
+                  tokens * 2 * (140 + 40 + 150), 1e-3);
+    }
+  }
+  const json appended = Measure("--profile=projected,append-only --steps=2 --warmup=0");
+  EXPECT_EQ(appended["runs"].size(), 2u);
+  EXPECT_EQ(appended["model"]["hidden_size"], 2048);
+  ExpectNothingLeft();
+}
+
+TEST_F(MlactlBenchTest, ProjectedGoesWithoutWhatItDoesNotHave) {
+  for (const char* options :
+       {"--profile=projected,expanded", "--profile=projected --q-dtype=e4m3",
+        "--profile=projected --lse", "--profile=projected --attention=v32",
+        "--profile=projected --scene=agents", "--projected-dtype=bf16", "--q-lora=8"}) {
+    const Result result = Bench(absl::StrCat(options, " --steps=1"));
+    EXPECT_EQ(result.code, 1) << options;
+  }
+  EXPECT_THAT(Bench("--hidden=8 --steps=1").output, HasSubstr("go with --profile projected"));
+  // A figure of weights in another type than the one asked for would mislead.
+  const ServerProcess cpu({"--backend=cpu"});
+  const Result held =
+      Shell(cpu.Mlactl(absl::StrCat(kProjected, "--projected-dtype=e4m3 --steps=1")));
+  EXPECT_EQ(held.code, 3) << held.output;
+  EXPECT_THAT(held.output, HasSubstr("the server holds W_UQ and W_O as DTYPE_BF16"));
+  EXPECT_EQ(Shell(cpu.Mlactl(absl::StrCat(kProjected, "--steps=1"))).code, 0);
+  const json left = json::parse(Shell(cpu.Mlactl("status --json")).output);
+  EXPECT_EQ(left["models"], 0);
+  ExpectNothingLeft();
+}
+
 TEST_F(MlactlBenchTest, SharedContextsAreForks) {
   // 16 sequences of 64 rows take 16 x 16 page groups separately, and 16 + 16 with a shared context.
   const json document =
