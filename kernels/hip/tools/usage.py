@@ -5,15 +5,6 @@ import re
 
 LDS_LIMIT = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}
 
-# Bytes of spills, stores and loads, that a kernel may have; all others have none.
-KNOWN_SPILLS = {
-    ("sm_90", "mla_attend_16_fp8_row_lists"): 176,
-    ("sm_90", "mla_attend_16_fp8_tensor_lists"): 8,
-    ("sm_90", "mla_attend_64_fp8_tensor_products"): 8,
-    ("sm_90", "mla_attend_64_fp8_tensor_products_lists"): 256,
-    ("sm_90", "mla_attend_expanded_products"): 156,
-}
-
 
 @dataclasses.dataclass
 class Usage:
@@ -32,10 +23,9 @@ class Usage:
     def faults(self):
         """Conditions that keep the kernel from being shipped, as text."""
         where = f"{self.arch} {self.kernel}"
-        known = KNOWN_SPILLS.get((self.arch, self.kernel), 0)
-        if self.spills > known:
+        if self.spills:
             yield f"{where}: {self.spills} spills"
-        if self.scratch and not known:
+        if self.scratch:
             yield f"{where}: {self.scratch} bytes of scratch"
         if self.lds > LDS_LIMIT[self.arch]:
             yield f"{where}: {self.lds} bytes of LDS, limit {LDS_LIMIT[self.arch]}"

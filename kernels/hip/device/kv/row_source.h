@@ -42,6 +42,9 @@ class RowSource {
       seen = r.causal ? r.kv_rows - r.q_rows + q + 1 : r.kv_rows;
       end = (end < length ? end : length) - item.work.kv_begin;
       if (seen <= 0 || end < 0) end = 0;
+      // Loops over the places are then the same in all lanes for sm_90's compiler, which may keep
+      // their addresses in scalar registers. Without it some kernels spill.
+      if constexpr (!MLA_AMD) end = uniform(end);
     }
   }
 

@@ -68,9 +68,9 @@ struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kFp8E4m3, kOfItems> : Atten
   static constexpr bool kHolds = kOfItems == AttentionKind::kDense;
   static constexpr int kHeldSteps = kHolds ? 10 : 0;
   // Registers of a thread that computes scores, of one that sums values, and of one that copies.
-  static constexpr int kScoreRegisters = kHolds ? 120 : 88;
-  static constexpr int kValueRegisters = kHolds ? 176 : 192;
-  static constexpr int kCopyRegisters = 40;
+  static constexpr int kScoreRegisters = kHolds ? 120 : 104;
+  static constexpr int kValueRegisters = 176;
+  static constexpr int kCopyRegisters = kHolds ? 40 : 56;
 };
 // As above, over rows with scales of their own (device/sm90/decode/rows64_codes/attend_rows.h).
 template <AttentionKind kOfItems>

@@ -250,18 +250,17 @@ class ExpandedE4m3 {
     halves = tile::greater_halves(halves, tile::exchange_word<2>(halves));
     const uint32_t largest = greater(halves & 0xffff0000u, halves << 16);
     const CodeScale of_row = code_scale(largest);
-    // A row with a value that is not finite becomes all NaN.
-    const bool finite = largest < 0x7f800000u;
     if ((lane & 3) == 0) tile::store_float(query_scales(at) + row * 4, of_row.power * scale);
-    const uint32_t by = pack_bf16(of_row.inverse, of_row.inverse);
+    // A row with a value that is not finite becomes all NaN, because products with NaN are NaN.
+    const uint32_t by =
+        largest < 0x7f800000u ? pack_bf16(of_row.inverse, of_row.inverse) : 0x7fff7fffu;
 #pragma unroll
     for (int j = 0; j < kLaneChunks; ++j) {
       uint32_t c[2][2];  // four values each
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Chunk& from = values[j][i >> 1];
-        c[i >> 1][i & 1] =
-            finite ? codes(from.w[2 * (i & 1)], from.w[2 * (i & 1) + 1], by) : 0x7f7f7f7fu;
+        c[i >> 1][i & 1] = codes(from.w[2 * (i & 1)], from.w[2 * (i & 1) + 1], by);
       }
       Chunk chunk;
 #pragma unroll

@@ -29,8 +29,10 @@ class E4m3Copier {
   MLA_DEVICE void copy(const Item& item) {
     const Source source(args, item);
     if (source.begin >= source.end) return;
+    // Hidden from the compiler, which would keep the row's number over all items.
+    const auto of_lane = static_cast<int>(tile::unknown(static_cast<uint32_t>(lane)));
     RowFinder<Source, C::kTileKv> finder(source,
-                                         source.begin + warp * kRows + (lane & (kRows - 1)));
+                                         source.begin + warp * kRows + (of_lane & (kRows - 1)));
     for (int left = source.end - source.begin; left > 0; left -= C::kTileKv) {
       wait_emptied();
       if constexpr (L::kLists) write_seen(ring.at, finder.sees());

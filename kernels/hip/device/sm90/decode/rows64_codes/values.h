@@ -51,7 +51,7 @@ class E4m3Values : E4m3Columns<C, E4m3Layout<C>> {
     ring.next();
     Base::follow_origins(slot, o);
     // No wait for the slot: the scorers had seen it filled before they published.
-    if (hide) {
+    if (L::kLists || hide) {
       add_blocks<true>(slot, o);
     } else {
       add_blocks<false>(slot, o);
