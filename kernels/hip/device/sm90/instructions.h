@@ -208,6 +208,11 @@ MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
                : "memory");
 }
+// As copy_chunk, but only the line of 128 bytes comes to the L2 with the chunk, not its neighbour.
+MLA_DEVICE void copy_chunk_of_line(lds_t at, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(source)
+               : "memory");
+}
 // As copy_chunk, with a policy: the copied data leaves the L2 before other data, or stays longer.
 using CachePolicy = uint64_t;
 MLA_DEVICE CachePolicy cache_policy(bool keep) {

@@ -42,6 +42,16 @@ struct Copies {
   }
 };
 
+// As Copies, for KV rows of bf16, where memory is the limit. All lines of a row are copied at
+// nearly the same time, so a line that is brought with its neighbour only disturbs the order of
+// reads.
+struct RowCopies : Copies {
+  template <int kIndex, int kOffset>
+  MLA_DEVICE void issue(lds_t wave_base, int lane, const void* source) {
+    copy_chunk_of_line(wave_base + kOffset + lane * 16, source);
+  }
+};
+
 // Returns the address of chunk `chunk` of row `row` in a tile of `kRows` rows a column block.
 template <int kRows>
 MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {

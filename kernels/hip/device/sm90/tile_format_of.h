@@ -12,7 +12,9 @@ struct TileFormatOf;
 template <class C>
 struct TileFormatOf<KvFormat::kBf16, C> {
   using Wave = tile::Wave<C::kWaveRows>;
-  using Type = Bf16Format<C, Wave>;
+  struct Type : Bf16Format<C, Wave> {
+    using Copies = tile::RowCopies;
+  };
 };
 
 }  // namespace mla::kernels::hip
