@@ -31,6 +31,7 @@ struct Copies {
   template <int kYounger, int kPerStage>
   MLA_DEVICE void wait() {}
 };
+using WeightCopies = Copies;  // for row products
 
 // Packs two numbers that bf16 holds exactly.
 MLA_DEVICE uint32_t upper_halves(float low, float high) {

@@ -30,6 +30,7 @@ struct Copies {
     wait_for_copies<kYounger * kPerStage>();
   }
 };
+using WeightCopies = Copies;  // for row products
 
 // Widens two codes to bf16. `scale` is a power of two; 1 unless kScaled.
 template <bool kHigh, bool kScaled>

@@ -144,7 +144,7 @@ class RowProductBlock {
 
  protected:
   using lds_t = tile::lds_t;
-  using Copies = tile::Copies;
+  using Copies = tile::WeightCopies;
   // Rows of 128 bytes that all waves copy at once.
   static constexpr int kRowsPerCopy = tile::kWave / 8;
   static constexpr int kRowsAtOnce = kWaves * kRowsPerCopy;

@@ -203,14 +203,16 @@ MLA_DEVICE uint32_t bf16_of_codes(uint32_t codes) {
       : "r"(codes));
   return bf16;
 }
-// Starts the copy of one chunk; it is complete with the stage that is closed next.
+// Starts the copy of one chunk; it is complete with the stage that is closed next. The L2 gets the
+// line of 128 bytes around it: KV rows are copied whole, so the neighbour of a line comes anyway,
+// and bringing it early disturbs the order in which memory is read.
 MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(source)
                : "memory");
 }
-// As copy_chunk, but only the line of 128 bytes comes to the L2 with the chunk, not its neighbour.
-MLA_DEVICE void copy_chunk_of_line(lds_t at, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(source)
+// As copy_chunk, but the L2 gets two lines, which is faster for weights that are read in order.
+MLA_DEVICE void copy_weights_chunk(lds_t at, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
                : "memory");
 }
 // As copy_chunk, with a policy: the copied data leaves the L2 before other data, or stays longer.
@@ -222,7 +224,7 @@ MLA_DEVICE CachePolicy cache_policy(bool keep) {
   return keep ? normal : first;
 }
 MLA_DEVICE void copy_chunk(lds_t at, const void* source, CachePolicy policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(at),
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(at),
                "l"(source), "l"(policy)
                : "memory");
 }

@@ -41,14 +41,11 @@ struct Copies {
     wait_for_copies<kYounger>();
   }
 };
-
-// As Copies, for KV rows of bf16, where memory is the limit. All lines of a row are copied at
-// nearly the same time, so a line that is brought with its neighbour only disturbs the order of
-// reads.
-struct RowCopies : Copies {
+// As Copies, for row products, which read each weight once and in order.
+struct WeightCopies : Copies {
   template <int kIndex, int kOffset>
   MLA_DEVICE void issue(lds_t wave_base, int lane, const void* source) {
-    copy_chunk_of_line(wave_base + kOffset + lane * 16, source);
+    copy_weights_chunk(wave_base + kOffset + lane * 16, source);
   }
 };
 

@@ -12,9 +12,7 @@ struct TileFormatOf;
 template <class C>
 struct TileFormatOf<KvFormat::kBf16, C> {
   using Wave = tile::Wave<C::kWaveRows>;
-  struct Type : Bf16Format<C, Wave> {
-    using Copies = tile::RowCopies;
-  };
+  using Type = Bf16Format<C, Wave>;
 };
 
 }  // namespace mla::kernels::hip

@@ -204,7 +204,7 @@ inline void copy_bytes(lds_t at, const void* source, int bytes) {
   host::the_block->shared.StartCopy(lane.copies, to, source, bytes, lane.wave->index);
 }
 inline void copy_chunk(lds_t at, const void* source) { copy_bytes(at, source, 16); }
-inline void copy_chunk_of_line(lds_t at, const void* source) { copy_chunk(at, source); }
+inline void copy_weights_chunk(lds_t at, const void* source) { copy_chunk(at, source); }
 using CachePolicy = uint64_t;
 inline CachePolicy cache_policy(bool) { return 0; }
 inline void copy_chunk(lds_t at, const void* source, CachePolicy) { copy_chunk(at, source); }
