@@ -433,6 +433,9 @@ MLA_EMULATED void _tile_loadd(int tile, const void* from, int64_t stride) {
     memcpy(emulated_tiles[tile][r], static_cast<const char*>(from) + r * stride, 64);
   }
 }
+MLA_EMULATED void _tile_stream_loadd(int tile, const void* from, int64_t stride) {
+  _tile_loadd(tile, from, stride);
+}
 MLA_EMULATED void _tile_stored(int tile, void* to, int64_t stride) {
   for (int r = 0; r < 16; ++r) {
     memcpy(static_cast<char*>(to) + r * stride, emulated_tiles[tile][r], 64);

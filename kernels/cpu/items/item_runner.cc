@@ -281,12 +281,12 @@ void ItemState::RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin
                          int32_t chunk_rows, bool first_chunk) {
   const int32_t* seen = As<int32_t>(at_.visible) + block * kTileRows;
   const auto [least, most] = std::minmax_element(seen, seen + packed_rows);
-  for (int32_t row = 0; row < chunk_rows; row += kTileRows) {
+  for (int32_t row = 0; row < chunk_rows; row += at_.tile_rows) {
     const int32_t position = chunk_begin + row;
     const bool first = first_chunk && row == 0;
     // The first tile is run even if no query sees it, because it initialises O.
     if (*most <= position && !first) return;
-    const int32_t rows = std::min(kTileRows, chunk_rows - row);
+    const int32_t rows = std::min(at_.tile_rows, chunk_rows - row);
     RunTile(block, packed_rows, row, rows, position, *least < position + rows,
             *least <= kTileRows && position < 2 * kTileRows, first);
   }
@@ -348,7 +348,7 @@ void ItemState::RunGroup(const Group& group) {
     const int32_t rows =
         kv_.Prepare(begin, entries, few_keys_ && begin < 2 * kTileRows, !packs_in_product_);
     if (FetchesAhead()) {
-      kv_.FindNext(begin + entries, std::min(kTileRows, end - begin - entries));
+      kv_.FindNext(begin + entries, std::min(at_.tile_rows, end - begin - entries));
     }
     if (rows == 0) continue;
     for (int32_t row = 0; row < group.rows; row += kTileRows) {

@@ -12,7 +12,7 @@ namespace {
 
 // This number of rows is widened at a time. Packed tiles are padded to groups of 32.
 constexpr int32_t kWidenedRows = 32;
-static_assert(kTileRows % kWidenedRows == 0);
+static_assert(kTileRows % kWidenedRows == 0 && kMostKvRows % kWidenedRows == 0);
 
 bool AllFinite(const float* values, int32_t count) {
   return std::all_of(values, values + count, [](float value) { return std::isfinite(value); });
@@ -76,8 +76,9 @@ void KvOperands::WidenPart(const KvRowLayout& kv, int32_t first, int32_t count) 
 // Packs value panels of rows [first, first + count) of the chunk. All are of one tile, and `first`
 // is even.
 void KvOperands::PackValues(const uint16_t* const* values, int32_t first, int32_t count) {
-  std::byte* const tile = As<std::byte>(at_.value_panels_at + first / kTileRows * at_.v_tile_bytes);
-  const int64_t pairs = first % kTileRows / 2;
+  std::byte* const tile =
+      As<std::byte>(at_.value_panels_at + first / at_.tile_rows * at_.v_tile_bytes);
+  const int64_t pairs = first % at_.tile_rows / 2;
   kernels_.pack_values(values + first, count, at_.value_dim,
                        reinterpret_cast<uint16_t*>(tile + pairs * 4 * kPanel), at_.v_panel_bytes);
 }
@@ -130,7 +131,7 @@ int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests, boo
   auto** values = As<const uint16_t*>(at_.value_ptrs);
   if (!at_.expanded && bf16()) {
     // Widened rows are packed in small pieces, while they are in the first-level cache.
-    const int32_t piece = at_.widens ? kWidenedRows : kTileRows;
+    const int32_t piece = at_.widens ? kWidenedRows : at_.tile_rows;
     for (int32_t first = 0; first < count; first += piece) {
       const int32_t some = std::min(piece, count - first);
       if (at_.widens) WidenRows(first, some);

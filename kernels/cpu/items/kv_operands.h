@@ -46,7 +46,7 @@ class KvOperands {
   // AccumulateArgs takes.
   const void* values(int32_t row) const;
   uint16_t* value_panels(int32_t row) const {  // bf16 levels: storage of `values`
-    return As<uint16_t>(at_.value_panels_at + row / kTileRows * at_.v_tile_bytes);
+    return As<uint16_t>(at_.value_panels_at + row / at_.tile_rows * at_.v_tile_bytes);
   }
   const void* value_rests(int32_t row) const;
   int64_t values_ld() const;

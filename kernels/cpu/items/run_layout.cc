@@ -33,7 +33,8 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   RunLayout layout;
   layout.expanded = desc.form == AttentionForm::kExpanded;
   layout.group_rows = layout.expanded ? kExpandedTileRows : kTileRows;
-  layout.chunk_rows = layout.expanded ? kExpandedChunk : kTileRows;
+  layout.tile_rows = layout.expanded ? kTileRows : kernels.kv_rows;
+  layout.chunk_rows = layout.expanded ? kExpandedChunk : layout.tile_rows;
   layout.key_dim = layout.expanded ? g.expanded_q_dim() : g.absorbed_q_dim();
   layout.value_dim = desc.value_dim();
   layout.value_panels = (layout.value_dim + kPanel - 1) / kPanel;
@@ -45,7 +46,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   layout.q_block_bytes = layout.q_panel_bytes * (kTileRows / kPanel);
   // A cache line is added to each stride, because strides of whole kilobytes map lines that are
   // used together to the same few cache sets.
-  layout.v_panel_bytes = kTileRows / 2 * 64 + kLine;
+  layout.v_panel_bytes = layout.tile_rows / 2 * 64 + kLine;
   layout.v_tile_bytes = layout.v_panel_bytes * RoundUp(layout.value_panels, 2);
   layout.kv = MakeKvRowLayout(desc.kv_format, g.kv_lora_rank, g.rope_dim);
   layout.entry = MakeKvRowLayout(desc.entry_format, g.kv_lora_rank, g.rope_dim);
@@ -66,17 +67,17 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   layout.scales = cut.Take(layout.chunk_rows * kPointer);
   layout.key_ptrs = cut.Take(layout.chunk_rows * kPointer);
   layout.value_ptrs = cut.Take(layout.chunk_rows * kPointer);
-  layout.next_rows = cut.Take(kTileRows * kPointer);
+  layout.next_rows = cut.Take(layout.tile_rows * kPointer);
   if (layout.widens) layout.widened = cut.Take(layout.chunk_rows * layout.widened_ld * 2);
   layout.query_rows = cut.Take(kPanel * layout.query_row_bytes);
   if (layout.q_terms == 2) layout.split_rows = cut.Take(2 * kPanel * layout.split_ld * 2);
   layout.queries = cut.Take(blocks * layout.q_terms * layout.q_block_bytes);
-  layout.logits = cut.Take(kTileRows * kLogitsLd * kFloat);
-  layout.probabilities = cut.Take(kTileRows * kLogitsLd * kFloat);
+  layout.logits = cut.Take(layout.tile_rows * kLogitsLd * kFloat);
+  layout.probabilities = cut.Take(layout.tile_rows * kLogitsLd * kFloat);
   if (kernels.bf16_operands && layout.expanded)
     layout.rests = cut.Take(kTileRows * kTileRows * kFloat);
   if (kernels.bf16_operands) {
-    layout.value_panels_at = cut.Take(layout.chunk_rows / kTileRows * layout.v_tile_bytes);
+    layout.value_panels_at = cut.Take(layout.chunk_rows / layout.tile_rows * layout.v_tile_bytes);
   }
   if (layout.expanded || !kernels.bf16_operands)
     layout.keys = cut.Take(layout.chunk_rows * layout.key_row_bytes);
@@ -85,7 +86,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
     layout.uk = cut.Take(layout.uk_panel_bytes * (RoundUp(g.nope_dim, kPanel) / kPanel));
     if (kernels.bf16_operands) {
       layout.value_rests = cut.Take(layout.chunk_rows * layout.value_row_bytes);
-      layout.rest_panels_at = cut.Take(layout.chunk_rows / kTileRows * layout.v_tile_bytes);
+      layout.rest_panels_at = cut.Take(layout.chunk_rows / layout.tile_rows * layout.v_tile_bytes);
       layout.up = cut.Take(layout.chunk_rows * layout.up_ld * kFloat);
     } else {
       layout.latents = cut.Take(layout.chunk_rows * RoundUp(g.kv_lora_rank, kPanel) * kFloat);

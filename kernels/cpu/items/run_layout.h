@@ -24,7 +24,8 @@ inline constexpr int32_t kLogitsLd = kTileRows + kPanel;
 struct RunLayout {
   bool expanded = false;
   int32_t group_rows = 0;  // packed rows whose state is held at a time
-  int32_t chunk_rows = 0;  // KV rows prepared at a time
+  int32_t tile_rows = 0;   // KV rows a tile, at most
+  int32_t chunk_rows = 0;  // KV rows prepared at a time, whole tiles
   int32_t key_dim = 0;     // k of the logits product
   int32_t value_dim = 0;   // columns of O
   int32_t value_panels = 0;
@@ -51,7 +52,7 @@ struct RunLayout {
                            // keeps these apart
   int64_t key_ptrs = 0;    // const void*[chunk_rows]: A rows of the logits product
   int64_t value_ptrs = 0;  // const void*[chunk_rows]: value rows before packing
-  int64_t next_rows = 0;   // const void*[kTileRows]: addresses of the next tile's rows
+  int64_t next_rows = 0;   // const void*[tile_rows]: addresses of the next tile's rows
   int64_t widened = 0;     // rows of an 8-bit format as bf16 rows
   int64_t query_rows = 0;  // query rows of a panel, copied if in pieces
   int64_t split_rows = 0;  // both parts of a panel's queries before packing, row by row

@@ -23,12 +23,6 @@ void EnterThread() {
 
 void LeaveThread() { _tile_release(); }
 
-// The lines of the next tile that a step fetches.
-struct FetchWork {
-  Prefetcher& next;
-  inline void Step() { next.Step(kPrefetchLines); }
-};
-
 // Copies elements [begin, begin + depth) of rows that are not evenly spaced, padded to whole tiles.
 void CopyRows(const GemmArgs& g, int32_t row, int32_t count, int32_t padded, int32_t begin,
               int32_t depth, uint16_t (*stage)[kStageRow]) {
@@ -161,7 +155,7 @@ void GemmCopied(const GemmArgs& g, int32_t row, int32_t count, FetchWork& fetch)
 
 void Gemm(const GemmArgs& args) {
   Prefetcher next(args);
-  FetchWork fetch{next};
+  FetchWork fetch{next, kPrefetchLines};
   for (int32_t row = 0; row < args.rows; row += kTwoBlocks) {
     const int32_t left = args.rows - row;
     const int32_t count = left < kTwoBlocks ? left : kTwoBlocks;
@@ -251,6 +245,7 @@ const KernelSet kAmxKernels = {
     EnterThread,
     LeaveThread,
     Attend,
+    /*kv_rows=*/kMostKvRows,
 };
 
 }  // namespace mla::kernels::cpu

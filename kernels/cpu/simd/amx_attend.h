@@ -1,6 +1,5 @@
-// A tile of the level `amx` as a whole: its logits, softmax and outputs, with vector instructions
-// and tile products at work at the same time. Needs what amx_tiles.h needs. Everything is in an
-// unnamed namespace; fp32_kernels.h says why.
+// A tile of the level `amx` as a whole: its logits, softmax and outputs. Needs what amx_tiles.h
+// needs. Everything is in an unnamed namespace; fp32_kernels.h says why.
 #ifndef MLA_KERNELS_CPU_SIMD_AMX_ATTEND_H_
 #define MLA_KERNELS_CPU_SIMD_AMX_ATTEND_H_
 
@@ -12,19 +11,20 @@ namespace {
 
 constexpr int32_t kMostFetchedLines = 8;  // of the next tile, in a step
 
-// Packs values as PackPaddedValues does, if the product asks for it. A turn packs the values of the
-// 32 x 32 elements that its step reads, because the product brings their lines into the first-level
-// cache.
-class PackJob {
+// Packs values as PackPaddedValues does, next to the first products that read the rows. A turn
+// packs the values of the 32 x 32 elements that its step reads, and fetches lines of the next tile.
+class PackWork {
  public:
-  explicit PackJob(const GemmArgs& g)
-      : rows_(reinterpret_cast<const uint16_t* const*>(g.a_rows)),
+  PackWork(const GemmArgs& g, FetchWork& fetch)
+      : fetch_(fetch),
+        rows_(reinterpret_cast<const uint16_t* const*>(g.a_rows)),
         out_(reinterpret_cast<uint8_t*>(g.value_panels)),
         panel_bytes_(g.value_panel_bytes),
-        value_dim_(g.value_panels != nullptr ? g.value_dim : 0),
+        value_dim_(g.value_dim),
         k_(g.k) {}
 
   inline void Step() {
+    fetch_.Step();
     if (at_ < value_dim_) PackBlock();
     at_ += kDepth;
     if (at_ < k_) return;
@@ -44,6 +44,7 @@ class PackJob {
     }
   }
 
+  FetchWork& fetch_;
   const uint16_t* const* rows_;  // the 32 rows at work
   uint8_t* out_;                 // their pairs in the first panel
   const int64_t panel_bytes_;
@@ -51,19 +52,8 @@ class PackJob {
   int32_t at_ = 0;  // elements of these rows that have had their turn
 };
 
-// A job's turn at a step, and the lines of the next tile that are fetched in it.
-template <typename Job>
-struct Turn {
-  Prefetcher& next;
-  const int lines;
-  Job& job;
-  inline void Step() {
-    next.Step(lines);
-    job.Step();
-  }
-};
-
-// Computes the logits of kB panels of queries, from `panel` on, for all rows.
+// Computes the logits of kB panels of queries, from `panel` on, for all rows. These do not stay in
+// the first-level cache, so the panels (36 KB at 576 of k) do.
 template <int kB, typename Work>
 void PanelLogits(const GemmArgs& g, int32_t panel, Work& work) {
   for (int32_t row = 0; row < g.rows; row += kTwoBlocks) {
@@ -75,19 +65,18 @@ void PanelLogits(const GemmArgs& g, int32_t panel, Work& work) {
     of.b = static_cast<const uint8_t*>(g.b) + panel * g.panel_bytes;
     of.panel_bytes = g.panel_bytes;
     ZeroTiles<2, kB>();
-    Multiply<2, kB>(of, g.k / kDepth, work);
+    Multiply<2, kB, /*kStreamsA=*/true>(of, g.k / kDepth, work);
     StoreTiles<2, kB>(g.c + row * g.ldc + panel * kPanel, g.ldc);
   }
-  FinishStores();  // softmax reads what tiles stored
 }
 
-// Computes the logits of panels [begin, end), one or two.
+// Computes the logits of two panels, or of the last one.
 template <typename Work>
-void Logits(const GemmArgs& g, int32_t begin, int32_t end, Work work) {
-  if (end - begin == 2) {
-    PanelLogits<2>(g, begin, work);
+void Logits(const GemmArgs& g, int32_t panel, Work& work) {
+  if (g.panels - panel > 1) {
+    PanelLogits<2>(g, panel, work);
   } else {
-    PanelLogits<1>(g, begin, work);
+    PanelLogits<1>(g, panel, work);
   }
 }
 
@@ -110,33 +99,21 @@ int LinesPerStep(const TileArgs& args) {
   return wanted < kMostFetchedLines ? wanted : kMostFetchedLines;
 }
 
-// Attends to a tile of whole blocks. Values are packed during the logits of the first panels. The
-// softmax step of panels runs during the logits of the next ones, that of the last panels during
-// the outputs of the first packed rows. REQUIRES: rows.
+// Attends to a tile of whole blocks. REQUIRES: rows.
 void AttendWholeBlocks(const TileArgs& args) {
   const GemmArgs& g = args.gemm;
-  const int lines = LinesPerStep(args);
   Prefetcher next(g);
-  int32_t panel = g.panels < 2 ? g.panels : 2;
-  PackJob pack(g);
-  Logits(g, 0, panel, Turn<PackJob>{next, lines, pack});
-  int32_t column = 0;  // the softmax step of the columns before is done
-  while (panel < g.panels) {
-    const int32_t end = g.panels - panel < 2 ? g.panels : panel + 2;
-    SoftmaxJob softmax(args.softmax, column, panel * kPanel);
-    Logits(g, panel, end, Turn<SoftmaxJob>{next, lines, softmax});
-    softmax.Finish();
-    column = panel * kPanel;
-    panel = end;
+  FetchWork fetch{next, LinesPerStep(args)};
+  int32_t panel = 0;
+  if (g.value_panels != nullptr) {
+    PackWork pack(g, fetch);
+    Logits(g, 0, pack);
+    panel = 2;
   }
-  SoftmaxJob softmax(args.softmax, column, panel * kPanel);
-  Turn<SoftmaxJob> turn{next, lines, softmax};
-  const int32_t columns = args.accumulate.columns;
-  for (int32_t row = 0; row < columns; row += kRowsAtOnce) {
-    const int32_t end = columns - row < kRowsAtOnce ? columns : row + kRowsAtOnce;
-    if (end > column) softmax.Finish();
-    AccumulateRows(args.accumulate, row, end, turn);
-  }
+  for (; panel < g.panels; panel += 2) Logits(g, panel, fetch);
+  FinishStores();  // softmax reads what tiles stored
+  Softmax(args.softmax);
+  Accumulate(args.accumulate, fetch);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 namespace mla::kernels::cpu {
 namespace {
 
-constexpr int32_t kLdp = kTileRows;  // p: bf16 [columns][kLdp], KV rows padded to 32 with zeros
+constexpr int32_t kLdp = kMostKvRows;  // p: bf16 [columns][kLdp], KV rows padded to 32 with zeros
 
 // Returns 2^x for x <= 0: 2^f by a degree-5 polynomial on [0, 1), scaled by 2^floor(x). It takes a
 // quarter fewer instructions than Exp2 and is as accurate as the levels promise. -inf has f = 0 and
@@ -29,24 +29,28 @@ inline __m512 LogitOf(const SoftmaxArgs& args, __m512i visible, int32_t r, int32
   return _mm512_mul_ps(_mm512_loadu_ps(args.s + r * args.lds + n), _mm512_set1_ps(args.scale2));
 }
 
-// Returns the maxima of m and of rows [begin, end), columns [n, n + 16). It takes four rows at a
-// time, so that instructions do not wait for each other.
-inline __m512 MaximumOf(const SoftmaxArgs& args, __m512i visible, __m512 m, int32_t begin,
-                        int32_t end, int32_t n) {
-  int32_t r = begin;
-  for (; r + 4 <= end; r += 4) {
+// Returns the running maxima of columns [n, n + 16) after this tile. It takes four rows at a time,
+// so that instructions do not wait for each other.
+inline __m512 MaximumOf(const SoftmaxArgs& args, __m512i visible, int32_t n) {
+  __m512 m = _mm512_loadu_ps(args.m + n);
+  int32_t r = 0;
+  for (; r + 4 <= args.rows; r += 4) {
     const __m512 first =
         _mm512_max_ps(LogitOf(args, visible, r, n), LogitOf(args, visible, r + 1, n));
     const __m512 second =
         _mm512_max_ps(LogitOf(args, visible, r + 2, n), LogitOf(args, visible, r + 3, n));
     m = _mm512_max_ps(m, _mm512_max_ps(first, second));
   }
-  for (; r < end; ++r) m = _mm512_max_ps(m, LogitOf(args, visible, r, n));
+  for (; r < args.rows; ++r) m = _mm512_max_ps(m, LogitOf(args, visible, r, n));
   return m;
 }
 
-// Replaces the running maxima of columns [n, n + 16) by m, and sets what WeightPairs needs.
-inline void BeginWeights(const SoftmaxArgs& args, __m512 m, int32_t n, ColumnState& state) {
+// Does what BeginColumns does, for WeightOf.
+inline ColumnState BeginFusedColumns(const SoftmaxArgs& args, int32_t n) {
+  ColumnState state;
+  state.visible =
+      args.visible != nullptr ? _mm512_loadu_si512(args.visible + n) : _mm512_setzero_si512();
+  const __m512 m = MaximumOf(args, state.visible, n);
   // A column that has seen no logit shifts by 0, so that -inf - shift stays -inf.
   const __mmask16 empty = _mm512_cmp_ps_mask(m, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ);
   state.shift = _mm512_mask_blend_ps(empty, m, _mm512_setzero_ps());
@@ -59,6 +63,7 @@ inline void BeginWeights(const SoftmaxArgs& args, __m512 m, int32_t n, ColumnSta
   state.norm = _mm512_fmadd_ps(_mm512_loadu_ps(args.norm + n), alpha, bad);
   _mm512_storeu_ps(args.m + n, m);
   _mm512_storeu_ps(args.alpha + n, alpha);
+  return state;
 }
 
 // Returns the weights of row r, 0 past the end. There is one rounding less than in LogitOf, so the
@@ -85,74 +90,21 @@ inline __m512i WeightPairs(const SoftmaxArgs& args, ColumnState& state, int32_t 
   return pairs;
 }
 
-// The softmax step of columns [first, end) of a tile, multiples of kPanel, in parts that run
-// between tile products. Each 16 columns have parts for the maxima of 32 rows, then for the weights
-// of 2 rows, and after 32 rows one that transposes and stores these. A part has at most 64 vector
-// instructions, so that it and the tile products around it fit into the window in which the core
-// reorders instructions.
-class SoftmaxJob {
- public:
-  // REQUIRES: `args` outlives the job and has rows.
-  SoftmaxJob(const SoftmaxArgs& args, int32_t first, int32_t end)
-      : args_(args), column_(first), end_(end) {
-    if (column_ < end_) BeginColumns16();
-  }
-
-  inline void Step() {
-    Part();
-    Part();
-  }
-  void Finish() {
-    while (column_ < end_) Part();
-  }
-
- private:
-  inline void BeginColumns16() {
-    state_.visible = args_.visible != nullptr ? _mm512_loadu_si512(args_.visible + column_)
-                                              : _mm512_setzero_si512();
-    m_ = _mm512_loadu_ps(args_.m + column_);
-    maxima_ = row_ = pair_ = 0;
-  }
-
-  inline void Part() {
-    if (column_ == end_) return;
-    if (maxima_ < args_.rows) {
-      const int32_t end = args_.rows - maxima_ < kDepth ? args_.rows : maxima_ + kDepth;
-      m_ = MaximumOf(args_, state_.visible, m_, maxima_, end, column_);
-      maxima_ = end;
-      if (maxima_ == args_.rows) BeginWeights(args_, m_, column_, state_);
-    } else if (pair_ < kRows) {
-      pairs_[pair_] = WeightPairs(args_, state_, row_ + 2 * pair_, column_);
-      ++pair_;
-    } else {
-      StorePairs();
+void SoftmaxWithoutRests(const SoftmaxArgs& args) {
+  for (int32_t n = 0; n < args.columns; n += kPanel) {
+    ColumnState state = BeginFusedColumns(args, n);
+    uint16_t* p = static_cast<uint16_t*>(args.p) + n * kLdp;
+    for (int32_t r = 0; r < args.rows; r += kDepth) {
+      __m512i pairs[kRows];
+      for (int32_t i = 0; i < kRows; ++i) pairs[i] = WeightPairs(args, state, r + 2 * i, n);
+      Transpose16(pairs);
+      for (int32_t i = 0; i < kRows; ++i) _mm512_storeu_si512(p + i * kLdp + r, pairs[i]);
     }
+    EndColumns(args, state, n);
   }
+}
 
-  inline void StorePairs() {
-    Transpose16(pairs_);
-    uint16_t* const p = static_cast<uint16_t*>(args_.p) + column_ * kLdp + row_;
-    for (int32_t i = 0; i < kRows; ++i) _mm512_storeu_si512(p + i * kLdp, pairs_[i]);
-    row_ += kDepth;
-    pair_ = 0;
-    if (row_ < args_.rows) return;
-    EndColumns(args_, state_, column_);
-    column_ += kPanel;
-    if (column_ < end_) BeginColumns16();
-  }
-
-  const SoftmaxArgs& args_;
-  int32_t column_;  // the first of the 16 columns at work
-  const int32_t end_;
-  int32_t maxima_ = 0;  // rows whose maximum is known
-  int32_t row_ = 0;     // the first of the 32 rows at work
-  int32_t pair_ = 0;    // pairs of these rows that are made
-  __m512 m_;
-  ColumnState state_;
-  __m512i pairs_[kRows];
-};
-
-// As SoftmaxJob for all columns, with the remainders of rounding in args.p_rest.
+// As SoftmaxWithoutRests, with the remainders of rounding in args.p_rest.
 void SoftmaxWithRests(const SoftmaxArgs& args) {
   for (int32_t n = 0; n < args.columns; n += kPanel) {
     ColumnState state = BeginColumns(args, n);
@@ -178,7 +130,7 @@ void Softmax(const SoftmaxArgs& args) {
   if (args.p_rest != nullptr) {
     SoftmaxWithRests(args);
   } else {
-    SoftmaxJob(args, 0, args.columns).Finish();
+    SoftmaxWithoutRests(args);
   }
 }
 

@@ -61,6 +61,12 @@ struct TileOperands {
   int64_t stride_a;  // bytes between rows of A
   const uint8_t* b;
   int64_t panel_bytes;
+
+  void Advance() {  // by 32 of k
+    a[0] += 64;
+    a[1] += 64;
+    b += 1024;
+  }
 };
 
 // Work that a product does next to its steps; none here.
@@ -68,26 +74,62 @@ struct NoWork {
   inline void Step() {}
 };
 
+// Fetches lines of the next tile.
+struct FetchWork {
+  Prefetcher& next;
+  const int lines;  // a step
+  inline void Step() { next.Step(lines); }
+};
+
+// Multiplies over 32 of k. kStreamsA: A does not stay in the first-level cache. kLoadsC: each
+// accumulator is loaded from C just before its product.
+template <int kA, int kB, bool kStreamsA, bool kLoadsC>
+inline void MultiplyStep(const TileOperands& of, const float* c, int64_t ldc) {
+  const int64_t stride = ldc * 4;
+  _tile_loadd(6, of.b, 64);
+  if constexpr (kStreamsA) {
+    _tile_stream_loadd(4, of.a[0], of.stride_a);
+  } else {
+    _tile_loadd(4, of.a[0], of.stride_a);
+  }
+  if constexpr (kLoadsC) _tile_loadd(0, c, stride);
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (kB == 2) {
+    _tile_loadd(7, of.b + of.panel_bytes, 64);
+    if constexpr (kLoadsC) _tile_loadd(1, c + kPanel, stride);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if constexpr (kA == 1) return;
+  if constexpr (kStreamsA) {
+    _tile_stream_loadd(5, of.a[1], of.stride_a);
+  } else {
+    _tile_loadd(5, of.a[1], of.stride_a);
+  }
+  if constexpr (kLoadsC) _tile_loadd(2, c + kRows * ldc, stride);
+  _tile_dpbf16ps(2, 5, 6);
+  if constexpr (kB == 1) return;
+  if constexpr (kLoadsC) _tile_loadd(3, c + kRows * ldc + kPanel, stride);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
 // Multiplies over steps x 32 of k. `work` gets a turn before each step, so that its instructions
 // run while the tile unit multiplies.
-template <int kA, int kB, typename Work>
-inline void Multiply(const TileOperands& of, int32_t steps, Work& work) {
-  const uint8_t *a0 = of.a[0], *a1 = of.a[1], *b = of.b;
-  for (int32_t step = 0; step < steps; ++step, a0 += 64, a1 += 64, b += 1024) {
+template <int kA, int kB, bool kStreamsA = false, typename Work>
+inline void Multiply(TileOperands of, int32_t steps, Work& work) {
+  for (; steps > 0; --steps, of.Advance()) {
     work.Step();
-    _tile_loadd(6, b, 64);
-    _tile_loadd(4, a0, of.stride_a);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kB == 2) {
-      _tile_loadd(7, b + of.panel_bytes, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (kA == 2) {
-      _tile_loadd(5, a1, of.stride_a);
-      _tile_dpbf16ps(2, 5, 6);
-      if constexpr (kB == 2) _tile_dpbf16ps(3, 5, 7);
-    }
+    MultiplyStep<kA, kB, kStreamsA, false>(of, nullptr, 0);
   }
+}
+
+// As LoadTiles and Multiply, but products begin when the first accumulator is loaded. REQUIRES: a
+// step.
+template <int kA, int kB, typename Work>
+inline void MultiplyInto(TileOperands of, const float* c, int64_t ldc, int32_t steps, Work& work) {
+  work.Step();
+  MultiplyStep<kA, kB, false, true>(of, c, ldc);
+  of.Advance();
+  Multiply<kA, kB>(of, steps - 1, work);
 }
 
 // Returns true if `count` rows, a multiple of 16, lie evenly in each block of 16, all blocks with

@@ -24,8 +24,9 @@
 
 namespace mla::kernels::cpu {
 
-inline constexpr int32_t kPanel = 16;      // columns a panel
-inline constexpr int32_t kTileRows = 128;  // KV rows a tile, and packed rows a block, at most
+inline constexpr int32_t kPanel = 16;        // columns a panel
+inline constexpr int32_t kTileRows = 128;    // packed rows a block, KV rows of most tiles, at most
+inline constexpr int32_t kMostKvRows = 192;  // KV rows a tile, at most
 
 // Computes C[i][n] (+)= sum_k A[i][k] B[k][n] for all columns of `panels` panels.
 struct GemmArgs {
@@ -67,7 +68,7 @@ struct SoftmaxArgs {
   // rows cancel. Null at fp32 levels, which divide by l.
   float* norm;
   float* alpha;
-  void* p;  // the level's own layout; kTileRows * kTileRows floats of room
+  void* p;  // the level's own layout; kTileRows floats of room a row, for kTileRows rows at least
   // bf16 levels: remainders of p after rounding, in the same layout, or null if they do not matter.
   void* p_rest;
 };
@@ -157,6 +158,9 @@ struct KernelSet {
   // Null, or does all stages of a tile, at the same time where it can. Results equal those of the
   // single functions bit by bit. It pays for more panels of packed rows than `packs_in_gemm`.
   void (*attend)(const TileArgs& args) = nullptr;
+  // KV rows of a tile in the absorbed form, a multiple of 32 and at most kMostKvRows. In the
+  // expanded form it has kTileRows.
+  int32_t kv_rows = kTileRows;
 };
 
 // Returns the bytes of one B panel of depth k.

@@ -7,7 +7,8 @@
 //
 // "all in one call" is the call of a level that does all stages of a tile, which launches with more
 // than 32 heads make. "in L1" repeats a product with every operand row and panel at one address,
-// which shows the instructions' own rate. All times are for 128 KV rows and one thread.
+// which shows the instructions' own rate. All times are for one thread and 128 KV rows, as a share
+// of a tile's.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -48,31 +49,31 @@ class Floats {
 };
 
 constexpr int64_t kLdo = kValueDim + kPanel;
-constexpr int64_t kPanelBytes = kTileRows / 2 * 64 + 64;
+constexpr int64_t kPanelBytes = kernels::cpu::kMostKvRows / 2 * 64 + 64;
 
 // Operands of one tile, filled with 1/128 so that no stage meets special values.
 struct Tile {
   Tile(const KernelSet& set, int32_t heads)
       : kernels(set),
         columns((heads + kPanel - 1) / kPanel * kPanel),
-        rows(static_cast<int64_t>(kTileRows) * kKeyDim / 2),
-        wide(static_cast<int64_t>(kTileRows) * kKeyDim, 0.0078125f),
+        rows(int64_t{set.kv_rows} * kKeyDim / 2),
+        wide(int64_t{set.kv_rows} * kKeyDim, 0.0078125f),
         queries(kernels::cpu::PanelBytes(set.bf16_operands, set.k_align, kKeyDim) * columns /
                 kPanel / 4),
-        logits(kTileRows * (columns + kPanel)),
-        p(static_cast<int64_t>(kTileRows) * kTileRows),
+        logits(set.kv_rows * (columns + kPanel)),
+        p(int64_t{kTileRows} * kTileRows),
         values(kPanelBytes * (kValueDim / kPanel) / 4),
         o(columns * kLdo),
         state(4 * columns) {
     auto* row = reinterpret_cast<Bf16*>(rows.data());
-    std::fill_n(row, kTileRows * kKeyDim, kernels::ToBf16(0.0078125f));
-    for (int32_t r = 0; r < kTileRows; ++r) {
+    std::fill_n(row, set.kv_rows * kKeyDim, kernels::ToBf16(0.0078125f));
+    for (int32_t r = 0; r < set.kv_rows; ++r) {
       row_pointers.push_back(row + r * kKeyDim);
       operands.push_back(set.bf16_operands ? static_cast<const void*>(row_pointers.back())
                                            : wide.data() + r * kKeyDim);
     }
     gemm.a_rows = operands.data();
-    gemm.rows = kTileRows;
+    gemm.rows = set.kv_rows;
     gemm.k = kKeyDim;
     gemm.panel_bytes = kernels::cpu::PanelBytes(set.bf16_operands, set.k_align, kKeyDim);
     gemm.panels = columns / kPanel;
@@ -81,7 +82,7 @@ struct Tile {
     gemm.ldc = columns + kPanel;
     softmax.s = logits.data();
     softmax.lds = gemm.ldc;
-    softmax.rows = kTileRows;
+    softmax.rows = set.kv_rows;
     softmax.columns = columns;
     softmax.scale2 = 0.2f;
     softmax.m = state.data();
@@ -90,7 +91,7 @@ struct Tile {
     softmax.alpha = state.data() + 3 * columns;
     softmax.p = p.data();
     accumulate.p = p.data();
-    accumulate.rows = kTileRows;
+    accumulate.rows = set.kv_rows;
     accumulate.columns = columns;
     accumulate.packed_rows = heads;
     accumulate.v = set.bf16_operands ? values.data() : wide.data();
@@ -119,17 +120,17 @@ struct Stage {
 
 std::vector<Stage> Stages(Tile& tile, int32_t heads) {
   const KernelSet& kernels = tile.kernels;
-  const double pairs = 2.0 * kTileRows * heads;
+  const double pairs = 2.0 * kernels.kv_rows * heads;
   std::vector<Stage> stages;
   if (kernels.bf16_operands) {
     stages.push_back({"interleave V", 0.0, [&] {
-                        kernels.pack_values(tile.row_pointers.data(), kTileRows, kValueDim,
+                        kernels.pack_values(tile.row_pointers.data(), kernels.kv_rows, kValueDim,
                                             reinterpret_cast<uint16_t*>(tile.values.data()),
                                             tile.accumulate.ldv);
                       }});
   } else {
     stages.push_back({"widen rows", 0.0, [&] {
-                        kernels.widen(tile.row_pointers.data(), kTileRows, kKeyDim,
+                        kernels.widen(tile.row_pointers.data(), kernels.kv_rows, kKeyDim,
                                       tile.wide.data(), kKeyDim);
                       }});
   }
@@ -146,7 +147,8 @@ std::vector<Stage> Stages(Tile& tile, int32_t heads) {
                       }});
   }
   stages.push_back({"K Q^T in L1", pairs * kKeyDim, [&] {
-                      const std::vector<const void*> same(kTileRows, tile.operands[0]);
+                      const std::vector<const void*> same(static_cast<size_t>(kernels.kv_rows),
+                                                          tile.operands[0]);
                       kernels::cpu::GemmArgs near = tile.gemm;
                       near.a_rows = same.data();
                       near.panel_bytes = 0;
@@ -187,7 +189,10 @@ void RunHeads(const BenchFlags& flags, const KernelSet& kernels, int32_t heads) 
   if (kernels.enter_thread != nullptr) kernels.enter_thread();
   const std::vector<double> us = Medians(flags.repeats, 1, bodies);
   if (kernels.leave_thread != nullptr) kernels.leave_thread();
-  for (size_t i = 0; i < stages.size(); ++i) report(stages[i].name, us[i] / kCalls, stages[i].flop);
+  const double share = static_cast<double>(kTileRows) / kernels.kv_rows / kCalls;
+  for (size_t i = 0; i < stages.size(); ++i) {
+    report(stages[i].name, us[i] * share, stages[i].flop * share * kCalls);
+  }
   report("tile of a launch", WholeTile(flags, heads), 2.0 * kTileRows * heads * (576 + 512));
 }
 
