@@ -2,7 +2,27 @@
 where it may."""
 
 import dis
+import os
+import secrets
+import subprocess
 import sys
+
+
+def commit():
+    """Returns the commit that is checked out here; "" if there is none."""
+    try:
+        return subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True,
+                              text=True, cwd=os.path.dirname(os.path.abspath(__file__)),
+                              check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def seed_of_run(variables=os.environ, head=commit):
+    """Returns MLA_TEST_SEED, or else a seed of the commit, so that each commit has its own. Outside
+    of a repository every run has its own."""
+    given, digits = variables.get("MLA_TEST_SEED"), head()[:8]
+    return int(given) if given else int(digits, 16) if digits else secrets.randbelow(1 << 32)
 
 
 class Interrupt(BaseException):

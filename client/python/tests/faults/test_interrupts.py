@@ -1,14 +1,16 @@
 """Ctrl-C, or any handler of a signal that raises, at every instruction of a step; without
-MLA_TEST_LONG at every third one, and at other ones with each transport."""
+MLA_TEST_LONG at every third one, and at other ones with each transport. The seed, which is printed,
+says at which: each commit has another one, and MLA_TEST_SEED repeats one."""
 
 import os
+import sys
 import time
 import unittest
 
 import mla_client
 import numpy as np
 import server_binary
-from interrupts import Interrupt, InterruptAt
+from interrupts import Interrupt, InterruptAt, seed_of_run
 from mla_client import Profile
 from service_contract import GEOMETRY, LAYERS, SCALE, Worker
 
@@ -17,11 +19,13 @@ LEASE_MS = 60_000  # no lease ends a step that was forgotten while the tests wai
 WAIT_S = 30
 EVERY = 1 if os.environ.get("MLA_TEST_LONG") else 3
 TRANSPORTS = ("ring", "shm", "inline")
+SEED = seed_of_run()
 SERVER = None
 
 
 def setUpModule():
     global SERVER
+    print(f"MLA_TEST_SEED={SEED}", file=sys.stderr)
     SERVER = server_binary.start()
 
 
@@ -33,6 +37,24 @@ def counts(path):
     """The package, and what of the library waits or locks in Python."""
     return ("/mla_client/" in path and "/gen/" not in path) or path.endswith(
         ("/threading.py", "/contextlib.py", "/concurrent/futures/_base.py"))
+
+
+def first_place(transport, seed=SEED):
+    """Returns the number of the first place of a step that is interrupted, from 1 on."""
+    return 1 + (seed + TRANSPORTS.index(transport)) % EVERY
+
+
+class SeedTest(unittest.TestCase):
+    def test_seeds_begin_at_every_place(self):
+        for transport in TRANSPORTS:
+            self.assertEqual({first_place(transport, seed) for seed in range(100, 100 + EVERY)},
+                             set(range(1, 1 + EVERY)))
+
+    def test_a_commit_has_its_own_seed_and_a_variable_comes_first(self):
+        self.assertEqual(seed_of_run({}, lambda: "00000010ff"), 16)
+        self.assertEqual(seed_of_run({"MLA_TEST_SEED": ""}, lambda: "0000001f00"), 31)
+        self.assertEqual(seed_of_run({"MLA_TEST_SEED": "7"}, lambda: "00000010ff"), 7)
+        self.assertGreaterEqual(seed_of_run({}, lambda: ""), 0)  # no commit: any
 
 
 class InterruptTest(unittest.TestCase):
@@ -76,7 +98,7 @@ class InterruptTest(unittest.TestCase):
         client, model = self.connect(transport)
         with model.open_sequence() as sequence:
             self.step(client, sequence)  # makes all objects that are made only once
-        n, place = 1 + TRANSPORTS.index(transport) % EVERY, None
+        n, place = first_place(transport), None
         while True:
             sequence, other = model.open_sequence(), model.open_sequence()
             try:
@@ -108,7 +130,7 @@ class InterruptTest(unittest.TestCase):
         for transport in TRANSPORTS:
             client, model = self.connect(transport)
             sequence = model.open_sequence()
-            n = 1 + TRANSPORTS.index(transport) % EVERY
+            n = first_place(transport)
             while True:
                 step = client.step([(sequence, 3)], lease_ms=LEASE_MS)
                 self.assertEqual(client.transport, transport)  # there is a stream
