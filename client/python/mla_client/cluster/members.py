@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import threading
 import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
@@ -23,6 +24,10 @@ MOST_DIGESTS = 256
 # A list is read again so often, and used for so long while the registry does not answer.
 REFRESH_S = 1.0
 KEEP_S = 600.0
+# After a fault of this program the pauses grow up to this.
+LONGEST_PAUSE_S = 30.0
+
+LOG = logging.getLogger("mla_client")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +183,16 @@ class MemberList:
             self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._refresh_s):
-            self.refresh()
+        pause = self._refresh_s
+        while not self._stop.wait(pause):
+            try:
+                self.refresh()
+                pause = self._refresh_s
+            except Exception as error:  # of whatever kind: without this thread no list is read
+                pause = max(self._refresh_s, min(2 * pause, LONGEST_PAUSE_S))
+                LOG.exception("the members of the cluster were not read; again in %g s", pause)
+                with self._lock:
+                    self._error = errors.Internal(f"{type(error).__name__}: {error}")
 
 
 def _restarted(before: Member, after: Member) -> bool:

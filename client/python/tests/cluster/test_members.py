@@ -108,6 +108,59 @@ class MemberListTest(unittest.TestCase):
         self.assertFalse(read._thread.is_alive())
 
 
+class Pauses:
+    """In place of the event that ends the thread: it waits for nothing, and ends after `count`."""
+
+    def __init__(self, count):
+        self.count = count
+        self.asked = []
+
+    def wait(self, timeout):
+        self.asked.append(timeout)
+        return len(self.asked) > self.count
+
+    def set(self):
+        pass
+
+
+class ThreadTest(unittest.TestCase):
+    def run_with(self, answers, refresh_s=1.0):
+        """Reads in the list's thread, and returns the list and the pauses before each reading."""
+        left = list(answers)
+
+        def read():
+            one = left.pop(0)
+            if isinstance(one, Exception):
+                raise one
+            return one
+        made = MemberList(read, refresh_s=refresh_s)
+        made._stop = pauses = Pauses(len(left))
+        made.start()
+        made._thread.join()
+        return made, pauses.asked
+
+    def test_it_goes_on_after_an_exception_of_any_kind(self):
+        with self.assertLogs("mla_client", "ERROR") as logged:
+            made, pauses = self.run_with([KeyError("port"), [MEMBER]])
+        self.assertEqual(made.all(), [MEMBER])
+        self.assertIsNone(made.error)
+        self.assertEqual(pauses, [1.0, 2.0, 1.0])
+        self.assertEqual(len(logged.records), 1)
+        self.assertIn("again in 2 s", logged.output[0])
+        self.assertIn("KeyError", logged.output[0])
+
+    def test_its_pauses_are_bounded(self):
+        with self.assertLogs("mla_client", "ERROR"):
+            made, pauses = self.run_with([ValueError("x")] * 7)
+        self.assertEqual(pauses, [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0])
+        with self.assertRaises(errors.Unavailable) as caught:
+            made.all()
+        self.assertIn("ValueError: x", str(caught.exception))
+        with self.assertLogs("mla_client", "ERROR"):
+            _, pauses = self.run_with([ValueError("x")] * 2, refresh_s=100.0)
+        self.assertEqual(pauses, [100.0] * 3)
+
+
 class RegistryTest(unittest.TestCase):
     def test_every_address_of_a_name_is_a_member(self):
         def look_up(host, port, type):
