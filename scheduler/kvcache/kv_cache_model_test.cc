@@ -17,6 +17,7 @@
 #include <tuple>
 #include <vector>
 
+#include "base/testing/long_runs.h"
 #include "scheduler/kvcache/kv_cache_simulation.h"
 #include "scheduler/kvcache/prefix/token_book.h"
 
@@ -463,8 +464,7 @@ TEST(KvCacheModelTest, AgreesWithTheOracle) {
   const char* seed_text = std::getenv("MLA_TEST_SEED");
   const bool seeded = seed_text != nullptr && *seed_text != '\0';
   const auto first = seeded ? static_cast<uint32_t>(std::atoll(seed_text)) : 1u;
-  const char* is_long = std::getenv("MLA_TEST_LONG");
-  const int runs = is_long != nullptr && *is_long == '1' ? 20 * kRuns : kRuns;
+  const int runs = IsLongRun() ? 20 * kRuns : kRuns;
   int64_t refused = 0, failed = 0;
   uint64_t copies = 0, scrubs = 0;
   int64_t matched = 0, in_page = 0;

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/testing/long_runs.h"
 #include "scheduler/planning/planner.h"
 #include "scheduler/testing/heap_buffers.h"
 #include "scheduler/testing/plan_checker.h"
@@ -171,8 +172,7 @@ TEST(PlannerPropertyTest, EveryPairOnceAndInsideCapacity) {
   int64_t split_plans = 0;
   int64_t fixed_plans = 0;
   int64_t dealt_plans = 0;
-  const char* is_long = std::getenv("MLA_TEST_LONG");
-  const int batches = is_long != nullptr && *is_long == '1' ? 20 * kBatches : kBatches;
+  const int batches = IsLongRun() ? 20 * kBatches : kBatches;
   for (int batch = 0; batch < batches; ++batch) {
     maker.Next(segments, traits);
     PlanLimits limits = LimitsOf(segments);

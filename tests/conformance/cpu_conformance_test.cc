@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "base/testing/long_runs.h"
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/dispatch.h"
@@ -28,8 +29,7 @@ constexpr int64_t kSampledCases = 400;
 constexpr int32_t kLargeCases = 2;
 constexpr int64_t kEmulatedCases = 50;
 #else
-const char* const kSet = std::getenv("MLA_TEST_LONG");
-const bool kLong = kSet != nullptr && *kSet != '\0';
+const bool kLong = IsLongRun();
 const int64_t kSampledCases = kLong ? 5000 : 400;
 const int32_t kLargeCases = kLong ? 20 : 4;
 const int64_t kEmulatedCases = kLong ? 120 : 24;

@@ -35,6 +35,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "base/testing/long_runs.h"
 #include "kernels/hip/args/arch_traits.h"
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
@@ -89,8 +90,7 @@ bool ReadRange(const std::string& value, Flags& flags) {
 }
 
 bool Parse(int argc, char** argv, Flags& flags) {
-  const char* const many = std::getenv("MLA_TEST_LONG");
-  flags.many = many != nullptr && *many != '\0';
+  flags.many = IsLongRun();
   const char* const seed = std::getenv("MLA_TEST_SEED");
   if (seed != nullptr && *seed != '\0' && !absl::SimpleAtoi(seed, &flags.seed)) return false;
   for (int i = 1; i + 1 < argc; i += 2) {

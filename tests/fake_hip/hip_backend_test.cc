@@ -1,11 +1,11 @@
 // Tests the GPU backend's host code (argument packing, streams, events, buffers, refusals, faults)
 // with a fake HIP runtime that executes kernels by name.
-#include <cstdlib>
 #include <memory>
 #include <set>
 #include <string>
 #include <thread>
 
+#include "base/testing/long_runs.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
@@ -145,7 +145,7 @@ std::vector<conformance::CaseSpec> Sample(const conformance::SamplerOptions& sam
 // Runs the whole host code through the entry points of either vendor and compares with the oracle.
 // The quick run has few of these cases: host_conformance has others of the same kernels.
 TEST_F(HipBackendTest, ConformsThroughTheFakeDevice) {
-  const int64_t cases = std::getenv("MLA_TEST_LONG") == nullptr ? 20 : 60;
+  const int64_t cases = IsLongRun() ? 60 : 20;
   for (const char* arch : {"gfx950", "gfx942", "sm_90"}) {
     control_->arch = arch;
     HipBackendOptions options = Options();

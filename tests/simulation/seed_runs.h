@@ -4,9 +4,9 @@
 #define MLA_TESTS_SIMULATION_SEED_RUNS_H_
 
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 
+#include "base/testing/long_runs.h"
 #include "gtest/gtest.h"
 #include "tests/simulation/first_seed.h"
 
@@ -23,7 +23,7 @@ inline constexpr int64_t kTestSeeds = 200;
 // or 0 after a violation, which fails the test.
 template <typename Simulator, typename Counts>
 int64_t RunTestSeeds(int operations, Counts* counts) {
-  const int64_t seeds = kTestSeeds * (std::getenv("MLA_TEST_LONG") == nullptr ? 1 : 20);
+  const int64_t seeds = kTestSeeds * (IsLongRun() ? 20 : 1);
   for (int64_t i = 0; i < seeds; ++i) {
     const uint64_t seed = FirstSeed() + static_cast<uint64_t>(i);
     Simulator simulator(seed);

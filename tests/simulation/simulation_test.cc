@@ -1,7 +1,7 @@
-#include <cstdlib>
 #include <fstream>
 #include <sstream>
 
+#include "base/testing/long_runs.h"
 #include "gtest/gtest.h"
 #include "tests/simulation/first_seed.h"
 #include "tests/simulation/simulator/simulation_run.h"
@@ -18,7 +18,7 @@ constexpr int64_t kOperations = 500'000;
 TEST(Simulation, ManyOperationsAreAsForetold) {
   RunOptions options;
   options.seed = FirstSeed();
-  options.operations = kOperations * (std::getenv("MLA_TEST_LONG") == nullptr ? 1 : 40);
+  options.operations = kOperations * (IsLongRun() ? 40 : 1);
   options.threads = 2;
   const RunResult run = RunSeeds(options);
   ASSERT_EQ(run.violations, 0) << run.violation << "replay: ./dev sim --seed " << run.failing_seed

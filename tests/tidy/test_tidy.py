@@ -218,6 +218,10 @@ class TidyTest(unittest.TestCase):
                      if not is_test(path) and path not in RAW_LOCKS_ALLOWED
                      for found in RAW_LOCKS.finditer(read(path))])
 
+    def test_one_place_says_what_a_longer_run_is(self):
+        self.report([f"{path}: use base/testing/long_runs.h" for path in tracked(*CPP)
+                     if not path.startswith("base/testing/") and '"MLA_TEST_LONG"' in read(path)])
+
     def test_no_test_is_switched_off(self):
         """A test is skipped only at run time, with a reason, if the machine lacks something."""
         pattern = re.compile(r"\bDISABLED_\w|\bGTEST_SKIP\(\)(?! << \")|"

@@ -18,6 +18,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/testing/long_runs.h"
 #include "mla/v1/sequence.grpc.pb.h"
 #include "proto/wire/grpc_tuning.h"
 #include "tests/bench/wire/wire_paths.h"
@@ -35,7 +36,7 @@ constexpr int64_t kGrowthBytes = int64_t{64} << 20;  // freed memory is kept for
 constexpr int64_t kGrowthBytes = int64_t{2} << 20;
 #endif
 
-int Steps() { return std::getenv("MLA_TEST_LONG") != nullptr ? 100'000 : 1000; }
+int Steps() { return IsLongRun() ? 100'000 : 1000; }
 
 int64_t ResidentBytes(pid_t process) {
   std::ifstream file("/proc/" + std::to_string(process) + "/statm");

@@ -16,6 +16,7 @@
 #include <sstream>
 #include <string>
 
+#include "base/testing/long_runs.h"
 #include "tests/fuzz/harness/mutator.h"
 #include "tests/fuzz/harness/target.h"
 
@@ -76,8 +77,7 @@ int RunTarget() {
     return 1;
   }
   for (const std::string& seed : target.seeds) RunOne(seed);
-  const int64_t executions =
-      target.executions * (FromEnvironment("MLA_TEST_LONG", 0) != 0 ? 100 : 1);
+  const int64_t executions = target.executions * (IsLongRun() ? 100 : 1);
   Mutator mutator(static_cast<uint64_t>(FromEnvironment("MLA_TEST_SEED", 1)), target.seeds,
                   target.input_bytes_max);
   for (int64_t i = 0; i < executions; ++i) RunOne(mutator.Next());

@@ -25,6 +25,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
+#include "base/testing/long_runs.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
 #include "kernels/cpu/cpu_backend.h"
@@ -53,7 +54,7 @@ constexpr int64_t kMoves = 600;
 constexpr int64_t kMoves = 3'000;
 #endif
 
-int64_t Moves() { return std::getenv("MLA_TEST_LONG") != nullptr ? 100'000 : kMoves; }
+int64_t Moves() { return IsLongRun() ? 100'000 : kMoves; }
 
 // Collects faults. Any thread.
 class Faults {

@@ -25,6 +25,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
+#include "base/testing/long_runs.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
 #include "kernels/cpu/cpu_backend.h"
@@ -43,7 +44,7 @@ constexpr uint16_t kWords[kTenants] = {0x3f93, 0x4023, 0x40a4};
 constexpr size_t kOpen = 5;  // sequences of a tenant
 constexpr uint32_t kMostRows = 60;
 
-int Operations() { return std::getenv("MLA_TEST_LONG") != nullptr ? 40'000 : 1'500; }
+int Operations() { return IsLongRun() ? 40'000 : 1'500; }
 
 // The tenant whose word it is, or kTenants if it is none's.
 size_t OwnerOf(uint16_t word) {

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/testing/long_runs.h"
 #include "client/cpp/client.h"
 #include "client/cpp/streams/errors.h"
 #include "mla/v1/transport.grpc.pb.h"
@@ -227,7 +228,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, UcxTest, testing::Values("tcp", "posix", "s
 // An assertion of UCX 1.13 can end this program, the client, when a relay is killed over TCP
 // (docs/rdma.md), so TCP is left to the long run.
 std::vector<const char*> TransportsToKill() {
-  if (std::getenv("MLA_TEST_LONG") == nullptr) return {"posix,cma"};
+  if (!IsLongRun()) return {"posix,cma"};
   return {"posix,cma", "tcp"};
 }
 INSTANTIATE_TEST_SUITE_P(Transports, UcxKillTest, testing::ValuesIn(TransportsToKill()), NameOf);
