@@ -156,6 +156,7 @@ struct ModelInfo {
   int64_t page_group_bytes = 0;
   int64_t page_groups_max = 0;
   int64_t max_sequence_rows = 0;
+  uint64_t instance = 0;  // another number whenever a model of this name is made
   bool weights_complete = false;
   // Rows may be stored: the format needs no scales, or the model has them.
   bool scales_complete = false;

@@ -123,7 +123,7 @@ class Recorder(mla_client.Service):
     # --- Models
 
     def _register(self, spec: mla_client.ModelSpec, lease_ms: int, kv_scales: Seq[float],
-                  sinks: Seq[float]) -> Tuple[mla_client.ModelSpec, int]:
+                  sinks: Seq[float]) -> Registered:
         if spec.window > 0:
             raise mla_client.Unimplemented("model.window: recordings do not hold entries")
         if spec.rope_layout:

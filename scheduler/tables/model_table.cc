@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/random_bytes.h"
 #include "base/status_macros.h"
 #include "scheduler/tables/model_checks.h"
 
@@ -161,6 +162,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   auto model = std::make_unique<Model>();
   model->tenant = tenant;
   model->registrations = 1;
+  model->instance = RandomNumber();
   model->account = account.get();
   model->contents = ContentsOfEqual(tenant, spec);
   if (model->contents == nullptr) {
@@ -287,6 +289,7 @@ ModelInfo ModelTable::Info(const Model& model) const {
   const int64_t pages = std::min<int64_t>(info.page_groups_max, limits_.max_pages_per_sequence);
   info.max_sequence_rows =
       std::min<int64_t>(limits_.max_sequence_rows, pages * model.contents->layout.page_size);
+  info.instance = model.instance;
   info.weights_complete = model.contents->weights_complete;
   info.scales_complete = model.scales_complete();
   info.sinks_complete = model.sinks_complete;

@@ -69,6 +69,9 @@ struct Model {
   const kvcache::KvPlane& entries(int32_t layer) const { return contents->layout.rows(layer); }
   int32_t sequences = 0;       // open sequences; Unregister requires 0
   uint64_t registrations = 0;  // calls of Register that have named it
+  // Tells the model from earlier ones of its name. Random, so that a tenant does not learn how many
+  // models others register.
+  uint64_t instance = 0;
   // Open streams that have begun steps of the model: they belong to its workers.
   absl::flat_hash_set<StreamId> streams;
   // When a call last named it, or a sequence or stream that used it ended.

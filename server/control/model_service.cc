@@ -42,6 +42,7 @@ grpc::Status ModelService::Register(grpc::ServerContext* context,
     reply->set_page_groups_max(static_cast<uint64_t>(info->page_groups_max));
     reply->set_max_sequence_rows(static_cast<uint64_t>(info->max_sequence_rows));
     reply->set_lease_ms(static_cast<uint32_t>(info->lease_ms));
+    reply->set_instance(info->instance);
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/cluster/faults.h"
 #include "client/cpp/probes.h"
@@ -134,11 +136,26 @@ void Connection::Drop() {
   }
 }
 
+void Connection::AwaitArrival(const std::string& id, MutexLock& lock) {
+  models_changed_.Wait(lock, [this, &id]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(models_mutex_) {
+    return !arriving_.contains(id);
+  });
+}
+
+const Connection::Held* Connection::Find(const ModelRecord* model) const {
+  const auto known = models_.find(model->spec.model_id());
+  return known != models_.end() && known->second.record == model ? &known->second : nullptr;
+}
+
 absl::StatusOr<v1::RegisterReply> Connection::BringModel(
     const ModelRecord::Terms& terms, const std::function<absl::Status(Client*)>& on_peer,
     ModelRecord* model) {
   const std::string& id = model->spec.model_id();
-  models_.erase(id);
+  const absl::Cleanup arrived = [this, &id] {
+    const MutexLock lock(models_mutex_);
+    arriving_.erase(id);
+    models_changed_.NotifyAll();
+  };
   auto reply = client_->RegisterModel(model->spec, terms.lease_ms, terms.kv_scales, terms.sinks);
   if (!reply.ok()) return reply.status();
   std::map<std::string, std::function<absl::Status(Client*)>> uploads;
@@ -153,15 +170,20 @@ absl::StatusOr<v1::RegisterReply> Connection::BringModel(
   if (on_peer) {
     if (absl::Status status = on_peer(client_.get()); !status.ok()) return status;
   }
-  models_[id] = model;
+  const MutexLock lock(models_mutex_);
+  models_[id] = {model, reply->instance()};
   return reply;
 }
 
 absl::Status Connection::EnsureModel(ModelRecord* model,
                                      const std::function<absl::Status(Client*)>& on_peer) {
-  const MutexLock lock(models_mutex_);
-  const auto known = models_.find(model->spec.model_id());
-  if (known != models_.end() && known->second == model) return absl::OkStatus();
+  {
+    MutexLock lock(models_mutex_);
+    AwaitArrival(model->spec.model_id(), lock);
+    if (Find(model) != nullptr) return absl::OkStatus();
+    models_.erase(model->spec.model_id());
+    arriving_.insert(model->spec.model_id());
+  }
   ModelRecord::Terms terms;
   {
     const MutexLock terms_lock(model->mutex);
@@ -173,35 +195,72 @@ absl::Status Connection::EnsureModel(ModelRecord* model,
 absl::StatusOr<v1::RegisterReply> Connection::RepeatModel(
     ModelRecord* model, const ModelRecord::Terms& set, const ModelRecord::Terms& newest,
     const std::function<absl::Status(Client*)>& on_peer) {
-  const MutexLock lock(models_mutex_);
   const std::string& id = model->spec.model_id();
-  const auto known = models_.find(id);
-  if (known == models_.end() || known->second != model) return BringModel(newest, on_peer, model);
-  // To register a model that has expired makes an empty one, so the server is asked first. A lease
-  // that ends between the two calls goes unnoticed.
-  const absl::Status there = client_->Probe(id).status();
-  if (ReasonOf(there) == kModelNotFound) return BringModel(newest, on_peer, model);
-  // An older release cannot be asked.
-  if (!there.ok() && !absl::IsUnimplemented(there)) return there;
-  return client_->RegisterModel(model->spec, set.lease_ms, set.kv_scales, set.sinks);
+  std::optional<Held> held;
+  {
+    MutexLock lock(models_mutex_);
+    models_changed_.Wait(lock, [this, &id]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(models_mutex_) {
+      return !repeating_.contains(id);
+    });
+    repeating_.insert(id);
+    AwaitArrival(id, lock);
+    if (const Held* const known = Find(model); known != nullptr) held = *known;
+  }
+  const absl::Cleanup repeated = [this, &id] {
+    const MutexLock lock(models_mutex_);
+    repeating_.erase(id);
+    models_changed_.NotifyAll();
+  };
+  if (held && held->instance == 0) {
+    // An older release does not tell a model that it has just made, which is empty, from one that
+    // was there. So it is asked first; a lease that ends between the two calls goes unnoticed.
+    const absl::Status there = client_->Probe(id).status();
+    if (ReasonOf(there) == kModelNotFound) {
+      held.reset();
+    } else if (!there.ok() && !absl::IsUnimplemented(there)) {
+      return there;
+    }
+  }
+  absl::StatusOr<v1::RegisterReply> reply;
+  if (held) {
+    reply = client_->RegisterModel(model->spec, set.lease_ms, set.kv_scales, set.sinks);
+    if (!reply.ok()) {
+      // Without an answer the server may have made it again, empty.
+      if (IsAway(reply.status()) && BreaksSession(reply.status())) ForgetModel(id);
+      return reply;
+    }
+  }
+  {
+    MutexLock lock(models_mutex_);
+    AwaitArrival(id, lock);
+    const Held* const now = Find(model);  // another thread may have brought it since
+    if (held && now != nullptr && now->instance == reply->instance()) return reply;
+    models_.erase(id);
+    arriving_.insert(id);
+  }
+  return BringModel(newest, on_peer, model);
 }
 
 bool Connection::HasModel(const ModelRecord* model) {
-  const MutexLock lock(models_mutex_);
-  const auto known = models_.find(model->spec.model_id());
-  return known != models_.end() && known->second == model;
+  MutexLock lock(models_mutex_);
+  AwaitArrival(model->spec.model_id(), lock);
+  return Find(model) != nullptr;
 }
 
 absl::StatusOr<bool> Connection::IfModel(const std::string& id,
                                          const std::function<absl::Status(Client*)>& act) {
-  const MutexLock lock(models_mutex_);
-  if (!models_.contains(id)) return false;
+  {
+    MutexLock lock(models_mutex_);
+    AwaitArrival(id, lock);
+    if (!models_.contains(id)) return false;
+  }
   if (absl::Status status = act(client_.get()); !status.ok()) return status;
   return true;
 }
 
 void Connection::ForgetModel(const std::string& id) {
-  const MutexLock lock(models_mutex_);
+  MutexLock lock(models_mutex_);
+  AwaitArrival(id, lock);
   models_.erase(id);
 }
 

@@ -14,6 +14,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -123,6 +124,8 @@ class Connection final : public std::enable_shared_from_this<Connection> {
   // Ends the sessions: what waits on them fails with UNAVAILABLE.
   void Drop();
 
+  // --- Models. While one arrives, which is registered and gets its uploads, calls about that model
+  // wait for it, and calls about others do not. Only another repeat waits for a repeat.
   // Registers the model here and uploads what belongs to it, unless that was done.
   absl::Status EnsureModel(ModelRecord* model, const std::function<absl::Status(Client*)>& on_peer);
   // Registers the model again, which renews its lease, with the terms that the call has set. A
@@ -137,20 +140,35 @@ class Connection final : public std::enable_shared_from_this<Connection> {
   void ForgetModel(const std::string& id);
 
  private:
+  // A model that the server has.
+  struct Held {
+    const ModelRecord* record = nullptr;
+    uint64_t instance = 0;  // RegisterReply.instance
+  };
+
   absl::Status GivenUp() const;
-  // Registers the model, then uploads what belongs to it.
+  void AwaitArrival(const std::string& id, MutexLock& lock)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(models_mutex_);
+  // Returns what is held of exactly this record, or null.
+  const Held* Find(const ModelRecord* model) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(models_mutex_);
+  // Registers the model, then uploads what belongs to it. REQUIRES: arriving_ has its id, which
+  // leaves it.
   absl::StatusOr<v1::RegisterReply> BringModel(const ModelRecord::Terms& terms,
                                                const std::function<absl::Status(Client*)>& on_peer,
                                                ModelRecord* model)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(models_mutex_);
+      ABSL_LOCKS_EXCLUDED(models_mutex_);
 
   const std::string address_;
   const std::unique_ptr<Client> client_;
   std::atomic<bool> dropped_{false};
   Mutex sessions_mutex_;
   std::vector<std::weak_ptr<OwnerSession>> sessions_ ABSL_GUARDED_BY(sessions_mutex_);
-  Mutex models_mutex_;  // held while a model is registered, so that others wait for it
-  std::map<std::string, const ModelRecord*> models_ ABSL_GUARDED_BY(models_mutex_);
+  Mutex models_mutex_;  // no call to the server is made under it
+  CondVar models_changed_;
+  std::map<std::string, Held> models_ ABSL_GUARDED_BY(models_mutex_);
+  // Models on their way to the server, and models whose registration is repeated.
+  std::set<std::string> arriving_ ABSL_GUARDED_BY(models_mutex_);
+  std::set<std::string> repeating_ ABSL_GUARDED_BY(models_mutex_);
 };
 
 // One server of the cluster, connected or not.

@@ -93,10 +93,10 @@ class V4Test(unittest.TestCase):
     def test_a_narrower_window_is_found(self):
         class Narrow(mla_client.LocalReference):
             def _register(self, spec, lease_ms, kv_scales, sinks):
-                spec, group = super()._register(spec, lease_ms, kv_scales, sinks)
+                made = super()._register(spec, lease_ms, kv_scales, sinks)
                 model = self._models[spec.model_id]
                 model.spec = dataclasses.replace(model.spec, window=window.WINDOW - 1)
-                return spec, group
+                return made
 
         result = generate(Narrow(exact=True))
         self.assertFalse(result.ok, result)

@@ -23,7 +23,7 @@ from mla_client.messages import state_of
 from mla_client.moves import Following, Moves
 from mla_client.operations import Operations
 from mla_client.pages import Pages
-from mla_client.service import Model
+from mla_client.service import Model, Registered
 from mla_client.service.projected import ProjectedWeights
 from mla_client.shm.shared_memory import DeviceWish
 from mla_client.streams.steps import Steps
@@ -253,14 +253,14 @@ class Client(Steps, Pages, Operations, Following):
     # --- Service
 
     def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
-                  sinks: Seq[float]) -> Tuple[ModelSpec, int]:
+                  sinks: Seq[float]) -> Registered:
         wire.check_number("lease_ms", lease_ms)
         reply = self._call(self._models.Register, model_pb2.RegisterRequest(
             model=messages.spec_to_proto(spec), lease_ms=lease_ms, kv_scales=kv_scales,
             sinks=sinks))
         in_force = messages.spec_from_proto(reply.model)
         messages.check_in_force(spec, in_force)
-        return in_force, reply.page_group_bytes
+        return Registered(in_force, reply.page_group_bytes, reply.instance)
 
     def _unregister(self, model_id: str) -> None:
         self._call(self._models.Unregister, model_pb2.UnregisterRequest(model_id=model_id))

@@ -15,7 +15,7 @@ from mla_client.cluster import placement
 from mla_client.cluster.members import Member, MemberList
 from mla_client.cluster.model import ClusterModel
 from mla_client.cluster.moves import ClusterMoves
-from mla_client.cluster.owners import Marks, Owner, Owners
+from mla_client.cluster.owners import AWAY, Marks, Owner, Owners
 from mla_client.cluster.placement import Choice, Costs
 from mla_client.cluster.recovery import Recovery, recover
 from mla_client.cluster.step import ClusterStep, OwnedStep
@@ -25,10 +25,8 @@ from mla_client.types import Buffers, ModelSpec, Prefix, PrefixMatch, Profile, S
 
 # Servers that one worker uses: a server has no more connections than its share of the workers.
 SUBSET = 8
-# Servers that are tried for a new sequence. Servers that were probed count too.
-MOST_TRIED = 16
-# A server that has left the registry has so long to answer.
-GONE_S = 0.5
+MOST_TRIED = 16  # servers for a new sequence, the probed ones included
+GONE_S = 0.5     # time that a server has to answer which has left the registry
 
 
 class FleetStats(NamedTuple):
@@ -175,9 +173,9 @@ class ClusterClient:
         for address in self._some_servers():
             owner = self.owners.at(address)
             try:
-                there = (owner.renew(spec, lease_ms, extras, newest) if again
-                         else owner.model(spec, *newest))
-            except (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted) as error:
+                there = owner.reach(lambda on: on.renew(spec, lease_ms, extras, newest) if again
+                                    else on.model(spec, *newest))
+            except AWAY as error:
                 owner.failed(error)
                 last = error
                 continue
@@ -202,12 +200,12 @@ class ClusterClient:
             tried.append(choice.address)
             owner = self.owners.at(choice.address)
             try:
-                sequence = owner.model(model.spec, model.lease_ms, model.extras).open_sequence(
-                    request_id=request_id, lease_ms=lease_ms, prefix=prefix)
+                sequence = owner.reach(
+                    lambda on: self.model_at(on.address, model).open_sequence(
+                        request_id=request_id, lease_ms=lease_ms, prefix=prefix),
+                    model.spec.model_id)
             except (errors.ResourceExhausted, errors.Unavailable, errors.DeadlineExceeded,
                     errors.NotFound) as failure:
-                if failure.detail.reason == "model_not_found":
-                    owner.forget_model(model.spec.model_id)  # its lease has ended there
                 owner.failed(failure)
                 error = failure
                 continue
@@ -469,8 +467,8 @@ class ClusterClient:
         for address in self._some_servers():
             owner = self.owners.at(address)
             try:
-                return act(owner.client)
-            except (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted) as error:
+                return owner.reach(lambda on: act(on.client))
+            except AWAY as error:
                 owner.failed(error)
                 last = error
         assert last is not None
@@ -484,11 +482,11 @@ class ClusterClient:
             if not owner.well:
                 continue
             try:
-                return act(self.model_at(member.address, model))
+                return owner.reach(lambda on: act(self.model_at(on.address, model)))
+            except AWAY as error:
+                owner.failed(error)
             except errors.NotFound as error:
                 last = error
-            except (errors.Unavailable, errors.DeadlineExceeded) as error:
-                owner.failed(error)
         raise last
 
 

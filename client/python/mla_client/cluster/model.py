@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence 
 import numpy.typing as npt
 
 from mla_client import errors, wire
+from mla_client.cluster.owners import AWAY
 from mla_client.service import Model, Sequence
 from mla_client.types import ModelSpec, Prefix, WeightsStatus
 
@@ -111,8 +112,9 @@ class ClusterModel(Model):
             if owner is done or not owner.has_model(self.spec.model_id):
                 continue
             try:
-                owner.renew(self.spec, lease_ms, extras, (self.lease_ms, self.extras))
-            except (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted) as error:
+                owner.reach(lambda on: on.renew(self.spec, lease_ms, extras,
+                                                (self.lease_ms, self.extras)))
+            except AWAY as error:
                 owner.failed(error)
                 owner.forget_model(self.spec.model_id)  # it gets all of it when it is used again
             except errors.MlaError as error:
@@ -131,7 +133,7 @@ class ClusterModel(Model):
             try:
                 answer = upload(owner.model(self.spec, self.lease_ms, self.extras))
                 done += 1
-            except (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted) as error:
+            except AWAY as error:
                 owner.failed(error)
                 owner.drop()  # with the next connection it gets all of them
                 last = error

@@ -9,7 +9,8 @@ import struct
 import threading
 import time
 import weakref
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence as Seq, Tuple
+from typing import (Any, Callable, Dict, List, Mapping, Optional, Sequence as Seq, Tuple,
+                    TypeVar)
 
 import numpy as np
 
@@ -29,6 +30,11 @@ FRESH_S = 5.0
 # Conversations that are remembered, and rows between two of their marks.
 MOST_MARKS = 1 << 17
 MARK_ROWS = 1024
+
+# Errors after which another server may do better.
+AWAY = (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted, errors.AnotherServer)
+
+_Result = TypeVar("_Result")
 
 
 class Owner:
@@ -86,12 +92,36 @@ class Owner:
         that had unregistered it gets the `newest` lease and extras, and all that was uploaded."""
         client = self.client
         _, known = self._models.get(spec.model_id, (None, None))
-        if known is None or known.service is not client or not _has_model(client, spec.model_id):
-            self.forget_model(spec.model_id)
-            return self.model(spec, *newest)
-        made: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
-        self._models[spec.model_id] = spec, made
-        return made
+        if known is not None and known.service is client and (
+                known.instance or _has_model(client, spec.model_id)):
+            try:
+                made: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
+            except (errors.Unavailable, errors.DeadlineExceeded) as error:
+                if not error.detail.reason:  # no answer: it may have made it again, empty
+                    self.forget_model(spec.model_id)
+                raise
+            if made.instance == known.instance:
+                self._models[spec.model_id] = spec, made
+                return made
+        self.forget_model(spec.model_id)
+        return self.model(spec, *newest)
+
+    def reach(self, act: Callable[["Owner"], _Result], model_id: str = "") -> _Result:
+        """Calls `act` with this. Calls it again if another process answers than before, or the
+        server has unregistered the model, which is then registered again."""
+        again = True
+        while True:
+            try:
+                return act(self)
+            except errors.NotFound as error:
+                if error.detail.reason == "model_not_found" and model_id:
+                    self.forget_model(model_id)
+                elif not isinstance(error, (errors.ServerRestarted, errors.AnotherServer)):
+                    raise
+                self.failed(error)
+                if not again:
+                    raise
+                again = False
 
     def has_model(self, model_id: str) -> bool:
         """Returns true if the model was registered here by this client."""
@@ -299,8 +329,8 @@ class Owners:
 
 
 def _has_model(client: Any, model_id: str) -> bool:
-    """Asks a server, because to register a model that has expired makes an empty one. A lease that
-    ends between the two calls goes unnoticed."""
+    """Asks an older release, which does not tell a model that it has just made, and is empty, from
+    one that was there. A lease that ends before the registration goes unnoticed."""
     try:
         client._probe(model_id, Prefix(), client.timeout_s)()
     except errors.NotFound as error:

@@ -20,7 +20,7 @@ from mla_client.local.attention import (LocalSequence, LocalStep, ModelState, de
                                         whole_entries, window_attention)
 from mla_client.local.models import checked_model, refuse_scales
 from mla_client.local.sinks import missing_layers, set_sinks
-from mla_client.service import AttendFuture, Service, Step
+from mla_client.service import AttendFuture, Registered, Service, Step
 from mla_client.service.projected import ProjectedWeights
 from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Prefix, PrefixMatch,
                               Profile, SequenceState, Timings, WeightsStatus)
@@ -77,7 +77,7 @@ class LocalReference(Service):
     # --- Models
 
     def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
-                  sinks: Seq[float]) -> Tuple[ModelSpec, int]:
+                  sinks: Seq[float]) -> Registered:
         del lease_ms  # leases protect nothing here
         spec = checked_model(spec, kv_scales, sinks)
         geometry, heads = spec.geometry, (spec.layers, spec.geometry.num_heads)
@@ -100,7 +100,8 @@ class LocalReference(Service):
             if len(sinks) > 0:
                 self._upload_sinks(spec, 0, 0, np.reshape(sinks, heads))
         key_bytes = spec.index_dim + 4 if spec.index_dim else 0
-        return spec, spec.layers * spec.page_size * (geometry.row_dim * 2 + key_bytes)
+        return Registered(spec,
+                          spec.layers * spec.page_size * (geometry.row_dim * 2 + key_bytes))
 
     def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
         self._model(model_id)

@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import secrets
 import time
-from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVar
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence as Seq, Tuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,14 @@ from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpe
 
 
 _Result = TypeVar("_Result")
+
+
+class Registered(NamedTuple):
+    """What a service says of a model that it has registered: see Model."""
+
+    spec: ModelSpec
+    page_group_bytes: int
+    instance: int = 0
 
 
 class AttendFuture(abc.ABC):
@@ -53,8 +61,7 @@ class Service(abc.ABC):
 
     @abc.abstractmethod
     def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
-                  sinks: Seq[float]) -> Tuple[ModelSpec, int]:
-        """Returns the spec in force and the bytes of a page group."""
+                  sinks: Seq[float]) -> "Registered": ...
 
     @abc.abstractmethod
     def _unregister(self, model_id: str) -> None: ...
@@ -197,9 +204,7 @@ class Service(abc.ABC):
         heads = (spec.layers, spec.geometry.num_heads)
         if sinks.size and sinks.shape != heads:
             raise errors.InvalidArgument(f"sinks: got shape {sinks.shape}, must be {heads}")
-        in_force, page_group_bytes = self._register(spec, lease_ms, kv_scales,
-                                                    sinks.reshape(-1).tolist())
-        return Model(self, in_force, page_group_bytes)
+        return Model(self, *self._register(spec, lease_ms, kv_scales, sinks.reshape(-1).tolist()))
 
     def step(self, rows: Seq[Tuple["Sequence", int]], *, participants: int = 1, lease_ms: int = 0,
              step_id: Optional[int] = None, stream: Any = None,
@@ -265,10 +270,14 @@ class Service(abc.ABC):
 class Model:
     """A registered model."""
 
-    def __init__(self, service: Service, spec: ModelSpec, page_group_bytes: int) -> None:
+    def __init__(self, service: Service, spec: ModelSpec, page_group_bytes: int,
+                 instance: int = 0) -> None:
         self.service = service
         self.spec = spec                          # as in force: with the page size filled in
         self.page_group_bytes = page_group_bytes  # the unit of KV allocation
+        # Another number than before says that the server has made the model again, without what
+        # was uploaded; 0: it does not say so.
+        self.instance = instance
 
     def __repr__(self) -> str:
         return f"<Model {self.spec.model_id!r}, {self.spec.layers} layers>"

@@ -55,6 +55,8 @@ class FakeServer:
         self.registered = []
         self.asked = self.terms = None  # the terms of the latest registration; the terms that hold
         self.expired = set()  # models whose leases have ended
+        self.instances = {}  # of models, by name: how often each was made
+        self.older = False  # a release that does not say what instance a model is
         self.uploads = []
         self.checkpoints = {}
         self.released = []
@@ -107,7 +109,14 @@ class FakeClient(Following):
         self.server.asked = (lease_ms, list(kv_scales))
         lease, scales = self.server.terms if here else (0, [])
         self.server.terms = (lease_ms or lease, list(kv_scales) or scales)
-        return Model(self, in_force(spec, self.server.e4m3), 100)
+        if not here:
+            instance = self.server.instances.get(spec.model_id, 0) + 1
+            self.server.instances[spec.model_id] = instance
+        error = self.server.errors.get("registered")  # the answer is lost
+        if error is not None:
+            raise error
+        return Model(self, in_force(spec, self.server.e4m3), 100,
+                     0 if self.server.older else self.server.instances[spec.model_id])
 
     def _register(self, spec, lease_ms, kv_scales, sinks):
         return in_force(spec, self.server.e4m3), 100
@@ -261,7 +270,7 @@ class Fleet:
         self.client = ClusterClient(
             self.members, lambda member: FakeClient(self.servers[member.address]),
             client_id="worker", threads=0, now=lambda: self.now, **options)
-        self.model = self.client.register_model(SPEC)
+        self.model = self.client.register_model(SPEC) if count else None
 
     def read(self):
         if self.away is not None:

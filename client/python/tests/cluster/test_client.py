@@ -1,9 +1,7 @@
 """The cluster's client: where sequences are opened, and how they are recovered."""
 
-import dataclasses
 import gc
 import inspect
-import random
 import unittest
 import weakref
 from unittest import mock
@@ -11,13 +9,11 @@ from unittest import mock
 from mla_client import Client, Prefix, errors
 from mla_client.base import schemes
 from mla_client.cluster import client as cluster_client
-from mla_client.cluster.members import Member
 from mla_client.cluster.owners import MARK_ROWS, Marks
 from mla_client.cluster.placement import Probe
-from mla_client.service import Sequence
 from mla_client.types import SequenceState
 
-from fakes import SPEC, Fleet
+from fakes import Fleet
 
 TOKENS = list(range(800))
 ROOM = {"bytes_free": 1 << 30, "bytes_total": 1 << 31}
@@ -169,82 +165,6 @@ class PlacementTest(unittest.TestCase):
         fleet = Fleet(1)
         fleet.servers["s:1"].errors["probe"] = errors.Unimplemented("no such method")
         self.assertEqual(fleet.model.open_sequence(prefix=Prefix(TOKENS)).length, 0)
-
-    def test_what_was_uploaded_comes_to_servers_that_are_used_later(self):
-        fleet = Fleet(3)
-        fleet.model.upload_scales([1.0])
-        self.assertEqual([len(one.uploads) for one in fleet.servers.values()].count(1), 1)
-        for address in fleet.servers:
-            fleet.client.model_at(address, fleet.model)
-        self.assertEqual([one.uploads for one in fleet.servers.values()], [[(1.0,)]] * 3)
-
-    def test_servers_that_fill_in_what_a_spec_leaves_open_are_sent_nothing_twice(self):
-        fleet = Fleet(3, home="s:1")
-        fleet.servers["s:2"].e4m3 = False
-        spec = dataclasses.replace(SPEC, model_id="p", projected_dtype="e4m3")
-        for _ in range(3):
-            model = fleet.client.register_model(spec)
-            for address in fleet.servers:
-                fleet.client.model_at(address, model)
-        model.upload_scales([1.0])
-        for _ in range(3):
-            for address in fleet.servers:
-                fleet.client.model_at(address, model).open_sequence()
-            fleet.client.register_model(spec).open_sequence()
-        for address, server in fleet.servers.items():
-            self.assertEqual(server.uploads, [(1.0,)], address)
-
-    def test_a_repeat_renews_the_lease_where_the_model_is(self):
-        fleet = Fleet(3, home="s:1")
-        fleet.client.model_at("s:2", fleet.model)
-        fleet.model.upload_scales([1.0])
-        one, two, three = fleet.servers.values()
-        one.expired.add("m")
-        fleet.client.register_model(SPEC)
-        self.assertEqual([len(server.registered) for server in (one, two, three)], [2, 2, 0])
-        self.assertEqual([len(server.uploads) for server in (one, two, three)], [2, 1, 0])
-        two.error = GONE
-        again = fleet.client.register_model(SPEC, lease_ms=1000)
-        self.assertEqual([len(server.uploads) for server in (one, two, three)], [2, 1, 0])
-        two.error = None
-        two.expired.add("m")
-        one.errors["open"] = errors.ResourceExhausted("no pages")
-        three.errors["open"] = errors.ResourceExhausted("no pages")
-        fleet.now += 60
-        fleet.client.register_model(SPEC)
-        self.assertEqual(fleet.client.address_of(again.open_sequence()), "s:2")
-        self.assertEqual([len(server.uploads) for server in (one, two)], [2, 2])
-
-    def test_a_repeat_takes_nothing_back(self):
-        fleet = Fleet(3, home="s:1")
-        fleet.client.register_model(SPEC, lease_ms=1000, kv_scales=[2.0])
-        again = fleet.client.register_model(SPEC)
-        fleet.client.model_at("s:2", again)
-        used = [fleet.servers["s:1"], fleet.servers["s:2"]]
-        for server in used:
-            self.assertEqual(server.terms, (1000, [2.0]))
-        # The server keeps uploaded scales until another registration sets scales.
-        again.upload_scales([3.0])
-        again = fleet.client.register_model(SPEC)
-        for server in used:
-            self.assertEqual(server.asked, (0, []))
-            self.assertEqual(server.terms, (1000, [3.0]))
-        again = fleet.client.register_model(SPEC, kv_scales=[4.0])
-        fleet.client.model_at("s:3", again)
-        for server in fleet.servers.values():
-            self.assertEqual(server.terms, (1000, [4.0]))
-
-    def test_uploads_stay_where_the_home_becomes_another_kind_of_server(self):
-        fleet = Fleet(2, home="s:1")
-        fleet.servers["s:2"].e4m3 = False
-        spec = dataclasses.replace(SPEC, model_id="p", projected_dtype="e4m3")
-        fleet.client.register_model(spec).upload_scales([1.0])
-        fleet.servers["s:1"].error = GONE
-        fleet.client.register_model(spec)
-        self.assertEqual(fleet.servers["s:2"].uploads, [(1.0,)])
-        fleet.servers["s:1"].error = None
-        fleet.client.model_at("s:1", fleet.client.register_model(spec))
-        self.assertEqual(fleet.servers["s:2"].uploads, [(1.0,)])
 
     def test_a_worker_uses_its_subset(self):
         fleet = Fleet(32)

@@ -1,0 +1,175 @@
+// Repeated registrations with a cluster: who waits for them, and what they send again.
+#include <gtest/gtest.h>
+
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "mla/v1/admin.pb.h"
+#include "mla/v1/model.pb.h"
+#include "mla/v1/sequence.pb.h"
+#include "tests/integration/cluster/fleet_worker.h"
+#include "tests/integration/hostile/hostile_server.h"
+#include "tests/integration/test_server.h"
+
+namespace mla::integration {
+namespace {
+
+using client::ClusterClient;
+
+constexpr char kRegister[] = "/mla.v1.Models/Register";
+constexpr char kProbe[] = "/mla.v1.Sequences/Probe";
+constexpr char kOther[] = "other";
+
+absl::Status RegisterAt(const FleetWorker& worker, ClusterClient* client, const char* model) {
+  return client->RegisterModel(SpecOf(worker.dims(), model)).status();
+}
+
+TEST(RegistrationTest, ARepeatUploadsWhereAnotherClientHasMadeTheModelAgain) {
+  TestServer server;
+  FleetWorker worker(server.tcp_target(), {}, {});
+  int uploads = 0;
+  const auto upload = [&uploads](client::Client*) {
+    ++uploads;
+    return absl::OkStatus();
+  };
+  ASSERT_EQ(worker.client().Upload(kModel, "weights", upload), absl::OkStatus());
+  ASSERT_EQ(RegisterAt(worker, &worker.client(), kModel), absl::OkStatus());
+  EXPECT_EQ(uploads, 1);
+  const auto direct = server.Connect();
+  ASSERT_EQ(direct->UnregisterModel(kModel), absl::OkStatus());
+  ASSERT_TRUE(direct->RegisterModel(SpecOf(worker.dims(), kModel)).ok());
+  ASSERT_EQ(RegisterAt(worker, &worker.client(), kModel), absl::OkStatus());
+  EXPECT_EQ(uploads, 2);
+  ASSERT_EQ(RegisterAt(worker, &worker.client(), kModel), absl::OkStatus());
+  EXPECT_EQ(uploads, 2);
+}
+
+TEST(RegistrationTest, OtherModelsAreUsedWhileOneArrives) {
+  TestServer server;
+  FleetWorker worker(server.tcp_target(), {}, {});
+  ClusterClient& client = worker.client();
+  ASSERT_EQ(RegisterAt(worker, &client, kOther), absl::OkStatus());
+  std::vector<absl::Status> opened;
+  ASSERT_EQ(client.Upload(kModel, "weights",
+                          [&](client::Client*) {
+                            opened.push_back(client.OpenSequence(kOther).status());
+                            return absl::OkStatus();
+                          }),
+            absl::OkStatus());
+  ASSERT_EQ(server.Connect()->UnregisterModel(kModel), absl::OkStatus());
+  ASSERT_EQ(RegisterAt(worker, &client, kModel), absl::OkStatus());
+  EXPECT_EQ(opened, std::vector<absl::Status>(2));
+}
+
+// A cluster of one server, whose answers are the test's.
+class ScriptedServerTest : public ::testing::Test {
+ protected:
+  ScriptedServerTest() {
+    v1::GetServerInfoReply info;
+    info.set_boot_id(1);
+    Answer("/mla.v1.Admin/GetServerInfo", info);
+    v1::OpenReply opened;
+    opened.set_boot_id(1);
+    opened.mutable_sequence()->set_sequence_id(7);
+    Answer("/mla.v1.Sequences/Open", opened);
+  }
+
+  template <typename Reply>
+  void Answer(const std::string& method, const Reply& reply) {
+    HostileAnswer answer;
+    answer.messages = {reply.SerializeAsString()};
+    server_->Answer(method, answer);
+  }
+  void AnswerRegister(uint64_t instance) {
+    v1::RegisterReply reply;
+    reply.set_boot_id(1);
+    *reply.mutable_model() = SpecOf(Dims(), kModel);
+    reply.set_page_group_bytes(1);
+    reply.set_instance(instance);
+    Answer(kRegister, reply);
+  }
+  // From now on registrations get no answer.
+  void LeaveRegister() {
+    HostileAnswer open;
+    open.ends = false;
+    server_->Answer(kRegister, open);
+  }
+  void Connect(int64_t call_timeout_ms) {
+    client::ClientOptions options;
+    options.call_timeout_ms = call_timeout_ms;
+    options.renew_leases = false;
+    auto client = ClusterClient::Connect(server_->target(), options);
+    ASSERT_TRUE(client.ok()) << client.status();
+    client_ = *std::move(client);
+  }
+  absl::Status Register() { return client_->RegisterModel(SpecOf(Dims(), kModel)).status(); }
+  void Upload() {
+    ASSERT_EQ(client_->Upload(kModel, "weights",
+                              [this](client::Client*) {
+                                ++uploads_;
+                                return absl::OkStatus();
+                              }),
+              absl::OkStatus());
+  }
+
+  std::unique_ptr<HostileServer> server_ = std::make_unique<HostileServer>();
+  std::unique_ptr<ClusterClient> client_;
+  int uploads_ = 0;
+};
+
+TEST_F(ScriptedServerTest, NobodyWaitsForARepeat) {
+  AnswerRegister(5);
+  Connect(/*call_timeout_ms=*/600'000);
+  ASSERT_EQ(Register(), absl::OkStatus());
+  LeaveRegister();
+  absl::Status repeated;
+  std::thread repeat([&] { repeated = Register(); });
+  EXPECT_TRUE(Eventually([&] { return server_->calls(kRegister) == 2; }));
+  auto opened = client_->OpenSequence(kModel);  // the call above would last ten minutes
+  EXPECT_TRUE(opened.ok()) << opened.status();
+  if (opened.ok()) opened->Detach();
+  server_.reset();
+  repeat.join();
+  EXPECT_EQ(repeated.code(), absl::StatusCode::kUnavailable);
+}
+
+// The server may have made the model again, without its weights.
+TEST_F(ScriptedServerTest, ARepeatWithoutAnAnswerIsFollowedByUploads) {
+  AnswerRegister(5);
+  Connect(/*call_timeout_ms=*/500);
+  ASSERT_EQ(Register(), absl::OkStatus());
+  Upload();
+  EXPECT_EQ(uploads_, 1);
+  LeaveRegister();
+  EXPECT_EQ(Register().code(), absl::StatusCode::kDeadlineExceeded);
+  AnswerRegister(6);
+  auto opened = client_->OpenSequence(kModel);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  opened->Detach();
+  EXPECT_EQ(uploads_, 2);
+}
+
+TEST_F(ScriptedServerTest, AnOlderReleaseIsAskedWhetherItHasTheModel) {
+  AnswerRegister(0);
+  Connect(/*call_timeout_ms=*/60'000);
+  ASSERT_EQ(Register(), absl::OkStatus());
+  Upload();
+  v1::ProbeReply here;
+  here.set_boot_id(1);
+  Answer(kProbe, here);
+  ASSERT_EQ(Register(), absl::OkStatus());
+  EXPECT_EQ(uploads_, 1);
+  HostileAnswer lost;
+  lost.status = {grpc::StatusCode::NOT_FOUND, "no model"};
+  v1::ErrorDetail detail;
+  detail.set_reason("model_not_found");
+  lost.trailers = {{"mla-error-detail-bin", detail.SerializeAsString()}};
+  server_->Answer(kProbe, lost);
+  ASSERT_EQ(Register(), absl::OkStatus());
+  EXPECT_EQ(uploads_, 2);
+  EXPECT_EQ(server_->calls(kProbe), 2);
+}
+
+}  // namespace
+}  // namespace mla::integration
