@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -197,12 +198,17 @@ bool SequenceRecovery::Fetch(const std::string& holder, const std::string& to) {
   PartsQueue parts;
   Client* const from = source->server();
   absl::Status exported;
-  std::thread exporter([&parts, &request, &exported, from] {
-    exported = from->ExportPages(request, [&parts](const v1::PagesPart& part) {
-      return parts.Put(part) ? absl::OkStatus() : absl::CancelledError("the import has ended");
+  std::thread exporter;
+  try {
+    exporter = std::thread([&parts, &request, &exported, from] {
+      exported = from->ExportPages(request, [&parts](const v1::PagesPart& part) {
+        return parts.Put(part) ? absl::OkStatus() : absl::CancelledError("the import has ended");
+      });
+      parts.End(exported);
     });
-    parts.End(exported);
-  });
+  } catch (const std::system_error&) {
+    return false;  // the process has no more threads; the rows can be sent again
+  }
   v1::ImportTarget target;
   target.set_model_id(sequence_->model_id());
   auto imported = (*here)->client()->ImportPages(target, [&parts] { return parts.Take(); });

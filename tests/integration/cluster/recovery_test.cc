@@ -1,12 +1,38 @@
 // A recovered sequence has the rows of its checkpoint, or rows that are fetched from a peer.
+#include <dlfcn.h>
+#include <errno.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 
 #include "absl/strings/str_join.h"
 #include "tests/integration/cluster/fleet_worker.h"
 #include "tests/integration/test_server.h"
+
+namespace {
+
+// False: this thread gets no threads of the C++ library, as in a process that is at its bound.
+thread_local bool standard_threads = true;
+
+bool IsStandard(void* (*start)(void*)) {
+  Dl_info info{};
+  return dladdr(reinterpret_cast<void*>(start), &info) != 0 &&
+         strstr(info.dli_fname, "libstdc++") != nullptr;
+}
+
+}  // namespace
+
+// Replaces the C library's function.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                              void* (*start)(void*), void* argument) {
+  using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  static const auto real = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
+  if (!standard_threads && IsStandard(start)) return EAGAIN;
+  return real(thread, attributes, start, argument);
+}
 
 namespace mla::integration {
 namespace {
@@ -94,41 +120,68 @@ TEST(RecoveryTest, APeerRestoresACopyOfTheCheckpoint) {
   EXPECT_EQ(worker.Step({&track, &unsaved}, {2, 3}), absl::OkStatus());
 }
 
-TEST(RecoveryTest, RowsOfAPeerWithoutRoomAreFetched) {
-  auto lost = std::make_unique<TestServer>();
-  const TestServer holder, empty;
-  constexpr uint32_t kRows = 64;
-  const v1::Prefix prefix = PrefixOf(1, kRows);
-  DenseCache cached(0);
-  {
-    FleetWorker other(holder.unix_target(), {}, Home(holder), 9);
-    FleetTrack track = other.Open(prefix);
-    ASSERT_EQ(other.Step({&track}, {kRows}), absl::OkStatus());
-    cached = track.cache;
+// A server that is gone had a sequence. Of two others, one has the rows and no room, the other
+// room.
+class PeerTest : public ::testing::Test {
+ protected:
+  static constexpr uint32_t kRows = 64;
+
+  PeerTest() {
+    FleetWorker other(holder_.unix_target(), {}, Home(holder_), 9);
+    FleetTrack track = other.Open(prefix_);
+    EXPECT_EQ(other.Step({&track}, {kRows}), absl::OkStatus());
+    cached_ = track.cache;
+    client::ClusterOptions options = Home(*lost_);
+    // A row is dear, and a pool with rows in it is dearer.
+    options.costs.prefill_row_s = 1;
+    options.costs.full_s = 1e9;
+    worker_ = std::make_unique<FleetWorker>(
+        absl::StrJoin({lost_->unix_target(), holder_.unix_target(), empty_.unix_target()}, ","),
+        client::ClientOptions(), options);
+    track_ = std::make_unique<FleetTrack>(worker_->Open());
+    EXPECT_EQ(track_->sequence.address(), lost_->unix_target());
+    EXPECT_EQ(worker_->Step({track_.get()}, {5}), absl::OkStatus());
   }
-  client::ClusterOptions options = Home(*lost);
-  // A row is dear, and a pool with rows in it is dearer.
-  options.costs.prefill_row_s = 1;
-  options.costs.full_s = 1e9;
-  FleetWorker worker(
-      absl::StrJoin({lost->unix_target(), holder.unix_target(), empty.unix_target()}, ","), {},
-      options);
-  FleetTrack track = worker.Open();
-  ASSERT_EQ(track.sequence.address(), lost->unix_target());
-  ASSERT_EQ(worker.Step({&track}, {5}), absl::OkStatus());
-  lost.reset();
-  const auto found = worker.client().Recover(&track.sequence, prefix);
+
+  std::unique_ptr<TestServer> lost_ = std::make_unique<TestServer>();
+  const TestServer holder_, empty_;
+  const v1::Prefix prefix_ = PrefixOf(1, kRows);
+  DenseCache cached_{0};
+  std::unique_ptr<FleetWorker> worker_;
+  std::unique_ptr<FleetTrack> track_;
+};
+
+TEST_F(PeerTest, RowsOfAPeerWithoutRoomAreFetched) {
+  lost_.reset();
+  const auto found = worker_->client().Recover(&track_->sequence, prefix_);
   ASSERT_TRUE(found.ok()) << found.status();
   EXPECT_EQ(found->how, "peer");
-  EXPECT_EQ(found->address, empty.unix_target());
+  EXPECT_EQ(found->address, empty_.unix_target());
   EXPECT_EQ(found->rows, kRows);
-  track.cache = cached;
-  EXPECT_EQ(worker.Step({&track}, {3}), absl::OkStatus());
+  track_->cache = cached_;
+  EXPECT_EQ(worker_->Step({track_.get()}, {3}), absl::OkStatus());
   // The sequence that was opened at the holder to be read is gone, and what was fetched is shared.
-  EXPECT_EQ(holder.Connect()->GetStats()->sequences(), 0u);
-  const auto probe = track.sequence.server()->Probe(kModel, prefix);
+  EXPECT_EQ(holder_.Connect()->GetStats()->sequences(), 0u);
+  const auto probe = track_->sequence.server()->Probe(kModel, prefix_);
   ASSERT_TRUE(probe.ok()) << probe.status();
   EXPECT_EQ(probe->rows_in_pool(), kRows);
+}
+
+TEST_F(PeerTest, WithoutAThreadToFetchRowsTheyAreSentAgain) {
+  // Connected now, because that takes threads, too.
+  for (const TestServer* const server : {&holder_, &empty_}) {
+    ASSERT_TRUE(worker_->client().ServerAt(server->unix_target()).ok());
+  }
+  lost_.reset();
+  standard_threads = false;
+  const auto found = worker_->client().Recover(&track_->sequence, prefix_);
+  standard_threads = true;
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(found->how, "none");
+  EXPECT_EQ(found->address, empty_.unix_target());
+  EXPECT_EQ(found->lost, 5u);
+  worker_->Settle({track_.get()});
+  EXPECT_EQ(worker_->Step({track_.get()}, {3}), absl::OkStatus());
 }
 
 }  // namespace
