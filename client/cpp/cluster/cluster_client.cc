@@ -626,12 +626,18 @@ absl::StatusOr<Recovery> ClusterClient::Recover(ClusterSequence* sequence,
 }
 
 absl::StatusOr<uint64_t> ClusterClient::RenewLeases() {
+  const auto connections = owners_->Connected();
+  std::vector<absl::StatusOr<v1::RenewLeaseReply>> replies(connections.size());
+  // At once: a server that is away must not use up the leases on the others.
+  ForEachAtOnce(connections.size(),
+                [&](size_t i) { replies[i] = connections[i]->client()->RenewLeases(); });
   uint64_t renewed = 0;
-  for (const auto& connection : owners_->Connected()) {
-    const auto reply = connection->client()->RenewLeases();
-    if (!reply.ok()) return reply.status();
-    renewed += reply->renewed();
+  absl::Status first;
+  for (const auto& reply : replies) {
+    first.Update(reply.status());
+    if (reply.ok()) renewed += reply->renewed();
   }
+  if (!first.ok()) return first;
   return renewed;
 }
 

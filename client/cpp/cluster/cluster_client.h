@@ -135,7 +135,9 @@ class ClusterClient final {
   // `prefix` says what its rows stand for, as far as the caller knows. Tries, in this order: where
   // it was, where a drain has moved it, its checkpoint, rows of a peer, nothing.
   absl::StatusOr<Recovery> Recover(ClusterSequence* sequence, const v1::Prefix& prefix = {});
-  absl::StatusOr<uint64_t> RenewLeases();  // on all servers that were used; returns how many
+  // Renews the leases on all servers that were used, and returns how many there are. Returns the
+  // first error after all were asked.
+  absl::StatusOr<uint64_t> RenewLeases();
 
   // Opens streams where steps need them. `home`: address of the server whose memory the session has
   // (Allocate); empty: this worker's home. A worker whose steps go to several servers at the same

@@ -171,5 +171,26 @@ TEST_F(ScriptedServerTest, AnOlderReleaseIsAskedWhetherItHasTheModel) {
   EXPECT_EQ(server_->calls(kProbe), 2);
 }
 
+TEST(LeasesTest, AServerThatFailsKeepsNoOtherFromRenewal) {
+  constexpr char kRenew[] = "/mla.v1.Sequences/RenewLease";
+  v1::GetServerInfoReply info;
+  info.set_boot_id(1);
+  HostileAnswer answer;
+  answer.messages = {info.SerializeAsString()};
+  HostileServer servers[2];  // RenewLease is UNIMPLEMENTED
+  for (HostileServer& server : servers) server.Answer("/mla.v1.Admin/GetServerInfo", answer);
+  client::ClientOptions options;
+  options.renew_leases = false;
+  const auto client =
+      ClusterClient::Connect(absl::StrCat(servers[0].target(), ",", servers[1].target()), options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  for (const HostileServer& server : servers) {
+    ASSERT_TRUE((*client)->ServerAt(server.target()).ok());
+  }
+  EXPECT_EQ((*client)->RenewLeases().status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(servers[0].calls(kRenew), 1);
+  EXPECT_EQ(servers[1].calls(kRenew), 1);
+}
+
 }  // namespace
 }  // namespace mla::integration

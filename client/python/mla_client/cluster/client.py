@@ -403,9 +403,11 @@ class ClusterClient:
 
     def renew_leases(self, lease_ms: int = 0) -> int:
         """Renews leases as Client does, on all servers that were used; returns the number of
-        sequences.
-        """
-        return sum(one.client.renew_leases(lease_ms) for one in self._used())
+        sequences. Raises the first error after all were asked."""
+        renewed, error = self.owners.each(lambda client: client.renew_leases(lease_ms))
+        if error is not None:
+            raise error
+        return sum(renewed)
 
     def model_at(self, address: str, model: ClusterModel) -> Model:
         """Returns the model as a server has it."""
@@ -431,11 +433,11 @@ class ClusterClient:
             raise refused
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
-        """Returns the ids that no server had."""
-        absent = list(sequence_ids)
-        for owner in self._used():
-            if absent:
-                absent = owner.client._release(absent)
+        """Returns the ids that no server had. Raises the first error if one may have them."""
+        found, error = self.owners.each(lambda client: client._release(sequence_ids))
+        absent = [one for one in sequence_ids if all(one in missing for missing in found)]
+        if absent and error is not None:
+            raise error
         return absent
 
     def _prepare(self, there: Model) -> None:

@@ -268,6 +268,22 @@ class Owners:
         with self._lock:
             return list(self._owners.values())
 
+    def each(self, act: Callable[[Any], _Result]) -> Tuple[List[_Result],
+                                                           Optional[errors.MlaError]]:
+        """Calls `act` with the client of each connected server, at the same time if there are
+        threads. Returns the results, and the first error: a server that is away stops no other."""
+        found: List[_Result] = []
+        failed: List[errors.MlaError] = []
+
+        def attempt(client: Any) -> None:
+            try:
+                found.append(act(client))
+            except errors.MlaError as error:
+                failed.append(error)
+        clients = [one for one in (owner.connected for owner in self.all()) if one is not None]
+        list(map(attempt, clients) if self._pool is None else self._pool.map(attempt, clients))
+        return found, failed[0] if failed else None
+
     def probe(self, addresses: Seq[str], model_id: str, prefix: Prefix,
               timeout_s: float = PROBE_S) -> Dict[str, Optional[Probe]]:
         """Asks all of them at the same time. None for one that did not answer in time."""

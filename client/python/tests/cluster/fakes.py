@@ -175,6 +175,10 @@ class FakeClient(Following):
         self.server.released.extend(sequence_ids)
         return [one for one in sequence_ids if self.server.sequences.pop(one, None) is None]
 
+    def renew_leases(self, lease_ms=0):
+        self.call("renew")
+        return len(self.server.sequences)
+
     def _get(self, sequence_ids):
         self.call("get")
         found = [self.server.sequences[one] for one in sequence_ids

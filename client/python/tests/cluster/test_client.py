@@ -342,6 +342,20 @@ class AttachTest(unittest.TestCase):
         self.assertEqual(fleet.client._release([*(one.id for one in made), 5]), [5])
         self.assertEqual([len(one.sequences) for one in fleet.servers.values()], [0, 0, 0])
 
+    def test_a_server_that_is_away_keeps_no_other_from_release_and_renewal(self):
+        fleet = Fleet(3)
+        away, kept, released = fleet.sequences(3)
+        fleet.servers["s:1"].error = GONE
+        self.assertEqual(fleet.client._release([released.id]), [])
+        self.assertEqual(fleet.servers["s:3"].sequences, {})
+        with self.assertRaises(errors.Unavailable):
+            fleet.client._release([away.id, kept.id])
+        self.assertEqual(fleet.servers["s:2"].released.count(kept.id), 1)
+        with self.assertRaises(errors.Unavailable):
+            fleet.client.renew_leases()
+        self.assertEqual([server.calls.count("renew") for server in fleet.servers.values()],
+                         [1, 1, 1])
+
     def test_streams_are_one_a_server(self):
         stream = cluster_client.ClusterStream()
 
