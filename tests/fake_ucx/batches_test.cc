@@ -3,11 +3,13 @@
 // ring.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "proto/wire/ucx/frame_batch.h"
@@ -27,11 +29,18 @@ struct Counted {
   uint64_t sent, answered;  // messages of each side
 };
 
+// Holds requests back. First waits until the client's own thread sleeps, because that would send
+// them after a pause.
+void Hold(RingPair* pair) {
+  while (!pair->memory()->pump_rests()) std::this_thread::yield();
+  pair->memory()->Hold();
+}
+
 // A step of `bytes` a request: all requests are submitted, served and answered at once.
 Counted RunStep(RingPair* pair, uint64_t bytes) {
+  Hold(pair);
   const uint64_t sent = pair->memory()->messages_sent();
   const uint64_t answered = pair->relay()->messages_sent();
-  pair->memory()->Hold();
   for (uint64_t i = 0; i < kRequests; ++i) EXPECT_TRUE(pair->Submit(bytes));
   EXPECT_EQ(pair->memory()->messages_sent(), sent) << "they are held back";
   pair->memory()->SendHeld();
@@ -58,7 +67,9 @@ class BatchesTest : public testing::Test {
     EXPECT_EQ(fake_ucx::counts().registered, 0u);
   }
   void Start(bool puts = false, const std::optional<wire::UcxSecret>& secret = {}) {
-    ASSERT_EQ(pair_.Start(puts, puts, {}, secret), absl::OkStatus());
+    client::UcxMemoryOptions client;
+    client.pump_rest = std::chrono::milliseconds(0);
+    ASSERT_EQ(pair_.Start(puts, puts, client, secret), absl::OkStatus());
   }
   RingPair pair_;
 };
@@ -86,7 +97,7 @@ TEST_F(BatchesTest, WithoutBatchesItIsAMessageForEachRequest) {
 TEST_F(BatchesTest, ALargeTensorTravelsWithTheFramesAroundIt) {
   fake_ucx::Reset();
   Start();
-  pair_.memory()->Hold();
+  Hold(&pair_);
   ASSERT_TRUE(pair_.Submit(kSmall));
   ASSERT_TRUE(pair_.Submit(kLarge));
   ASSERT_TRUE(pair_.Submit(kSmall));
@@ -110,7 +121,7 @@ TEST_F(BatchesTest, FramesOfPutsTravelTogether) {
 TEST_F(BatchesTest, WaitSendsWhatIsHeld) {
   fake_ucx::Reset();
   Start();
-  pair_.memory()->Hold();
+  Hold(&pair_);
   ASSERT_TRUE(pair_.Submit(kSmall));
   ASSERT_TRUE(pair_.Submit(kSmall));
   EXPECT_EQ(pair_.memory()->messages_sent(), 0u);

@@ -29,9 +29,8 @@ constexpr uint64_t kMostRounding = 2 << 20;  // of an arena beyond the wanted si
 constexpr milliseconds kLongestSleep{5};
 // A sleep is at most this long while the word of a chained entry must be looked at.
 constexpr std::chrono::microseconds kChainPause{20};
-// The pump waits this long for a thread that waits, and goes on this long without work.
+// The pump waits this long for a thread that waits.
 constexpr std::chrono::milliseconds kPumpPause{1};
-constexpr std::chrono::milliseconds kPumpRest{100};
 
 absl::Status Mismatch(const char* field, uint64_t got, const std::string& expected) {
   return absl::UnimplementedError(
@@ -314,6 +313,11 @@ uint64_t UcxMemory::messages_sent() const {
   return link_->messages_sent();
 }
 
+bool UcxMemory::pump_rests() const {
+  const MutexLock lock(mutex_);
+  return parked_;
+}
+
 bool UcxMemory::SendReady() {
   if (queue_.empty()) return false;
   bool moved = false;
@@ -385,7 +389,7 @@ void UcxMemory::Pump() {
   auto last_work = Clock::now();
   while (!stop_) {
     if (HasWork() && !ended_) last_work = Clock::now();
-    if (Clock::now() - last_work > kPumpRest) {
+    if (Clock::now() - last_work > options_.pump_rest) {
       parked_ = true;
       changed_.Wait(lock);
       parked_ = false;

@@ -48,6 +48,8 @@ struct UcxMemoryOptions {
   // arena, and calls can be chained.
   bool pins = false;
   DeviceRegionOptions device;
+  // The thread that sends and takes frames while no call does stays awake this long without work.
+  std::chrono::milliseconds pump_rest{100};
 };
 
 // A ring in the words of the server's reply.
@@ -100,6 +102,9 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   void SendHeld() override;
   // Messages of UCX that this side has sent; each has a frame or more.
   uint64_t messages_sent() const;
+  // Returns true while the thread that moves frames in place of calls sleeps: nothing is under way,
+  // and what is held stays until a call sends it.
+  bool pump_rests() const;
   DeviceRegion* device() const override { return device_; }
   absl::Status pinned() const override { return pinned_; }
   absl::Status device_status() const override;
