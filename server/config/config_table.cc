@@ -291,7 +291,7 @@ void AddShmKeys(std::vector<ConfigKey>* keys) {
                 "Memory of the GPU for tensors of all regions together, in addition to the "
                 "regions; 0: none.",
                 "Kept free at start and taken as clients ask for it, in units of 2 MiB; it also "
-                "counts towards tenants.region_bytes.",
+                "counts towards tenants.region_bytes; if that is 0, a tenant has 7/8 of each kind.",
                 MLA_SLOT(shm.device_bytes)),
           Millis("shm.device_wait_ms", 1, kDayMs,
                  "How long a request in device memory waits for the GPU work that comes before it.",

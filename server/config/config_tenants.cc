@@ -4,6 +4,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "scheduler/tenant_share.h"
 #include "server/config/config.h"
 
 namespace mla::server {
@@ -11,13 +12,7 @@ namespace {
 
 using scheduler::Resource;
 using scheduler::ResourceRow;
-
-constexpr int64_t kEighths = 8;
-
-// Rounded up, so that a tenant that is alone on a server with room for two may have both.
-int64_t Share(int64_t bound, int64_t eighths) {
-  return bound / kEighths * eighths + (bound % kEighths * eighths + kEighths - 1) / kEighths;
-}
+using scheduler::TenantShare;
 
 scheduler::PerResource<int64_t> ServerBounds(const Config& config) {
   const int32_t control_calls = config.wire.control_threads - ControlReserve(config);
@@ -55,7 +50,7 @@ scheduler::TenantTableOptions TenantOptionsOf(const Config& config) {
   for (const ResourceRow& row : scheduler::ResourceRows()) {
     const int64_t given = config.tenants.bounds[row.resource];
     options.default_bounds[row.resource] =
-        given > 0 ? given : Share(options.server_bounds[row.resource], row.share_eighths);
+        given > 0 ? given : TenantShare(options.server_bounds[row.resource], row.share_eighths);
   }
   options.default_bounds[Resource::kRegions] = config.shm.tenant_regions;
   options.quotas = config.tenants.quotas;

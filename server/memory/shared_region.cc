@@ -5,16 +5,19 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
-
+#include "base/error.h"
 #include "base/random_bytes.h"
 #include "base/status_macros.h"
+#include "scheduler/tenant_share.h"
 #include "server/process/process_usage.h"
 
 namespace mla::server {
@@ -28,6 +31,46 @@ constexpr int64_t kDeviceUnit = int64_t{2} << 20;
 absl::Status OutOfMemory(const char* what, size_t bytes, int error) {
   return absl::ResourceExhaustedError(
       absl::StrCat("shared memory: ", what, " ", bytes, " bytes: ", std::strerror(error)));
+}
+
+// Returns the most bytes of a kind that a tenant with the default bound may have.
+int64_t DefaultShare(int64_t bound) {
+  return scheduler::TenantShare(bound, scheduler::RowOf(Resource::kRegionBytes).share_eighths);
+}
+
+// Memory of the host, or of the device.
+struct Kind {
+  const char* field;  // of a client's request
+  const char* key;    // of the bound for all tenants
+  int64_t bound;
+};
+
+// Judges `wanted` more bytes of a kind: by its bound, and, if the tenant has the default bound of
+// all kinds together, by its share of this one. The first region of a tenant may exceed the share,
+// because a pool may be made for one region.
+absl::Status CheckKind(const Kind& kind, int64_t wanted, int64_t used, int64_t used_by_tenant,
+                       bool shares) {
+  const int64_t share = shares ? DefaultShare(kind.bound) : kind.bound;
+  const int64_t left = kind.bound - used, share_left = share - used_by_tenant;
+  const bool beyond_share = used_by_tenant > 0 && wanted > share_left;
+  if (wanted == 0 || (wanted <= left && !beyond_share)) return absl::OkStatus();
+  const scheduler::ResourceRow& row = scheduler::RowOf(Resource::kRegionBytes);
+  const bool by_tenant = wanted <= left;
+  return RefuseField(
+      {.field = kind.field,
+       .got = absl::StrCat(wanted, " bytes more"),
+       .limit = by_tenant ? absl::StrCat("at most ", share, " bytes of this tenant, its share of ",
+                                         kind.key, ", ", std::max<int64_t>(0, share_left), " free")
+                          : absl::StrCat("at most ", kind.bound, " bytes in all (", kind.key, "), ",
+                                         left, " free"),
+       .reason = row.reason,
+       .retry_after_ms = row.retry_ms,
+       .resource = row.name,
+       .wanted = wanted,
+       .free = by_tenant ? std::max<int64_t>(0, share_left) : left,
+       .bound = by_tenant ? share : kind.bound,
+       .bound_of = by_tenant ? BoundOwner::kTenant : BoundOwner::kServer},
+      absl::StatusCode::kResourceExhausted);
 }
 
 std::shared_ptr<scheduler::TenantTable> TableOf(const RegionLimits& limits) {
@@ -52,8 +95,12 @@ void SharedRegion::Mapping::Close() {
 struct SharedRegion::Account {
   Mutex mutex;
   CondVar changed;
-  int64_t bytes ABSL_GUARDED_BY(mutex) = 0;
-  int64_t device_bytes ABSL_GUARDED_BY(mutex) = 0;
+  struct Use {
+    int64_t bytes = 0, device_bytes = 0;
+  };
+  Use all ABSL_GUARDED_BY(mutex);
+  // Tenants with regions, each of which keeps the tenant's row and so its key.
+  absl::flat_hash_map<scheduler::TenantKey, Use> of_tenants ABSL_GUARDED_BY(mutex);
   std::shared_ptr<scheduler::TenantTable> tenants;
   std::deque<Mapping> ended ABSL_GUARDED_BY(mutex);
   // Counts the mappings in `ended`, and those that a closer has taken from it.
@@ -62,6 +109,8 @@ struct SharedRegion::Account {
 
   void Let(Mapping mapping);
   void Run();
+  void Count(scheduler::TenantKey tenant, int64_t bytes, int64_t device_bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void Forget(const Mapping& mapping) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
 };
 
@@ -100,9 +149,19 @@ void SharedRegion::Account::Run() {
   }
 }
 
+// Amounts below 0 are given back.
+void SharedRegion::Account::Count(scheduler::TenantKey tenant, int64_t bytes,
+                                  int64_t device_bytes) {
+  Use& own = of_tenants[tenant];
+  for (Use* const use : {&own, &all}) {
+    use->bytes += bytes;
+    use->device_bytes += device_bytes;
+  }
+  if (own.bytes == 0 && own.device_bytes == 0) of_tenants.erase(tenant);
+}
+
 void SharedRegion::Account::Forget(const Mapping& mapping) {
-  bytes -= mapping.counted_bytes;
-  device_bytes -= mapping.device_bytes;
+  Count(mapping.tenant->key(), -mapping.counted_bytes, -mapping.device_bytes);
   tenants->Return(*mapping.tenant, Resource::kRegionBytes,
                   mapping.counted_bytes + mapping.device_bytes);
   tenants->Return(*mapping.tenant, Resource::kRegions, 1);
@@ -174,21 +233,18 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
   SharedRegion::Account& account = *account_;
   scheduler::TenantTable& tenants = *account.tenants;
   const auto take = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(account.mutex) {
-    if (device_bytes > limits_.device_bytes - account.device_bytes) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("device memory of regions: got ", device_bytes, " bytes in addition to ",
-                       account.device_bytes, ", limit shm.device_bytes ", limits_.device_bytes));
-    }
-    absl::Status status = tenants.Take(tenant, Resource::kRegions, 1, "");
-    if (!status.ok()) return status;
-    // Tenants are bound by the sum, of which no part may take the other's.
-    if (bytes > limits_.total_bytes - account.bytes) {
-      tenants.Return(tenant, Resource::kRegions, 1);
-      return absl::ResourceExhaustedError(
-          absl::StrCat("shared memory: got ", bytes, " bytes in addition to ", account.bytes,
-                       ", limit shm.total_bytes ", limits_.total_bytes));
-    }
-    status = tenants.Take(tenant, Resource::kRegionBytes, bytes + device_bytes, "");
+    const bool shares = tenant.bound(Resource::kRegionBytes) ==
+                        DefaultShare(tenants.server_bound(Resource::kRegionBytes));
+    const auto known = account.of_tenants.find(tenant.key());
+    const auto own =
+        known != account.of_tenants.end() ? known->second : SharedRegion::Account::Use();
+    MLA_RETURN_IF_ERROR(CheckKind({"device_bytes", "shm.device_bytes", limits_.device_bytes},
+                                  device_bytes, account.all.device_bytes, own.device_bytes,
+                                  shares));
+    MLA_RETURN_IF_ERROR(CheckKind({"bytes", "shm.total_bytes", limits_.total_bytes}, bytes,
+                                  account.all.bytes, own.bytes, shares));
+    MLA_RETURN_IF_ERROR(tenants.Take(tenant, Resource::kRegions, 1, ""));
+    absl::Status status = tenants.Take(tenant, Resource::kRegionBytes, bytes + device_bytes, "");
     if (!status.ok()) tenants.Return(tenant, Resource::kRegions, 1);
     return status;
   };
@@ -200,8 +256,7 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
     status = take();
   }
   if (!status.ok()) return status;
-  account.bytes += bytes;
-  account.device_bytes += device_bytes;
+  account.Count(tenant.key(), bytes, device_bytes);
   return status;
 }
 
@@ -268,7 +323,7 @@ bool SharedRegionTable::closing() const {
 
 int64_t SharedRegionTable::mapped_bytes() const {
   const MutexLock lock(account_->mutex);
-  return account_->bytes;
+  return account_->all.bytes;
 }
 
 }  // namespace mla::server

@@ -18,10 +18,12 @@
 // region's own. If a client has mapped it, the mapping outlives the region in the client only: the
 // next region gets other memory, cleared.
 //
-// Bounds: bytes of one region, and device memory of all regions, are bounded here. Regions and
-// bytes of one tenant and of all are bounded in the tenant table, which counts a region until it is
-// unmapped. Threading: all methods from any thread. Regions may outlive the table; one that is
-// released after it is unmapped at once.
+// Bounds: bytes of one region, and of each kind of memory of all regions, are bounded here. So is a
+// tenant's share of each kind, for tenants with the default bound: a share of the sum alone could
+// be all of one kind. Regions of one tenant and of all, and a tenant's bytes of both kinds
+// together, are bounded in the tenant table, which counts a region until it is unmapped. Threading:
+// all methods from any thread. Regions may outlive the table; one that is released after it is
+// unmapped at once.
 #ifndef MLA_SERVER_MEMORY_SHARED_REGION_H_
 #define MLA_SERVER_MEMORY_SHARED_REGION_H_
 

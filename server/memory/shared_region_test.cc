@@ -12,7 +12,10 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "gtest/gtest.h"
+#include "scheduler/tenant_share.h"
 
 namespace mla::server {
 namespace {
@@ -206,6 +209,96 @@ TEST_F(SharedRegionTest, MemoryIsBoundedForAllAndRegionsForEachTenant) {
   EXPECT_EQ(larger.status().code(), absl::StatusCode::kResourceExhausted) << "2 MiB are left";
   EXPECT_EQ(table_->mapped_bytes(), 2 * kMiB);
   EXPECT_TRUE(table_->Create("b", kMiB, 4096).ok());
+}
+
+// Device memory that nothing uses.
+class FakeDeviceMemory final : public kernels::SharedDeviceMemory {
+ public:
+  std::span<std::byte> bytes() const override { return {}; }
+  const Export& exported() const override { return export_; }
+  absl::StatusOr<bool> Done(size_t) override { return true; }
+
+ private:
+  const Export export_;
+};
+
+// A server with 8 MiB for regions and four times as much of the device, and default bounds.
+class SharesTest : public ::testing::Test {
+ protected:
+  static constexpr int64_t kHost = 8 * kMiB, kDevice = 32 * kMiB;
+
+  SharesTest() {
+    RegionHooks hooks = backend_.Hooks();
+    hooks.make_device = [](int64_t, int32_t) { return std::make_unique<FakeDeviceMemory>(); };
+    scheduler::TenantTableOptions options;
+    options.server_bounds[kBytes] = kHost + kDevice;
+    options.default_bounds[kBytes] =
+        scheduler::TenantShare(kHost + kDevice, scheduler::RowOf(kBytes).share_eighths);
+    tenants_ = std::make_shared<scheduler::TenantTable>(std::move(options));
+    table_ = std::make_unique<SharedRegionTable>(RegionLimits{kHost, kHost, 100, 100, kDevice},
+                                                 std::move(hooks), tenants_);
+  }
+
+  // Makes regions until one is refused, and returns how many there are.
+  int Fill(const std::string& tenant, int64_t bytes, int64_t device_bytes = 0) {
+    for (int made = 0;; ++made) {
+      auto region = table_->Create(tenant, static_cast<uint64_t>(bytes), 0,
+                                   std::chrono::milliseconds(0), {device_bytes, 1});
+      if (!region.ok()) {
+        refused_ = region.status();
+        EXPECT_EQ(refused_.code(), absl::StatusCode::kResourceExhausted) << refused_;
+        return made;
+      }
+      regions_.push_back(*std::move(region));
+    }
+  }
+
+  void EndAll() {
+    for (const auto& region : regions_) table_->Remove(*region);
+    regions_.clear();
+    while (table_->closing()) std::this_thread::yield();
+  }
+
+  static constexpr scheduler::Resource kBytes = scheduler::Resource::kRegionBytes;
+  Backend backend_;
+  std::shared_ptr<scheduler::TenantTable> tenants_;
+  std::unique_ptr<SharedRegionTable> table_;
+  std::vector<std::shared_ptr<SharedRegion>> regions_;
+  absl::Status refused_;
+};
+
+TEST_F(SharesTest, ATenantLeavesAPartOfEachKindOfMemory) {
+  EXPECT_EQ(Fill("a", kMiB), 7);
+  EXPECT_EQ(DetailOf(refused_).field, "bytes");
+  EXPECT_EQ(DetailOf(refused_).got, absl::StrCat(kMiB, " bytes more"));
+  EXPECT_EQ(DetailOf(refused_).limit, absl::StrCat("at most ", 7 * kMiB,
+                                                   " bytes of this tenant, its share of "
+                                                   "shm.total_bytes, 0 free"));
+  EXPECT_EQ(DetailOf(refused_).bound_of, BoundOwner::kTenant);
+  EXPECT_EQ(Fill("b", kMiB), 1);
+  EXPECT_EQ(DetailOf(refused_).bound_of, BoundOwner::kServer);
+  EndAll();
+  EXPECT_EQ(Fill("a", 4096, 2 * kMiB), 14);
+  EXPECT_EQ(DetailOf(refused_).field, "device_bytes");
+  EXPECT_EQ(DetailOf(refused_).bound, 28 * kMiB);
+  EXPECT_EQ(Fill("b", 4096, 2 * kMiB), 2);
+}
+
+TEST_F(SharesTest, ATenantsFirstRegionMayBeAsLargeAsThePool) {
+  EXPECT_EQ(Fill("a", kMiB, kDevice), 1);
+  EXPECT_EQ(DetailOf(refused_).limit,
+            absl::StrCat("at most ", kDevice, " bytes in all (shm.device_bytes), 0 free"));
+  EndAll();
+  EXPECT_EQ(Fill("a", kHost), 1);
+}
+
+// The operator has chosen it for both kinds together.
+TEST_F(SharesTest, ABoundOfItsOwnIsForTheSum) {
+  scheduler::TenantQuota quota;
+  quota.bounds[kBytes] = kHost + kDevice;
+  ASSERT_EQ(tenants_->SetQuota("a", quota, false), absl::OkStatus());
+  EXPECT_EQ(Fill("a", kMiB, 2 * kMiB), 8);
+  EXPECT_EQ(Fill("b", kMiB), 0);
 }
 
 // A client that could shrink the file would kill the server with its next access.
