@@ -185,7 +185,8 @@ TEST(LeasesTest, AServerThatFailsKeepsNoOtherFromRenewal) {
       ClusterClient::Connect(absl::StrCat(servers[0].target(), ",", servers[1].target()), options);
   ASSERT_TRUE(client.ok()) << client.status();
   for (const HostileServer& server : servers) {
-    ASSERT_TRUE((*client)->ServerAt(server.target()).ok());
+    const auto there = (*client)->ServerAt(server.target());
+    ASSERT_TRUE(there.ok()) << there.status();
   }
   EXPECT_EQ((*client)->RenewLeases().status().code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(servers[0].calls(kRenew), 1);

@@ -71,7 +71,8 @@ grpc::ServerGenericBidiReactor* HostileServer::Service::CreateReactor(
 
 HostileServer::HostileServer(const std::shared_ptr<grpc::ServerCredentials>& credentials) {
   grpc::ServerBuilder builder;
-  builder.AddListeningPort("localhost:0", credentials, &port_);
+  // By one address: another process may have the port at localhost's other one.
+  builder.AddListeningPort("127.0.0.1:0", credentials, &port_);
   builder.SetMaxReceiveMessageSize(-1);
   builder.SetMaxSendMessageSize(-1);
   builder.RegisterCallbackGenericService(&service_);
@@ -95,7 +96,7 @@ HostileAnswer HostileServer::Take(const std::string& method) {
   return none;
 }
 
-std::string HostileServer::target() const { return absl::StrCat("localhost:", port_); }
+std::string HostileServer::target() const { return absl::StrCat("127.0.0.1:", port_); }
 
 int HostileServer::calls(const std::string& method) const {
   const MutexLock lock(mutex_);
