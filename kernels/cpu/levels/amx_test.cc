@@ -130,7 +130,7 @@ class WholeTileTest : public testing::TestWithParam<const KernelSet*> {
 TEST_P(WholeTileTest, EqualsItsStages) {
   const KernelSet& kernels = *GetParam();
   std::mt19937 random(42);
-  for (const int32_t rows : {1, 32, 40, 64, 96, 128, 192}) {
+  for (const int32_t rows : {1, 32, 40, 64, 96, 128, 256}) {
     for (const int32_t packed : {5, 32, 40, 64, 100, 128}) {
       for (const auto& [k, d] : std::vector<std::pair<int32_t, int32_t>>{
                {32, 32}, {48, 40}, {224, 160}, {224, 176}, {576, 512}}) {

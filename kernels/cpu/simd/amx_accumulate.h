@@ -8,14 +8,11 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// P V is computed for this many packed rows at a time: their weights (24 KB) stay in the
-// first-level cache, and V is read from the second-level cache half as often as with 32 rows.
-constexpr int32_t kRowsAtOnce = 64;
-
-// In most tiles the running maximum of most rows does not change, so only the other rows are
-// rescaled.
-void Rescale(const AccumulateArgs& g, int32_t begin, int32_t end) {
-  for (int32_t n = begin; n < end; ++n) {
+// Rescales the 32 packed rows from `row` on. In most tiles the running maximum of most rows does
+// not change, so only the other rows are.
+void Rescale(const AccumulateArgs& g, int32_t row) {
+  const int32_t end = g.packed_rows - row < kTwoBlocks ? g.packed_rows : row + kTwoBlocks;
+  for (int32_t n = row; n < end; ++n) {
     const float alpha = g.alpha[n];
     if (alpha == 1.0f) continue;
     float* o = g.o + n * g.ldo;
@@ -44,30 +41,19 @@ inline void AccumulateBlock(const AccumulateArgs& g, int32_t row, int32_t panel,
   StoreTiles<kA, kB>(o, g.ldo);
 }
 
-// Computes rows [begin, end) of O, multiples of kPanel.
+// 32 packed rows at a time, whose weights (16 KB) stay in the first-level cache while V passes.
 template <typename Work>
-void AccumulateRows(const AccumulateArgs& g, int32_t begin, int32_t end, Work& work) {
-  if (g.alpha != nullptr) Rescale(g, begin, end < g.packed_rows ? end : g.packed_rows);
-  FinishStores();
-  for (int32_t panel = 0; panel < g.panels; panel += 2) {
-    for (int32_t row = begin; row < end; row += kTwoBlocks) {
-      const bool two = end - row > kRows;
-      if (panel + 1 < g.panels) {
-        two ? AccumulateBlock<2, 2>(g, row, panel, work)
-            : AccumulateBlock<1, 2>(g, row, panel, work);
-      } else {
-        two ? AccumulateBlock<2, 1>(g, row, panel, work)
-            : AccumulateBlock<1, 1>(g, row, panel, work);
-      }
+void Accumulate(const AccumulateArgs& g, Work& work) {
+  for (int32_t row = 0; row < g.columns; row += kTwoBlocks) {
+    if (g.alpha != nullptr) Rescale(g, row);
+    FinishStores();
+    const bool two = g.columns - row > kRows;
+    int32_t panel = 0;
+    for (; panel + 2 <= g.panels; panel += 2) {
+      two ? AccumulateBlock<2, 2>(g, row, panel, work) : AccumulateBlock<1, 2>(g, row, panel, work);
     }
-  }
-}
-
-template <typename Work>
-void Accumulate(const AccumulateArgs& args, Work& work) {
-  for (int32_t row = 0; row < args.columns; row += kRowsAtOnce) {
-    const int32_t end = args.columns - row < kRowsAtOnce ? args.columns : row + kRowsAtOnce;
-    AccumulateRows(args, row, end, work);
+    if (panel == g.panels) continue;
+    two ? AccumulateBlock<2, 1>(g, row, panel, work) : AccumulateBlock<1, 1>(g, row, panel, work);
   }
 }
 

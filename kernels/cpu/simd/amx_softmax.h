@@ -9,6 +9,7 @@ namespace mla::kernels::cpu {
 namespace {
 
 constexpr int32_t kLdp = kMostKvRows;  // p: bf16 [columns][kLdp], KV rows padded to 32 with zeros
+static_assert(kLdp * 2 <= kTileRows * 4, "the room for p");
 
 // Returns 2^x for x <= 0: 2^f by a degree-5 polynomial on [0, 1), scaled by 2^floor(x). It takes a
 // quarter fewer instructions than Exp2 and is as accurate as the levels promise. -inf has f = 0 and

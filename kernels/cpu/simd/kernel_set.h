@@ -26,7 +26,7 @@ namespace mla::kernels::cpu {
 
 inline constexpr int32_t kPanel = 16;        // columns a panel
 inline constexpr int32_t kTileRows = 128;    // packed rows a block, KV rows of most tiles, at most
-inline constexpr int32_t kMostKvRows = 192;  // KV rows a tile, at most
+inline constexpr int32_t kMostKvRows = 256;  // KV rows a tile, at most
 
 // Computes C[i][n] (+)= sum_k A[i][k] B[k][n] for all columns of `panels` panels.
 struct GemmArgs {
