@@ -258,8 +258,8 @@ using ManyRows = RowProduct<WaveProducts<ManyRowsConfig>>;
 using ManyCodeRows = CodeRowProduct<WaveProducts<ManyCodeRowsConfig>>;
 #define MLA_MANY_ROWS_BOUNDS MLA_LAUNCH_BOUNDS_OF_TWO(256)
 #else
-using ManyRows = RowProduct<WarpgroupProducts<ManyRowsConfig::kStages>>;
-using ManyCodeRows = CodeRowProduct<WarpgroupProducts<ManyCodeRowsConfig::kStages>>;
+using ManyRows = RowProduct<WarpgroupProducts<ManyRowsConfig>>;
+using ManyCodeRows = CodeRowProduct<WarpgroupProducts<ManyCodeRowsConfig>>;
 #define MLA_MANY_ROWS_BOUNDS MLA_LAUNCH_BOUNDS(256)
 #endif
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)

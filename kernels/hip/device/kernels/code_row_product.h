@@ -29,6 +29,7 @@ class CodeRowProduct : RowProductBlock<Products> {
   using Block::kRowCopies;
   using Block::kRowsAtOnce;
   using Block::kRowsPerCopy;
+  using Block::kWaves;
   using Block::lane;
   using Block::split;
   using Block::stages;
@@ -48,8 +49,8 @@ class CodeRowProduct : RowProductBlock<Products> {
   static constexpr int kRowBytes = kRows * 128, kWidenedBytes = kColumns * 128;
   static constexpr int kStageBytes = kRowBytes + (kThroughRegisters ? 0 : kColumns * kDepth);
   static constexpr int kTiles = kThroughRegisters ? 1 : 2;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kTiles * kWidenedBytes;
-  static_assert(Block::kSumBytes <= kSharedBytes);
+  // Scales come with the codes of their stage where copies are counted by stage.
+  static constexpr bool kCopiesScales = !MLA_AMD;
   static_assert(!kThroughRegisters || kStages == 1);
 
   MLA_DEVICE static void run(const RowProductArgs& args) {
@@ -76,10 +77,20 @@ class CodeRowProduct : RowProductBlock<Products> {
   // The columns that a wave copies at once have one scale.
   static_assert(kLeastScaleColumns % kColumnsOfWave == 0 && kColumns % kLeastScaleColumns == 0);
 
+  // Scales that a wave copies for each stage.
+  static constexpr int kScaleBytes = kCopiesScales ? kWaves * kPieces * 4 : 0;
+
+ public:
+  static constexpr int kSharedBytes =
+      kStages * kStageBytes + kTiles * kWidenedBytes + kStages * kScaleBytes;
+  static_assert(Block::kSumBytes <= kSharedBytes);
+
+ private:
   // The addresses from which this lane copies at the next step.
   struct Sources {
     const uint8_t* rows[kRowCopies];
     const uint8_t* codes[kPieces];
+    const float* scales;  // with kCopiesScales, those of this wave's piece `lane`
   };
   struct Scales {
     float of[kPieces];
@@ -91,12 +102,15 @@ class CodeRowProduct : RowProductBlock<Products> {
   MLA_DEVICE explicit CodeRowProduct(const RowProductArgs& a)
       : Block(a, tile::shared_base<kSharedBytes>()) {}
 
+  // Returns the place of this wave among those that copy codes. The first waves multiply the first
+  // rows, so the last ones have more time for codes where rows are few.
+  MLA_DEVICE int copier() const { return MLA_AMD ? wave : kWaves - 1 - wave; }
   MLA_DEVICE bool has_piece(int i) const {
-    return (i + 1) * kThreads <= kAllPieces || i * kThreads + wave * tile::kWave < kAllPieces;
+    return (i + 1) * kThreads <= kAllPieces || i * kThreads + copier() * tile::kWave < kAllPieces;
   }
   // Returns the first of the columns of the block whose i-th pieces this wave copies.
   MLA_DEVICE int wave_column(int i) const {
-    return i * (kThreads / kPiecesOfColumn) + wave * kColumnsOfWave;
+    return i * (kThreads / kPiecesOfColumn) + copier() * kColumnsOfWave;
   }
   MLA_DEVICE int column(int i) const { return wave_column(i) + lane / kPiecesOfColumn; }
   MLA_DEVICE int piece() const { return lane % kPiecesOfColumn; }
@@ -112,17 +126,24 @@ class CodeRowProduct : RowProductBlock<Products> {
       from.codes[i] = args.codes + static_cast<int64_t>(at) * args.padded_depth +
                       this->weight_step(begin) * kDepth + piece() * 16;
     }
+    if constexpr (kCopiesScales) from.scales = scales_of(lane < kPieces ? lane : 0);
     return from;
+  }
+  // Returns the scales of this wave's i-th pieces; the next function, the place of a step in them.
+  MLA_DEVICE const float* scales_of(int i) const {
+    const int at = this->least(first_column + wave_column(i), args.columns - 1);
+    return args.scales + (at >> args.scale_column_shift) * args.scale_pitch;
+  }
+  MLA_DEVICE int scale_place(int step) const {
+    return this->weight_step(step) >> args.scale_step_shift;
   }
   // Returns the scales of this wave's pieces at a step. They are the same in every lane.
   MLA_DEVICE Scales load_scales(int step) const {
-    Scales scales;
-    const int place = this->weight_step(step) >> args.scale_step_shift;
+    Scales scales = {};
+    if constexpr (!kCopiesScales) {
+      const int place = scale_place(step);
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int at = this->least(first_column + wave_column(i), args.columns - 1);
-      scales.of[i] =
-          *as_record(args.scales + (at >> args.scale_column_shift) * args.scale_pitch + place);
+      for (int i = 0; i < kPieces; ++i) scales.of[i] = *as_record(scales_of(i) + place);
     }
     return scales;
   }
@@ -139,7 +160,7 @@ class CodeRowProduct : RowProductBlock<Products> {
     return stage_at(stage) + wave * kRowsPerCopy * 128;
   }
   MLA_DEVICE lds_t codes_of_wave(int stage) const {
-    return stage_at(stage) + kRowBytes + wave * tile::kWave * 16;
+    return stage_at(stage) + kRowBytes + copier() * tile::kWave * 16;
   }
 
   template <int kIndex = 0>
@@ -153,8 +174,18 @@ class CodeRowProduct : RowProductBlock<Products> {
       issue_rows<kIndex + 1>(copies, from, stage);
     }
   }
+  // The address of this lane's scale in a stage. The first kPieces lanes of a wave copy one each.
+  MLA_DEVICE lds_t scale_at(int stage) const {
+    return tile_at(0) + kTiles * kWidenedBytes + stage * kScaleBytes + (wave * kPieces + lane) * 4;
+  }
+
   template <int kIndex = 0>
   MLA_DEVICE void issue_codes(Copies& copies, Sources& from, int step, int stage) const {
+    if constexpr (kIndex == 0 && kCopiesScales) {
+      if (lane < kPieces && has_piece(lane)) {
+        copies.issue_word(scale_at(stage), from.scales + scale_place(step));
+      }
+    }
     if constexpr (kIndex < kPieces) {
       if (has_piece(kIndex)) {
         copies.template issue<kRowCopies + kIndex, kIndex * kThreads * 16>(
@@ -189,8 +220,14 @@ class CodeRowProduct : RowProductBlock<Products> {
                         fp8_chunk(eight, scale));
     }
   }
-  // The same for all codes of a stage that this lane has copied.
-  MLA_DEVICE void widen_stage(int stage, const Scales& scales, lds_t tile) const {
+  // The same for all codes of a stage that this lane has copied. `scales` are those of the stage if
+  // they do not come with it.
+  MLA_DEVICE void widen_stage(int stage, Scales scales, lds_t tile) const {
+    if constexpr (kCopiesScales) {
+      const float own = lane < kPieces ? tile::load_float(scale_at(stage)) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) scales.of[i] = tile::broadcast(own, i);
+    }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       if (!has_piece(i)) continue;
@@ -242,26 +279,43 @@ class CodeRowProduct : RowProductBlock<Products> {
     if (begin + 1 < end) scales = load_scales(begin + 1);
     Products::publish();
     block_barrier();
+    // The stages of all steps of the inner loop are known on NVIDIA devices, and so are most of
+    // their addresses.
+    constexpr int kKnown = MLA_AMD ? 1 : kStages;
     int stage = 0;
-    for (int step = begin; step < end; ++step) {
-      const int turn = step - begin, next = stage + 1 < kStages ? stage + 1 : 0;
-      products.begin(stage_at(stage), tile_at(turn), args.count);
-      if (step + 1 < end) {
-        wait<kStages - 2>(copies, step + 1, end);
-        widen_stage(next, scales, tile_at(turn + 1));
-        if (step + 2 < end) scales = load_scales(step + 2);
+    for (int first = begin; first < end; first += kKnown) {
+#pragma unroll
+      for (int i = 0; i < kKnown; ++i) {
+        const int step = first + i;
+        if (step >= end) break;
+        if constexpr (kKnown > 1) stage = i;
+        const int turn = kKnown % kTiles == 0 ? i : step - begin;
+        multiply_step(products, copies, from, scales, step, end, stage, turn);
+        stage = next_stage(stage);
       }
-      products.end(args.count);
-      Products::publish();
-      block_barrier();
-      if (step + kStages < end) {
-        issue_codes(copies, from, step + kStages, stage);
-        issue_rows(copies, from, stage);
-      }
-      copies.close_stage();
-      stage = next;
     }
     copies.template wait<0, kCopies>();
+  }
+  MLA_DEVICE static int next_stage(int stage) { return stage + 1 < kStages ? stage + 1 : 0; }
+
+  // Multiplies a step while the codes of the next one are widened, and starts the copies of a later
+  // one. `turn` names the tile of the step, as tile_at takes it.
+  MLA_DEVICE void multiply_step(Products& products, Copies& copies, Sources& from, Scales& scales,
+                                int step, int end, int stage, int turn) const {
+    products.begin(stage_at(stage), tile_at(turn), args.count);
+    if (step + 1 < end) {
+      wait<kStages - 2>(copies, step + 1, end);
+      widen_stage(next_stage(stage), scales, tile_at(turn + 1));
+      if (step + 2 < end) scales = load_scales(step + 2);
+    }
+    products.end(args.count);
+    Products::publish();
+    block_barrier();
+    if (step + kStages < end) {
+      issue_codes(copies, from, step + kStages, stage);
+      issue_rows(copies, from, stage);
+    }
+    copies.close_stage();
   }
 
   MLA_DEVICE void start(Copies& copies, Sources& from, int begin, int end) const {

@@ -71,6 +71,7 @@ struct WaveProducts {
   static constexpr int kStages = C::kStages;
   static constexpr int kColumns = C::kColumns;
   static constexpr bool kFinishes = C::kFinishes;
+  static constexpr bool kAsynchronous = false;  // `begin` multiplies
   static constexpr int kRun = W::kRun;
   static constexpr int kFragments = kColumns / C::kColWaves / W::kScoreCols;
   static_assert(kFragments * C::kColWaves * W::kScoreCols == kColumns);
@@ -257,18 +258,32 @@ class RowProductBlock {
       }
     });
     block_barrier();
-    constexpr int kRuns = kColumns / kRowRun;
-    for (int i = thread_index(); i < args.count * kRuns; i += kThreads) {
-      const int row = i / kRuns, in_block = (i - row * kRuns) * kRowRun;
-      const int column = first_column + in_block;
-      if (column >= args.columns) continue;
-      const Chunk sums = tile::load_chunk_shared(sum_at(row, in_block));
-      float x[kRowRun];
+    // Each thread finishes one run of columns of every kRowsOfPass-th row, kAhead rows at a time,
+    // so that their loads are on their way together.
+    constexpr int kRuns = kColumns / kRowRun, kRowsOfPass = kThreads / kRuns, kAhead = 4;
+    const int first = thread_index() / kRuns, in_block = (thread_index() - first * kRuns) * kRowRun;
+    const int column = first_column + in_block;
+    if (first >= kRowsOfPass || column >= args.columns) return;
+    const int in_head = RowFinish::in_head(args, column);
+    for (int begin = first; begin < args.count; begin += kAhead * kRowsOfPass) {
+      RowProductRow rows[kAhead];
+      float x[kAhead][kRowRun];
 #pragma unroll
-      for (int j = 0; j < kRowRun; ++j) x[j] = bits_to_float(sums.w[j]);
-      RowFinish::run(args, args.rows[row], column, x, [this, row](int other) {
+      for (int i = 0; i < kAhead; ++i) {
+        const int row = least(begin + i * kRowsOfPass, args.count - 1);
+        rows[i] = args.rows[row];
+        const Chunk sums = tile::load_chunk_shared(sum_at(row, in_block));
+#pragma unroll
+        for (int j = 0; j < kRowRun; ++j) x[i][j] = bits_to_float(sums.w[j]);
+      }
+      RowFinish::rotate(args, rows, column, in_head, x, [this, begin](int i, int other) {
+        const int row = least(begin + i * kRowsOfPass, args.count - 1);
         return tile::load_float(sum_at(row, other - first_column));
       });
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (begin + i * kRowsOfPass < args.count) RowFinish::store(args, rows[i].out, column, x[i]);
+      }
     }
   }
   static_assert(kColumns % kRowRun == 0 && kRowRun == 4);
@@ -397,14 +412,23 @@ class RowProduct : RowProductBlock<Products> {
       for (int step = begin; step < end; ++step) {
         const int turn = step - begin;
         Block::template wait_for_step<kStages - 2, kCopies>(copies, step, end);
+        if constexpr (Products::kAsynchronous) {
+          if (step > begin) products.end(args.count);
+        }
         Products::publish();
         block_barrier();
+        const lds_t own = stages + turn % kStages * kStageBytes;
+        if constexpr (Products::kAsynchronous) products.begin(own, own + kRows * 128, args.count);
         const int ahead = step + kStages - 1;
         if (ahead < end) issue<0, kCopies>(copies, from, ahead, (turn + kStages - 1) % kStages);
         copies.close_stage();
-        const lds_t own = stages + turn % kStages * kStageBytes;
-        products.begin(own, own + kRows * 128, args.count);
-        products.end(args.count);
+        if constexpr (!Products::kAsynchronous) {
+          products.begin(own, own + kRows * 128, args.count);
+          products.end(args.count);
+        }
+      }
+      if constexpr (Products::kAsynchronous) {
+        if (begin < end) products.end(args.count);
       }
       copies.template wait<0, kCopies>();
     }

@@ -97,16 +97,18 @@ struct FewRowsConfig {
   static constexpr int kColumns = 96;
   static constexpr bool kFinishes = true;
 };
+// W_UQ is 128 tiles of 192 columns for the 132 blocks of many rows. Such a tile is a head, so that
+// the block can finish it.
 struct ManyRowsConfig {
-  static constexpr int kStages = 4;
+  static constexpr int kColumns = 192, kStages = 5;
 };
 // Over weights of e4m3 (device/kernels/code_row_product.h): as many stages as fit next to two tiles
 // of widened weights.
 struct FewCodeRowsConfig : FewRowsConfig {
   static constexpr int kStages = 8;
 };
-struct ManyCodeRowsConfig {
-  static constexpr int kStages = 5;
+struct ManyCodeRowsConfig : ManyRowsConfig {
+  static constexpr int kStages = 6;
 };
 
 }  // namespace mla::kernels::hip

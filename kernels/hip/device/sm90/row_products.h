@@ -9,61 +9,47 @@
 
 namespace mla::kernels::hip {
 
-template <int kOfStages>
+template <class C>
 struct WarpgroupProducts {
-  static constexpr int kRows = 128, kWaves = 8, kStages = kOfStages, kColumns = 256;
-  static constexpr int kRowsOfGroup = 64, kRun = 2;
-  static constexpr int kHalves = 2, kSums = 64;  // halves of the columns, each with its sums
-  // A kernel of its own is quicker: W_UQ of 128 rows takes 49 us with it on an H200, 61 without.
-  static constexpr bool kFinishes = false;
+  static constexpr int kRows = 128, kWaves = 8, kStages = C::kStages, kColumns = C::kColumns;
+  static constexpr int kRowsOfGroup = 64, kRun = 2, kSums = kColumns / 2;
+  static constexpr bool kFinishes = true;
+  static constexpr bool kAsynchronous = true;  // products run between `begin` and `end`
 
   const int lane, wave, row0;
-  float sums[kHalves][kSums];
+  float sums[kSums];
 
   MLA_DEVICE WarpgroupProducts(int wave_number, int lane_number)
       : lane(lane_number), wave(wave_number), row0((wave_number >> 2) * kRowsOfGroup) {
 #pragma unroll
-    for (int i = 0; i < kHalves * kSums; ++i) sums[i / kSums][i % kSums] = 0.0f;
+    for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
   }
 
   MLA_DEVICE static void publish() { tile::publish_shared(); }
   MLA_DEVICE void begin(uint32_t rows, uint32_t weights, int count) {
     if (row0 >= count) return;
-    const uint32_t own = rows + row0 * 128;
-    pin();
+    tile::pin(sums);
     tile::wgmma_begin();
 #pragma unroll
     for (int step = 0; step < kRowProductDepth / 16; ++step) {
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        tile::multiply_rows(sums[half], tile::along_rows(own + step * 32),
-                            tile::along_rows(weights + half * (128 * 128) + step * 32), 1);
-      }
+      tile::multiply_rows(sums, tile::along_rows(rows + row0 * 128 + step * 32),
+                          tile::along_rows(weights + step * 32), 1);
     }
     tile::wgmma_commit();
   }
   MLA_DEVICE void end(int count) {
     if (row0 >= count) return;
     tile::wgmma_wait<0>();
-    pin();
+    tile::pin(sums);
   }
   template <class Visit>
   MLA_DEVICE void for_each_run(const Visit& visit) const {
     const int first_row = row0 + (wave & 3) * 16 + (lane >> 2), first_column = 2 * (lane & 3);
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-#pragma unroll
-      for (int i = 0; i < kSums; i += kRun) {
-        const float run[kRun] = {sums[half][i], sums[half][i + 1]};
-        visit(first_row + 8 * (i >> 1 & 1), half * 128 + 8 * (i >> 2) + first_column, run);
-      }
+    for (int i = 0; i < kSums; i += kRun) {
+      const float run[kRun] = {sums[i], sums[i + 1]};
+      visit(first_row + 8 * (i >> 1 & 1), 8 * (i >> 2) + first_column, run);
     }
-  }
-
- private:
-  MLA_DEVICE void pin() {
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) tile::pin(sums[half]);
   }
 };
 

@@ -34,6 +34,8 @@ struct Copies {
   MLA_DEVICE void issue(lds_t wave_base, int lane, const void* source) {
     copy_chunk(wave_base + kOffset + lane * 16, source);
   }
+  // Copies four bytes.
+  MLA_DEVICE void issue_word(lds_t at, const void* source) { copy_word(at, source); }
   MLA_DEVICE void close_stage() { close_copies(); }
   // Waits until at most `kYounger` stages closed later than the wanted one are still under way.
   template <int kYounger, int kPerStage>

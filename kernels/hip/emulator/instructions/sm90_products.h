@@ -32,6 +32,9 @@ inline void wgmma_64x256(float (&c)[128], uint32_t a0, uint32_t a1, uint32_t a2,
 inline void multiply_rows(float (&c)[64], uint64_t a, uint64_t b, int accumulate) {
   host::StartProduct({c, 128, accumulate != 0, false, false, a, {}, b, 0});
 }
+inline void multiply_rows(float (&c)[96], uint64_t a, uint64_t b, int accumulate) {
+  host::StartProduct({c, 192, accumulate != 0, false, false, a, {}, b, 0});
+}
 inline void multiply_columns(float (&c)[64], uint64_t a, uint64_t b, int accumulate) {
   host::StartProduct({c, 128, accumulate != 0, false, true, a, {}, b, 0});
 }
