@@ -8,9 +8,10 @@ unused="$1" declared="$2"
 shift 2
 "$@" -MD -MF "$unused.d"
 sorted() { LC_ALL=C sort -u "$@"; }
-# The first name is the object's. Names of the compiled header's own files begin with
-# /proc/self/cwd, those of libraries with another folder of the machine.
-tr -s ' \\\n' '\n' <"$unused.d" | sed '1d; s|^\./||' >"$unused.read"
+# The first name is the object's. A compiled header is made with -iquote /proc/self/cwd/., so names
+# of the tree that it reads begin with /proc/self/cwd/./, and those that a header compiled before it
+# keeps with /proc/self/cwd/ alone. Libraries lie in other folders of the machine.
+tr -s ' \\\n' '\n' <"$unused.d" | sed '1d; s|^/proc/self/cwd/\./||; s|^\./||' >"$unused.read"
 undeclared="$(sed '/^\//d' "$unused.read" | sorted | LC_ALL=C comm -23 - <(sorted "$declared"))"
 if [[ -n "$undeclared" ]]; then
   echo "read, and not in deps: $undeclared" >&2
