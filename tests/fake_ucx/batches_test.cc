@@ -93,6 +93,20 @@ TEST_F(BatchesTest, WithoutBatchesItIsAMessageForEachRequest) {
   EXPECT_EQ(counted.answered, kRequests);
 }
 
+TEST_F(BatchesTest, TheClientsThreadDoesNotRestWhileRequestsAreUnderWay) {
+  fake_ucx::Reset();
+  Start();
+  for (const bool held : {true, false}) {
+    Hold(&pair_);
+    if (!held) pair_.memory()->SendHeld();
+    ASSERT_TRUE(pair_.Submit(kSmall));
+    EXPECT_EQ(pair_.memory()->pump_rests(), held) << "a call is to send the request";
+    pair_.memory()->SendHeld();
+    EXPECT_FALSE(pair_.memory()->pump_rests());
+    EXPECT_TRUE(pair_.Run(1, kSmall)) << pair_.fault();
+  }
+}
+
 // A tensor is never copied into a list, so there are as many messages as tensors.
 TEST_F(BatchesTest, ALargeTensorTravelsWithTheFramesAroundIt) {
   fake_ucx::Reset();

@@ -292,7 +292,7 @@ bool UcxMemory::Submit(wire::SubmissionEntry entry, const RingPlaces& places, vo
   queue_.push_back({frame, places, chained});
   if (holds_) return true;
   SendReady();
-  if (parked_ || chained) changed_.NotifyAll();
+  if (std::exchange(parked_, false) || chained) changed_.NotifyAll();
   return true;
 }
 
@@ -305,6 +305,7 @@ void UcxMemory::SendHeld() {
   const MutexLock lock(mutex_);
   if (!std::exchange(holds_, false)) return;
   SendReady();
+  parked_ = false;
   changed_.NotifyAll();
 }
 
@@ -388,11 +389,13 @@ void UcxMemory::Pump() {
   MutexLock lock(mutex_);
   auto last_work = Clock::now();
   while (!stop_) {
-    if (HasWork() && !ended_) last_work = Clock::now();
-    if (Clock::now() - last_work > options_.pump_rest) {
+    const auto now = Clock::now();
+    if (HasWork() && !ended_) last_work = now;
+    if (now - last_work > options_.pump_rest) {
+      // The call that wakes it clears the flag, so from then on pump_rests() is false.
       parked_ = true;
-      changed_.Wait(lock);
-      parked_ = false;
+      changed_.Wait(lock,
+                    [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return !parked_ || stop_; });
       last_work = Clock::now();
       continue;
     }

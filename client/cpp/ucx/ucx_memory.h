@@ -195,7 +195,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   std::string key_ ABSL_GUARDED_BY(mutex_);           // of this side's arena, while it is sent
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   bool holds_ ABSL_GUARDED_BY(mutex_) = false;   // since Hold
-  bool parked_ ABSL_GUARDED_BY(mutex_) = false;  // the pump sleeps until it is notified
+  bool parked_ ABSL_GUARDED_BY(mutex_) = false;  // the pump sleeps until this is false
   std::thread pump_;
 };
 
