@@ -1,6 +1,7 @@
 """Ctrl-C, or any handler of a signal that raises, at every instruction of a step; without
-MLA_TEST_LONG at every third one, and at other ones with each transport. The seed, which is printed,
-says at which: each commit has another one, and MLA_TEST_SEED repeats one."""
+MLA_TEST_LONG at every third one, and at other ones with each transport. The seed, which is
+printed, says at which. A failure is repeated with MLA_TEST_SEED; a commit that changes none of
+INPUTS runs no other third."""
 
 import os
 import sys
