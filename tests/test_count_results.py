@@ -68,16 +68,33 @@ class CountTest(unittest.TestCase):
             '</properties><testcase name="A" classname="S"/></testsuite>')
         self.assertEqual(self.count("--quick"), ("1 passed, 0 failed", 0))
 
+    def times(self, *seconds):
+        """Writes build events of a test whose shards took so much processor time."""
+        self.events(*[("//a:t", "PASSED", GOOD, 1)] * len(seconds))
+        events, lines, shard = self.folder / "opt.json", [], 0
+        for event in map(json.loads, events.read_text().splitlines()):
+            if "testResult" in event:
+                log = self.folder.parent / f"{shard}.log"
+                log.write_text(f"text\n\nprocessor time: {seconds[shard]} s\n")
+                shard += 1
+                event["id"]["testResult"]["shard"] = shard
+                event["testResult"]["testActionOutput"].append(
+                    {"name": "test.log", "uri": f"file://{log}"})
+            lines.append(json.dumps(event) + "\n")
+        events.write_text("".join(lines))
+
     def test_processor_time_is_read_from_the_log(self):
-        self.events(("//a:t", "PASSED", GOOD, 1))
-        log = self.folder.parent / "test.log"
-        log.write_text("text\n\nprocessor time: 75.5 s\n")
-        events = self.folder / "opt.json"
-        events.write_text(events.read_text().replace(
-            '"testActionOutput": [', '"testActionOutput": [{"name": "test.log", "uri": '
-            f'"file://{log}"}}, '))
+        self.times(75.5)
         self.assertEqual(self.count(), ("2 passed, 0 failed", 0))
         self.assertEqual(self.count("--quick"), ("2 passed, 1 failed", 1))
+
+    def test_the_sum_of_times_has_all_shards_and_the_limit_is_for_each(self):
+        self.times(50.5, 20, 30)
+        self.assertEqual(self.count("--quick"), ("6 passed, 0 failed", 0))
+        result = subprocess.run([sys.executable, str(SCRIPT), "--times", str(self.folder)],
+                                capture_output=True, text=True, check=False)
+        self.assertEqual(result.stdout.splitlines()[:2], [
+            "100 s of processor time in 1 test programs", "   100.5 s opt //a:t"])
 
     def test_cases_are_counted_not_programs(self):
         self.events(("//a:t", "PASSED", GOOD, 1), ("//b:t", "PASSED", GOOD, 1))
