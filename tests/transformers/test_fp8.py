@@ -5,6 +5,7 @@ calls none of them, so its GPU kernels are not needed. The right result is that 
 weights that the codes stand for, in bf16.
 """
 
+import itertools
 import unittest
 
 import mla_client
@@ -111,6 +112,18 @@ class ServerTest(unittest.TestCase):
                         else:
                             self.assertEqual(saved, 0)
 
+    def test_dimensions_that_scales_of_the_server_do_not_divide(self):
+        """Codes go, and the server holds their numbers in bf16."""
+        with server_binary.start("--backend=reference") as server, \
+                mla_client.Client.connect(server.target) as client:
+            model = fp8(small(**{**FIELDS, "v_head_dim": 96}))
+            with self.assertLogs("mla_client", "INFO") as logs:
+                got, spec, held = self.attached(client, model)
+            self.assertIn("v_dim 96, must be multiples of 16 and 64", logs.output[0])
+            want, _, whole = self.attached(client, plain(model))
+            self.assertEqual((spec.projected_dtype, held), ("bf16", whole))
+            self.assertTrue(torch.equal(got, want))
+
     def test_a_checkpoint_without_codes_is_another_model(self):
         with server_binary.start("--backend=reference") as server, \
                 mla_client.Client.connect(server.target) as client:
@@ -196,12 +209,20 @@ class LayersTest(unittest.TestCase):
                               ({"projected_dtype": 8}, "got 8, must be")):
             with self.assertRaisesRegex(mla_client.InvalidArgument, f"projected_dtype: .*{text}"):
                 adapter.attach(model, self.service, **options)
-        for name in TAKEN:
+        for name, model_id in itertools.product(TAKEN, ("", "of ")):
             other = fp8(small(**FIELDS), (name,))
             module = getattr(layers(other)[1], name)
             module.weight = torch.nn.Parameter(module.weight.view(torch.int8), requires_grad=False)
             with self.assertRaisesRegex(mla_client.Unimplemented, f"{name}: got torch.int8"):
-                adapter.attach(other, self.service, projected=True)
+                adapter.attach(other, self.service, projected=True,
+                               model_id=model_id and model_id + name)
+        for model_id in (None, "m"):
+            half = fp8(small(**FIELDS))
+            module = layers(half)[1].q_b_proj  # as a rank of two has it
+            module.weight = torch.nn.Parameter(module.weight[:288], requires_grad=False)
+            module.weight_scale_inv = torch.nn.Parameter(module.weight_scale_inv[:3])
+            with self.assertRaisesRegex(mla_client.Unimplemented, r"q_b_proj, .* got \(288, 192\)"):
+                adapter.attach(half, self.service, projected=True, model_id=model_id)
         short = fp8(small(**FIELDS))
         layers(short)[0].kv_b_proj.weight_scale_inv.data = torch.ones(3, 3)
         with self.assertRaisesRegex(mla_client.Unimplemented, r"scales \(3, 3\) of a matrix \(768"):

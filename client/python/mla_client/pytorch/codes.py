@@ -21,7 +21,8 @@ def codes_of(weight: torch.Tensor, scales: Optional[torch.Tensor],
     """The codes [rows, columns] and scales of a matrix whose scales are of blocks `block`. If a
     server cannot hold it so, None and the reason."""
     if weight.ndim != 2 or weight.dtype not in FLOAT8:
-        return None, f"{weight.dtype} {tuple(weight.shape)}, must be a matrix in torch.float8_e4m3"
+        return None, (f"{weight.dtype} {tuple(weight.shape)}, must be a matrix in "
+                      "torch.float8_e4m3fn or float8_e4m3fnuz")
     if block is None or tuple(block) != (BLOCK, BLOCK):
         return None, (f"scales of {'no blocks' if block is None else f'blocks {tuple(block)}'}, "
                       f"must be of {BLOCK} x {BLOCK}")

@@ -105,9 +105,22 @@ def _row_order(module: Any, geometry: Geometry) -> torch.Tensor:
     return heads.reshape(-1)
 
 
+def _check_projections(module: Any, geometry: Geometry) -> None:
+    """Unimplemented if `q_b_proj` or `o_proj` is no whole matrix of the layer, or as pair_of."""
+    rows, columns = (geometry.num_heads * size for size in (
+        geometry.nope_dim + geometry.rope_dim, geometry.v_dim))
+    want = (rows, geometry.q_lora_rank), (geometry.hidden_size, columns)
+    got = tuple(tuple(_checked(module, name).weight.shape) for name in ("q_b_proj", "o_proj"))
+    if got != want:
+        raise errors.Unimplemented(
+            f"q_b_proj, o_proj: got {got[0]} and {got[1]}, must be the plain matrices {want}: "
+            "neither quantised otherwise nor split")
+
+
 def codes_in(module: Any, geometry: Geometry) -> Tuple[Optional[Tuple[Codes, Codes]], str]:
     """W_UQ and W_O of a layer as codes, in the shapes of projections_of. None and the reason if the
-    server cannot hold them so."""
+    server cannot hold them so. Unimplemented as projections_of."""
+    _check_projections(module, geometry)
     found = []
     for name in ("q_b_proj", "o_proj"):
         projection = getattr(module, name)
@@ -128,15 +141,7 @@ def codes_in(module: Any, geometry: Geometry) -> Tuple[Optional[Tuple[Codes, Cod
 
 def projections_of(module: Any, geometry: Geometry) -> Tuple[Any, Any]:
     """W_UQ [heads, nope + rope, q_lora] and W_O [hidden, heads, v] of a layer; Codes if both can be
-    codes."""
-    rows, columns = (geometry.num_heads * size for size in (
-        geometry.nope_dim + geometry.rope_dim, geometry.v_dim))
-    want = (rows, geometry.q_lora_rank), (geometry.hidden_size, columns)
-    got = tuple(tuple(_checked(module, name).weight.shape) for name in ("q_b_proj", "o_proj"))
-    if got != want:
-        raise errors.Unimplemented(
-            f"q_b_proj, o_proj: got {got[0]} and {got[1]}, must be the plain matrices {want}: "
-            "neither quantised otherwise nor split")
+    codes. Unimplemented if one is no whole matrix, or as pair_of."""
     codes, _ = codes_in(module, geometry)
     if codes is not None:
         return codes
