@@ -212,6 +212,21 @@ class WeightsTest(unittest.TestCase):
         for scales in (torch.ones(256, 2), self.linear.weight_scale_inv.T[:1]):
             self.refused("scales ", weight_scale_inv=scales)
 
+    def test_scales_that_are_transposed(self):
+        """A square grid of them has the same shape, and they need not differ much."""
+        for rows in (384, 320):
+            linear = Linear(rows, rows, 6)
+            linear.weight_scale_inv = 2.0 ** -9 * (1 + 0.1 * torch.rand(
+                3, 3, generator=torch.Generator().manual_seed(1)).triu(1).ceil())
+            linear.quant_method = Method(decoded(linear.weight, linear.weight_scale_inv,
+                                                 (128, 128)))
+            found = [weights.codes_in(linear, "o_proj", rows, rows, dtype)[1]
+                     for dtype in (torch.float32, torch.bfloat16)]
+            self.assertEqual(found, ["", ""])
+            linear.weight_scale_inv = linear.weight_scale_inv.T
+            self.assertEqual(weights.codes_in(linear, "o_proj", rows, rows, torch.bfloat16)[1],
+                             "o_proj: Method computes with other numbers")
+
     def test_weights_that_a_kernel_has_packed(self):
         self.refused("Method computes with other numbers", weight=self.linear.weight.view(
             torch.uint8).view(32, 8, Q_LORA).transpose(0, 1).reshape(256, Q_LORA).view(

@@ -9,6 +9,7 @@ import torch
 
 from mla_client import errors
 from mla_client.pytorch.codes import codes_of, decoded
+from mla_client.service.projected import BLOCK
 from mla_client.serving.layers import Codes, Pair, Weights, split
 from mla_client.types import Geometry
 from mla_client.vllm.projected import Projections
@@ -16,6 +17,9 @@ from mla_client.vllm.projected import Projections
 # Rows with which a quantised layer is compared, and the part of their norm by which they may
 # differ: the inputs are rounded to eight bits, too. Other weights differ by more than the norm.
 PROBES, QUANTISED_ERROR = 4, 0.2
+# The same for a block of codes that has a scale of its own. Inputs in e4m3 are each off by at most
+# a sixteenth, so more is another scale.
+BLOCK_ERROR = 1 / 16
 # Columns of a matrix that are asked of its layer at a time.
 ASKED_COLUMNS = 2048
 
@@ -66,6 +70,22 @@ def _differs(linear: Any, matrix: torch.Tensor, columns: int) -> bool:
     return float((got - want).norm()) > QUANTISED_ERROR * float(want.norm())
 
 
+def _block_differs(linear: Any, matrix: torch.Tensor) -> bool:
+    """True if a quantised layer computes something else than this matrix [rows, columns] does in
+    any block of BLOCK x BLOCK: with scales that lie in another order, for example."""
+    rows, columns = matrix.shape
+    # A probe for each block of columns is zero in the others.
+    given = torch.block_diag(*torch.linspace(-1, 1, BLOCK).repeat(-(-columns // BLOCK), 1))
+    given = given[:, :columns].to(matrix)
+    got = linear.quant_method.apply(linear, given, bias=None).float()
+    want = given.float() @ matrix.float().T
+    for begin in range(0, rows, BLOCK):
+        error, size = ((one[:, begin:begin + BLOCK]).norm(dim=1) for one in (got - want, want))
+        if not bool((error <= BLOCK_ERROR * size).all()):
+            return True
+    return False
+
+
 def codes_in(linear: Any, name: str, rows: int, columns: int, dtype: torch.dtype
              ) -> Tuple[Optional[Codes], str]:
     """The matrix [rows, columns] of a linear layer as codes. None, and the reason with `name`, if
@@ -78,7 +98,7 @@ def codes_in(linear: Any, name: str, rows: int, columns: int, dtype: torch.dtype
     codes, reason = codes_of(weight, scales, block)
     if codes is not None and tuple(weight.shape) != (rows, columns):
         reason = f"{tuple(weight.shape)}, must be {(rows, columns)}"
-    elif codes is not None and _differs(linear, decoded(weight, scales, block).to(dtype), columns):
+    elif codes is not None and _block_differs(linear, decoded(weight, scales, block).to(dtype)):
         reason = f"{type(linear.quant_method).__name__} computes with other numbers"
     return (None, f"{name}: {reason}") if reason else (codes, "")
 
