@@ -160,7 +160,11 @@ def uploaded_of(module: Any, geometry: Geometry) -> Weights:
 def register(service: Service, model: Any, layers: Layers, model_id: str, kv_format: str,
              page_size: int, projected_dtype: str = "") -> Model:
     """Registers the model and uploads its weights. Without an id it gets one that follows from its
-    weights, so that workers of the same checkpoint share a model."""
+    weights, so that workers of the same checkpoint share a model. Unimplemented as uploaded_of."""
+    for module in layers.in_order():  # before the server has a model that would lack weights
+        _checked(module, "kv_b_proj")
+        if layers.geometry.q_lora_rank:
+            _check_projections(module, layers.geometry)
     weights = weights_of(layers.in_order(), lambda module: uploaded_of(module, layers.geometry))
     if not model_id:
         model_id = id_of(model.config.model_type, map(weights, range(len(layers))))
