@@ -26,7 +26,7 @@ from mla_client.types import Buffers, ModelSpec, Prefix, PrefixMatch, Profile, S
 # Servers that one worker uses: a server has no more connections than its share of the workers.
 SUBSET = 8
 MOST_TRIED = 16  # servers for a new sequence, the probed ones included
-GONE_S = 0.5     # time that a server has to answer which has left the registry
+GONE_S = 0.5     # how long a server that has left the registry may take to answer
 
 
 class FleetStats(NamedTuple):
