@@ -121,6 +121,7 @@ class MemberList:
         self._members: Dict[str, Member] = {}
         self._at: Optional[float] = None  # of the last good answer
         self._error: Optional[errors.MlaError] = None
+        self._gone_left: List[str] = []  # which on_gone did not take yet
         self._stop = threading.Event()
         self._thread: Optional[threading.Thread] = None
 
@@ -147,8 +148,12 @@ class MemberList:
             self._at, self._error = self._now(), None
             gone = [address for address, one in before.items()
                     if address not in self._members or _restarted(one, self._members[address])]
+            self._gone_left += [one for one in gone if one not in self._gone_left]
+            gone = list(self._gone_left)
         if gone and self._on_gone is not None:
-            self._on_gone(gone)
+            self._on_gone(gone)  # it gets them again at the next reading if it raises
+        with self._lock:
+            self._gone_left = [one for one in self._gone_left if one not in gone]
         return True
 
     def all(self) -> List[Member]:
@@ -190,7 +195,8 @@ class MemberList:
                 pause = self._refresh_s
             except Exception as error:  # of whatever kind: without this thread no list is read
                 pause = max(self._refresh_s, min(2 * pause, LONGEST_PAUSE_S))
-                LOG.exception("the members of the cluster were not read; again in %g s", pause)
+                LOG.exception("a fault while the members of the cluster were read; again in %g s",
+                              pause)
                 with self._lock:
                     self._error = errors.Internal(f"{type(error).__name__}: {error}")
 

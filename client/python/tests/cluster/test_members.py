@@ -93,6 +93,24 @@ class MemberListTest(unittest.TestCase):
         self.list.refresh()
         self.assertEqual(self.gone, [])
 
+    def test_what_a_fault_left_untold_is_told_at_the_next_reading(self):
+        told = []
+
+        def on_gone(addresses):
+            told.append(list(addresses))
+            if len(told) < 3:
+                raise KeyError("a fault")
+        self.list = MemberList(self.read, on_gone=on_gone)
+        self.list.refresh()
+        self.found = [MEMBER]
+        for _ in range(2):
+            with self.assertRaises(KeyError):
+                self.list.refresh()
+        self.found = []
+        self.assertTrue(self.list.refresh())
+        self.assertTrue(self.list.refresh())
+        self.assertEqual(told, [["b:1"], ["b:1"], ["b:1", "a:1"]])
+
     def test_too_many_members_are_refused_and_the_list_stays(self):
         self.list.refresh()
         self.found = [Member(f"s:{number}") for number in range(members.MOST_MEMBERS + 1)]
@@ -146,7 +164,8 @@ class ThreadTest(unittest.TestCase):
         self.assertIsNone(made.error)
         self.assertEqual(pauses, [1.0, 2.0, 1.0])
         self.assertEqual(len(logged.records), 1)
-        self.assertIn("again in 2 s", logged.output[0])
+        self.assertIn("a fault while the members of the cluster were read; again in 2 s",
+                      logged.output[0])
         self.assertIn("KeyError", logged.output[0])
 
     def test_its_pauses_are_bounded(self):
