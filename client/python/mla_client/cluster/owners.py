@@ -112,16 +112,20 @@ class Owner:
         again = True
         while True:
             try:
-                return act(self)
+                result = act(self)
             except errors.NotFound as error:
                 if error.detail.reason == "model_not_found" and model_id:
                     self.forget_model(model_id)
                 elif not isinstance(error, (errors.ServerRestarted, errors.AnotherServer)):
                     raise
-                self.failed(error)
                 if not again:
-                    raise
+                    raise  # the caller says that it failed
+                self.failed(error)
                 again = False
+            else:
+                if not again:
+                    self.reached()
+                return result
 
     def has_model(self, model_id: str) -> bool:
         """Returns true if the model was registered here by this client."""
@@ -140,6 +144,10 @@ class Owner:
     def answered(self, probe: Probe) -> None:
         """A probe has been answered."""
         self.last_probe, self.probed_at = probe, self._now()
+        self.reached()
+
+    def reached(self) -> None:
+        """The server answers. After the next failure the pauses begin with the first one again."""
         self._failures, self._until = 0, 0.0
 
     def had(self, client: Any) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import unittest
 
 from mla_client import errors
+from mla_client.cluster.owners import FIRST_PAUSE_S
 from mla_client.types import SequenceState
 
 from fakes import SPEC, FakeServer, Fleet
@@ -110,18 +111,29 @@ class RegistrationTest(unittest.TestCase):
         home = self.restarted(fleet, "s:1")
         fleet.client.register_model(SPEC)
         self.assertEqual(home.uploads, [(1.0,)] * 2)
-        fleet.now += 60
+        # Calls that follow go there, too, without a pause.
+        self.assertEqual(fleet.client.address_of(fleet.model.open_sequence()), "s:1")
         self.restarted(fleet, "s:1")
         self.assertEqual(fleet.client.address_of(fleet.model.open_sequence()), "s:1")
-        fleet.now += 60
-        self.restarted(fleet, "s:1").expired.add("m")
+        self.restarted(fleet, "s:1")
         self.assertEqual(fleet.client.address_of(fleet.model.open_sequence()), "s:1")
-        fleet.now += 60
         home = self.restarted(fleet, "s:1")
         home.sequences[9] = SequenceState(9, 1, 0)
         self.assertEqual(fleet.client.address_of(fleet.client.attach(fleet.model, 9)), "s:1")
         for server in list(fleet.servers.values())[1:]:
             self.assertEqual(server.registered, [])
+
+    def test_a_home_that_restarts_twice_in_a_call_is_left_for_the_first_pause(self):
+        fleet = Fleet(2, home="s:1")
+        fleet.servers["s:1"].error = errors.ServerRestarted("another process")
+        fleet.client.register_model(SPEC)
+        fleet.servers["s:1"].error = None
+        home = fleet.client.owners.at("s:1")
+        self.assertFalse(home.well)
+        fleet.now += FIRST_PAUSE_S + 2 * FIRST_PAUSE_S  # one pause a failure
+        self.assertTrue(home.well)
+        fleet.now -= FIRST_PAUSE_S
+        self.assertTrue(home.well)
 
     def test_a_repeat_takes_nothing_back(self):
         fleet = Fleet(3, home="s:1")
