@@ -278,18 +278,26 @@ class Owners:
 
     def each(self, act: Callable[[Any], _Result]) -> Tuple[List[_Result],
                                                            Optional[errors.MlaError]]:
-        """Calls `act` with the client of each connected server, at the same time if there are
+        """Calls `act` with the client of each connected server, at the same time unless this has no
         threads. Returns the results, and the first error: a server that is away stops no other."""
         found: List[_Result] = []
         failed: List[errors.MlaError] = []
+        faults: List[Exception] = []
 
         def attempt(client: Any) -> None:
             try:
                 found.append(act(client))
             except errors.MlaError as error:
                 failed.append(error)
+            except Exception as error:  # the caller gets it, in whichever thread it was raised
+                faults.append(error)
         clients = [one for one in (owner.connected for owner in self.all()) if one is not None]
-        list(map(attempt, clients) if self._pool is None else self._pool.map(attempt, clients))
+        if self._pool is None:
+            list(map(attempt, clients))
+        else:
+            _at_once(attempt, clients)
+        if faults:
+            raise faults[0]
         return found, failed[0] if failed else None
 
     def probe(self, addresses: Seq[str], model_id: str, prefix: Prefix,
@@ -350,6 +358,24 @@ class Owners:
             waiting[owner.address] = owner.client._probe(model_id, prefix, timeout_s)
         except errors.MlaError as error:
             owner.failed(error)
+
+
+def _at_once(act: Callable[[Any], None], clients: Seq[Any]) -> None:
+    """Calls `act`, which raises nothing, with all of them. Uses threads of its own: those of a pool
+    may be busy with servers that do not answer, and a forked child does not have them."""
+    began: List[threading.Thread] = []
+    for client in clients[1:]:
+        thread = threading.Thread(target=act, args=(client,), name="mla-owners", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process has no more threads, or the interpreter ends
+            act(client)
+        else:
+            began.append(thread)
+    if clients:
+        act(clients[0])
+    for thread in began:
+        thread.join()
 
 
 def _has_model(client: Any, model_id: str) -> bool:

@@ -262,7 +262,8 @@ class FakeClient(Following):
 
 
 class Fleet:
-    """Servers, and a client of all of them that does nothing in other threads."""
+    """Servers, and a client of all of them. It does nothing in other threads unless `threads` says
+    so."""
 
     def __init__(self, count=4, **options):
         self.now = 1000.0
@@ -273,7 +274,7 @@ class Fleet:
         self.members.refresh()
         self.client = ClusterClient(
             self.members, lambda member: FakeClient(self.servers[member.address]),
-            client_id="worker", threads=0, now=lambda: self.now, **options)
+            client_id="worker", now=lambda: self.now, **{"threads": 0, **options})
         self.model = self.client.register_model(SPEC) if count else None
 
     def read(self):

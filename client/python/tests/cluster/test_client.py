@@ -1,7 +1,11 @@
 """The cluster's client: where sequences are opened, and how they are recovered."""
 
+import concurrent.futures
 import gc
 import inspect
+import os
+import signal
+import threading
 import unittest
 import weakref
 from unittest import mock
@@ -13,7 +17,7 @@ from mla_client.cluster.owners import MARK_ROWS, Marks
 from mla_client.cluster.placement import Probe
 from mla_client.types import SequenceState
 
-from fakes import Fleet
+from fakes import FakeClient, Fleet
 
 TOKENS = list(range(800))
 ROOM = {"bytes_free": 1 << 30, "bytes_total": 1 << 31}
@@ -356,6 +360,14 @@ class AttachTest(unittest.TestCase):
         self.assertEqual([server.calls.count("renew") for server in fleet.servers.values()],
                          [1, 1, 1])
 
+    def test_a_value_that_no_server_takes_is_the_callers_error(self):
+        for threads in (0, 8):
+            fleet = Fleet(3, threads=threads)
+            fleet.sequences(3)
+            fleet.servers["s:3"].errors["renew"] = ValueError("lease_ms")
+            with self.assertRaises(ValueError):
+                fleet.client.renew_leases(-1)
+
     def test_streams_are_one_a_server(self):
         stream = cluster_client.ClusterStream()
 
@@ -371,6 +383,69 @@ class AttachTest(unittest.TestCase):
         self.assertIsNot(stream.of(two), first)
         first.broken = GONE
         self.assertIsNot(stream.of(one), first)
+
+
+def occupy(owners, release):
+    """Occupies all threads of the pool until `release` is set, and returns its work."""
+    began = threading.Barrier(9)
+
+    def work():
+        began.wait(60)
+        release.wait()
+    made = [owners._pool.submit(work) for _ in range(8)]
+    began.wait(60)
+    return made
+
+
+class CallsAtTheSameTimeTest(unittest.TestCase):
+    """Releases and renewals of a client that has threads."""
+
+    def setUp(self):
+        self.fleet = Fleet(3, threads=8)
+        self.made = self.fleet.sequences(3)
+        self.release = threading.Event()
+        self.addCleanup(self.fleet.client.owners.close)
+        self.addCleanup(self.release.set)
+
+    def renew_and_release(self):
+        self.assertEqual(self.fleet.client.renew_leases(), 3)
+        self.assertEqual(self.fleet.client._release([*(one.id for one in self.made), 5]), [5])
+        self.assertEqual([server.calls for server in self.fleet.servers.values()],
+                         [["renew", "release"]] * 3)
+
+    def test_servers_are_called_at_the_same_time(self):
+        together = threading.Barrier(3)
+        with mock.patch.object(FakeClient, "renew_leases",
+                               lambda client, lease_ms: together.wait(60) >= 0):
+            self.assertEqual(self.fleet.client.renew_leases(), 3)
+
+    def test_threads_that_wait_for_servers_delay_nothing(self):
+        occupy(self.fleet.client.owners, self.release)
+        self.renew_and_release()
+
+    def test_the_callers_thread_is_used_where_there_are_no_more(self):
+        with mock.patch.object(threading.Thread, "start",
+                               side_effect=RuntimeError("can't start new thread")):
+            self.renew_and_release()
+
+    def test_the_pool_may_have_ended_before_the_last_release(self):
+        # As in a handler of atexit.
+        self.fleet.client.owners._pool.shutdown()
+        self.renew_and_release()
+
+    def test_a_forked_child_does_not_wait_for_threads_of_its_parent(self):
+        work = occupy(self.fleet.client.owners, self.release)
+        self.release.set()
+        concurrent.futures.wait(work)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # a child that hangs ends itself, which counts as a failure
+            try:
+                self.renew_and_release()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
 
 
 class MarksTest(unittest.TestCase):
