@@ -174,6 +174,55 @@ class ReconcilerTest(unittest.TestCase):
             reconciler.turn()
             self.assertEqual(self.bounds(), [250] * 4)
 
+    def slow_turn(self, seconds_a_call, registry=None):
+        """A turn of a leader whose calls to servers last so long. Returns the number of bounds that
+        it set, and the times of these calls since the registry had given or renewed the lease."""
+        now, registry, late = [100.0], registry or FakeRegistry(), []
+        leader = quotas.Leadership(registry, "a")
+        held, renewed = leader.held, [now[0]]
+
+        def hold():
+            begun = now[0]
+            if now[0] - renewed[0] >= quotas.LEADER_LEASE_S:
+                registry.leader = None  # the lease has ended
+            if held():
+                renewed[0] = begun
+                return True
+            return False
+        leader.held = hold
+
+        def slow(call, sets):
+            def made(*arguments):
+                if sets:
+                    late.append(now[0] + seconds_a_call - renewed[0])
+                now[0] += seconds_a_call
+                return call(*arguments)
+            return made
+        for server in self.servers.values():
+            server.quotas = slow(server.quotas, False)
+            server.set_quota = slow(server.set_quota, True)
+        reconciler = quotas.Reconciler(quotas.FleetQuotas({"t": {"kv_bytes": 1000}}),
+                                       lambda: self.servers, now=lambda: now[0])
+        return reconciler.turn(leader), late
+
+    def test_a_long_turn_keeps_the_leadership(self):
+        changed, late = self.slow_turn(5.0)
+        self.assertEqual(changed, 4)
+        self.assertLess(max(late), quotas.LEADER_LEASE_S)
+
+    def test_a_turn_ends_once_another_process_may_lead(self):
+        self.assertEqual(self.slow_turn(quotas.LEADER_LEASE_S + 1.0), (0, []))
+
+        class Away(FakeRegistry):
+            def refresh(self, lease):
+                raise errors.Unavailable("away")
+        self.assertEqual(self.slow_turn(5.0, Away()), (0, []))
+
+    def test_who_does_not_lead_sets_nothing(self):
+        registry = FakeRegistry()
+        self.assertTrue(quotas.Leadership(registry, "b").held())
+        self.assertEqual(self.slow_turn(0.0, registry), (0, []))
+
     def test_a_bound_that_could_not_be_lowered_is_not_given_to_others(self):
         self.reconciler.turn()
         self.servers["s:0"].used = 250

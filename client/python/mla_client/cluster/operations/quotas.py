@@ -26,6 +26,8 @@ from mla_client.cluster.registry import EtcdRegistry
 PERIOD_S = 5.0
 LEADER = "quotas/leader"
 LEADER_LEASE_S = 15
+# A turn renews the lease so often, which leaves a call to a server enough time to end.
+RENEW_S = 5.0
 LEFT_S = KEEP_S  # for which clients use a list of members without news of the registry
 MOST_TENANTS = 4096
 MOST_BOUND = 2**63 - 1
@@ -78,6 +80,37 @@ class FleetQuotas:
         return cls(given)
 
 
+class Leader(Protocol):
+    """Lets one process at a time lead."""
+
+    def held(self) -> bool:
+        """Takes or keeps it. False while another process has it, or it cannot be known."""
+
+    def leave(self) -> None:
+        """Lets another process have it."""
+
+
+class Term:
+    """The time in which this process alone leads. Belongs to one thread."""
+
+    def __init__(self, leader: Leader, now: Callable[[], float]) -> None:
+        """Takes or keeps the leadership."""
+        self._leader = leader
+        self._now = now
+        self._renewed = now()
+        self._lasts = leader.held()
+
+    def lasts(self) -> bool:
+        """Renews the lease if it is time to. Returns false once another process may have led."""
+        asked = self._now()
+        if self._lasts and asked - self._renewed >= RENEW_S:
+            held = self._leader.held()
+            # Held may also mean that the lease had ended and was taken again.
+            self._lasts = held and self._now() - self._renewed < LEADER_LEASE_S
+            self._renewed = asked
+        return self._lasts
+
+
 class Reconciler:
     """Sets the bounds. Belongs to one thread."""
 
@@ -88,17 +121,23 @@ class Reconciler:
         self._quotas = quotas
         self._clients = clients
         self._now = now
+        self._lasts: Callable[[], bool] = lambda: True
         self._set: Dict[Tuple[str, str], Dict[str, int]] = {}  # by tenant and resource
         self._left: Dict[str, float] = {}  # servers that were members, since when they are not
         self.failed: Dict[str, errors.MlaError] = {}  # servers, in the latest turn
 
-    def turn(self) -> int:
-        """Reads and sets once; returns how many bounds were changed."""
+    def turn(self, leader: Optional[Leader] = None) -> int:
+        """Reads and sets once; returns how many bounds were changed. The turn ends early when
+        `leader` may have lost the leadership: what was read may be old then."""
         self.failed, usage = {}, {}
         members = self._clients()
+        # Only now: to connect to servers that do not answer can take longer than a lease.
+        self._lasts = (lambda: True) if leader is None else Term(leader, self._now).lasts
         self._forget(members)
         clients = {address: one for address, one in members.items() if one is not None}
         for address, client in clients.items():
+            if not self._lasts():
+                return 0
             try:
                 tenants, _ = client.quotas()
                 usage[address] = {one.tenant: one.resources for one in tenants}
@@ -136,6 +175,8 @@ class Reconciler:
                before: Dict[str, int], after: Mapping[str, int]) -> int:
         changed = 0
         for address, bound in changes(before, after):
+            if not self._lasts():
+                return changed
             try:
                 clients[address].set_quota(tenant, {resource: bound})
             except errors.MlaError as error:
@@ -146,16 +187,6 @@ class Reconciler:
             before[address] = bound
             changed += 1
         return changed
-
-
-class Leader(Protocol):
-    """Lets one process at a time lead."""
-
-    def held(self) -> bool:
-        """Takes or keeps it. False while another process has it, or it cannot be known."""
-
-    def leave(self) -> None:
-        """Lets another process have it."""
 
 
 class Leadership:
@@ -197,7 +228,7 @@ def run(reconciler: Reconciler, leadership: Leader, stop: threading.Event,
     try:
         while not stop.is_set():
             if leadership.held():
-                changed = reconciler.turn()
+                changed = reconciler.turn(leadership)
                 if report is not None:
                     report(changed, reconciler.failed)
             stop.wait(PERIOD_S)
