@@ -108,6 +108,24 @@ class DrainTest(unittest.TestCase):
         server = Server({"c:1": 1, "b:1": 0}, [1, 2])
         self.assertEqual(drain.drain(Tombstones(MEMBERS), lambda address: server, "a:1"), 1)
 
+    def test_what_has_moved_is_said_also_if_the_registry_fails(self):
+        source, said = Tombstones(MEMBERS), []
+        put = source.put
+
+        def refuse(name, text, lease=None):
+            if text == "c:1":
+                raise errors.Unavailable("etcd is away")
+            put(name, text, lease)
+        source.put = refuse
+        server = Server({"c:1": 1, "b:1": 1}, [1, 2, 3])
+        with self.assertRaisesRegex(errors.Unavailable, "etcd is away"):
+            drain.drain(source, lambda address: server, "a:1", say=said.append)
+        self.assertEqual(said, [
+            "c:1: 1 sequences have moved",
+            "c:1: the registry did not take the places of all of these: etcd is away",
+            "b:1: 1 sequences have moved", "1 sequences are left"])
+        self.assertEqual(list(source.values), [f"moved/{2:016x}"])
+
     def test_a_server_without_peers_is_refused(self):
         with self.assertRaises(errors.FailedPrecondition):
             drain.drain(Tombstones(MEMBERS[:1]), lambda address: None, "a:1")

@@ -28,7 +28,8 @@ def peers_of(members: List[Member], server: str) -> List[str]:
 def drain(source: Registry, connect: Callable[[str], Any], server: str, *, deadline_ms: int = 0,
           exit: bool = False, say: Callable[[str], None] = lambda text: None) -> int:
     """Returns how many sequences with rows are left there. With `exit` the process ends if none
-    are. `connect` makes an operator's client of an address; all servers need TLS."""
+    are. `connect` makes an operator's client of an address; all servers need TLS. If the registry
+    does not take where sequences have moved, raises its first error after all was said."""
     peers = peers_of(source.read(), server)
     if not peers:
         raise errors.FailedPrecondition(f"drain: no other member takes what {server} has")
@@ -42,13 +43,20 @@ def drain(source: Registry, connect: Callable[[str], Any], server: str, *, deadl
             moved.setdefault(one.peer or peers[0], []).append(one.sequence_id)
         elif one.rows > 0:
             left += 1
+    failed = None
     for peer, sequence_ids in moved.items():
-        _write_down(source, sequence_ids, peer)
         say(f"{peer}: {len(sequence_ids)} sequences have moved")
+        try:
+            _write_down(source, sequence_ids, peer)
+        except errors.MlaError as error:
+            say(f"{peer}: the registry did not take the places of all of these: {error.message}")
+            failed = failed or error
     for asked in reply.peers:
         if asked.reason:
             say(asked.message)
     say(f"{left} sequences are left")
+    if failed is not None:
+        raise failed
     return left
 
 
