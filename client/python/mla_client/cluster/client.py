@@ -201,8 +201,8 @@ class ClusterClient:
             owner = self.owners.at(choice.address)
             try:
                 sequence = owner.reach(
-                    lambda on: self.model_at(on.address, model).open_sequence(
-                        request_id=request_id, lease_ms=lease_ms, prefix=prefix),
+                    lambda on: on.open_sequence((model.spec, model.lease_ms, model.extras),
+                                                request_id, lease_ms, prefix),
                     model.spec.model_id)
             except (errors.ResourceExhausted, errors.Unavailable, errors.DeadlineExceeded,
                     errors.NotFound) as failure:

@@ -106,6 +106,16 @@ class Owner:
         self.forget_model(spec.model_id)
         return self.model(spec, *newest)
 
+    def open_sequence(self, terms: Tuple[ModelSpec, int, Mapping[str, Any]], request_id: str,
+                      lease_ms: int, prefix: Optional[Prefix]) -> Sequence:
+        """Opens a sequence of the model that `model(*terms)` returns."""
+        sequence = self.model(*terms).open_sequence(request_id=request_id, lease_ms=lease_ms,
+                                                    prefix=prefix)
+        # A repeat of the registration may have found meanwhile that the server has made the model
+        # again: the sequence is of that model, which is to have its uploads.
+        self.model(*terms)
+        return sequence
+
     def reach(self, act: Callable[["Owner"], _Result], model_id: str = "") -> _Result:
         """Calls `act` with this. Calls it again if another process answers than before, or the
         server has unregistered the model, which is then registered again."""

@@ -62,6 +62,7 @@ class FakeServer:
         self.released = []
         self.draining = False
         self.e4m3 = True  # holds projected weights so
+        self.during_open = None  # is called before an open is answered
         self.old = set()  # connections to the process that was there before
 
     def member(self):
@@ -141,6 +142,8 @@ class FakeClient(Following):
     def _open(self, model_id, request_id, lease_ms, prefix):
         self.call("open")
         self.check(model_id)
+        if self.server.during_open is not None:
+            self.server.during_open()
         number = 1000 * int(self.server.address.split(":")[1]) + len(self.server.sequences)
         length = self.server.probe.rows if prefix is not None else 0
         state = SequenceState(number, 1, length)

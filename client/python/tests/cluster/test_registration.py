@@ -84,6 +84,24 @@ class RegistrationTest(unittest.TestCase):
         fleet.model.open_sequence()
         self.assertEqual(server.uploads, [(1.0,)] * 2)
 
+    def test_a_sequence_opened_during_a_repeat_is_of_a_model_with_its_uploads(self):
+        fleet = Fleet(1)
+        fleet.model.upload_scales([1.0])
+        server = fleet.servers["s:1"]
+
+        def repeat():
+            server.during_open = None
+            server.expired.add("m")
+            server.errors["scales"] = errors.ResourceExhausted("no memory for now")
+            with self.assertRaises(errors.ResourceExhausted):
+                fleet.client.register_model(SPEC)
+            del server.errors["scales"]
+            server.calls.clear()
+        server.during_open = repeat
+        fleet.model.open_sequence()
+        self.assertEqual(server.calls, ["register", "scales"])
+        self.assertEqual(server.uploads, [(1.0,)] * 2)
+
     def test_an_older_release_is_asked_whether_it_has_the_model(self):
         fleet = Fleet(0)
         fleet.servers["s:1"] = FakeServer("s:1")
