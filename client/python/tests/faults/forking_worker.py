@@ -1,6 +1,6 @@
 """A worker that forks, for test_fork.py: prints what became of each scenario, as JSON.
 
-usage: forking_worker.py TARGET TRANSPORT SCENARIO...
+usage: forking_worker.py TARGET TRANSPORT TCP_ADDRESS SCENARIO...
 """
 
 import asyncio
@@ -201,6 +201,23 @@ def awaiting(parent):
     return {"child": said, "parent": parent.go_on()}
 
 
+def of_a_cluster(parent):
+    """A client of a cluster whose members are two addresses of the server. All its threads have
+    worked, and are idle."""
+    port = sys.argv[3].rpartition(":")[2]
+    with mla_client.Client.connect(f"127.0.0.1:{port},localhost:{port}", timeout_s=20.0) as client:
+        model = client.register_model(parent.model.spec)
+        for member in client.members.all():
+            client.model_at(member.address, model)
+        together = threading.Barrier(9)
+        for _ in range(8):
+            client.owners._pool.submit(together.wait)
+        together.wait()
+        said = forked(lambda: [outcome(client.renew_leases), outcome(lambda: client._release([1]))])
+        client.renew_leases()
+    return {"child": said, "parent": parent.go_on()}
+
+
 def outlived(parent):
     """A child that outlives its parent, which prints the child's id and is killed."""
     reader, writer = os.pipe()
@@ -240,7 +257,7 @@ def connecting(parent):
     return {"child": said, "parent": parent.go_on()}
 
 
-def main(target, transport, *scenarios):
+def main(target, transport, address, *scenarios):
     # A child may connect while its parent has not.
     outcomes = {"connecting first": forked(lambda: compute(target, transport))}
     for name in scenarios:
@@ -251,7 +268,8 @@ def main(target, transport, *scenarios):
 
 
 SCENARIOS = {each.__name__: each for each in (every_call, leaving_blocks, collected, locked,
-                                              writing, awaiting, outlived, connecting)}
+                                              writing, awaiting, of_a_cluster, outlived,
+                                              connecting)}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -15,8 +15,8 @@ WORKER = pathlib.Path(__file__).with_name("forking_worker.py")
 WAIT_S = 300
 TRANSPORTS = ("ring", "shm", "inline")
 SCENARIOS = ("every_call", "leaving_blocks", "collected", "locked", "writing", "awaiting",
-             "connecting")
-SERVER = None
+             "of_a_cluster", "connecting")
+SERVER = ADDRESS = None
 SAID = {}  # by transport: a worker's report of its scenarios
 
 
@@ -26,12 +26,13 @@ def environment():
 
 
 def setUpModule():
-    global SERVER
-    SERVER = server_binary.start()
+    global SERVER, ADDRESS
+    SERVER, ADDRESS = server_binary.start_on_tcp()
     for transport in TRANSPORTS:
-        ended = subprocess.run([sys.executable, WORKER, SERVER.target, transport, *SCENARIOS],
-                               env=environment(), stdin=subprocess.DEVNULL, timeout=WAIT_S,
-                               capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [sys.executable, WORKER, SERVER.target, transport, ADDRESS, *SCENARIOS],
+            env=environment(), stdin=subprocess.DEVNULL, timeout=WAIT_S, capture_output=True,
+            text=True, check=False)
         SAID[transport] = json.loads(ended.stdout) if ended.returncode == 0 else ended.stderr
 
 
@@ -80,6 +81,9 @@ class ForkTest(unittest.TestCase):
     def test_a_child_that_awaits_says_why_it_fails(self):
         self.check("awaiting", [{"checkpoints": "forked", "begin": "forked", "close": "ok"}, 0])
 
+    def test_a_child_with_a_client_of_a_cluster_waits_for_no_thread_of_its_parent(self):
+        self.check("of_a_cluster", [["forked", "forked"], 0])
+
     def test_a_child_cannot_connect_after_its_parent_has(self):
         self.check("connecting", [["forked", []], 0])
 
@@ -91,7 +95,7 @@ class ForkTest(unittest.TestCase):
         with mla_client.Client.connect(SERVER.target, transport="inline") as client:
             for transport in ("ring", "shm"):
                 with self.subTest(transport=transport), subprocess.Popen(
-                        [sys.executable, WORKER, SERVER.target, transport, "outlived"],
+                        [sys.executable, WORKER, SERVER.target, transport, ADDRESS, "outlived"],
                         env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                         text=True) as worker:
                     child = json.loads(worker.stdout.readline())["child"]
