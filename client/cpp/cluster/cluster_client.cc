@@ -253,12 +253,15 @@ absl::Status ClusterClient::OnPeer(Client* server, const ModelRecord& model) con
   return cluster_.on_peer ? cluster_.on_peer(server, model.spec) : absl::OkStatus();
 }
 
+absl::Status ClusterClient::Ensure(Connection* connection, ModelRecord* model) {
+  return connection->EnsureModel(model,
+                                 [this, model](Client* server) { return OnPeer(server, *model); });
+}
+
 absl::StatusOr<std::shared_ptr<Connection>> ClusterClient::WithModel(const std::string& address,
                                                                      ModelRecord* model) {
-  return Reach(address, [this, model](Connection* connection) {
-    return connection->EnsureModel(
-        model, [this, model](Client* server) { return OnPeer(server, *model); });
-  });
+  return Reach(address,
+               [this, model](Connection* connection) { return Ensure(connection, model); });
 }
 
 absl::StatusOr<std::shared_ptr<Connection>> ClusterClient::Reach(
@@ -269,7 +272,10 @@ absl::StatusOr<std::shared_ptr<Connection>> ClusterClient::Reach(
     const auto connection = owner->connection();
     status = connection.status();
     if (status.ok()) status = act(connection->get());
-    if (status.ok()) return *connection;
+    if (status.ok()) {
+      if (turn > 0) owner->Reached();
+      return *connection;
+    }
     owner->Failed(status);
     if (!IsReplaced(status)) break;  // else the next connection is to the new process
   }
@@ -504,10 +510,12 @@ absl::StatusOr<ClusterSequence> ClusterClient::OpenAt(const std::string& address
     auto connection = WithModel(address, model);
     if (!connection.ok()) return connection.status();
     auto opened = (*connection)->client()->OpenSequence(model->spec.model_id(), "", prefix, match);
-    if (opened.ok()) {
+    // A repeat of the registration may have found meanwhile that the server has made it again.
+    status = opened.ok() ? Ensure(connection->get(), model) : opened.status();
+    if (status.ok()) {
+      if (turn > 0) owner->Reached();
       return ClusterSequence(this, *connection, *std::move(opened), model->spec.model_id());
     }
-    status = opened.status();
     // Its lease there has ended: it is registered again.
     const bool forgotten = ReasonOf(status) == "model_not_found";
     if (forgotten) (*connection)->ForgetModel(model->spec.model_id());

@@ -135,8 +135,8 @@ class ClusterClient final {
   // `prefix` says what its rows stand for, as far as the caller knows. Tries, in this order: where
   // it was, where a drain has moved it, its checkpoint, rows of a peer, nothing.
   absl::StatusOr<Recovery> Recover(ClusterSequence* sequence, const v1::Prefix& prefix = {});
-  // Renews the leases on all servers that were used, and returns how many there are. Returns the
-  // first error after all were asked.
+  // Renews the leases on all servers that were used; returns the number of renewed leases. Returns
+  // the first error after all were asked.
   absl::StatusOr<uint64_t> RenewLeases();
 
   // Opens streams where steps need them. `home`: address of the server whose memory the session has
@@ -173,6 +173,7 @@ class ClusterClient final {
   // Acts at the home. If the home has just restarted or gone, acts once more.
   absl::Status AtHome(const std::function<absl::Status(Client* home)>& act);
   absl::StatusOr<std::shared_ptr<ModelRecord>> FindModel(const std::string& id) const;
+  absl::Status Ensure(Connection* connection, ModelRecord* model);
   absl::StatusOr<std::shared_ptr<Connection>> WithModel(const std::string& address,
                                                         ModelRecord* model);
   // Connects to the server and acts. If another process answers than before, acts once more.

@@ -299,12 +299,17 @@ void Owner::Failed(const absl::Status& status) {
   if (replaced) Drop();
 }
 
+void Owner::Reached() {
+  const MutexLock lock(mutex_);
+  failures_ = 0;
+  until_ = 0;
+}
+
 void Owner::Answered(const v1::ProbeReply& reply) {
+  Reached();
   const MutexLock lock(mutex_);
   probe_ = reply;
   probed_at_ = now_();
-  failures_ = 0;
-  until_ = 0;
 }
 
 MaybeProbe Owner::fresh_probe() const {

@@ -124,9 +124,11 @@ class Connection final : public std::enable_shared_from_this<Connection> {
   // Ends the sessions: what waits on them fails with UNAVAILABLE.
   void Drop();
 
-  // --- Models. While one arrives, which is registered and gets its uploads, calls about that model
-  // wait for it, and calls about others do not. Only another repeat waits for a repeat.
-  // Registers the model here and uploads what belongs to it, unless that was done.
+  // --- Models. A model arrives while it is registered and its uploads are sent. Calls about it
+  // wait for that; calls about other models do not. Only another repeat waits for a repeat: so a
+  // call can use a model that the server has just made again, which has no weights until the answer
+  // to the repeat has come and the uploads are sent. Registers the model here and uploads what
+  // belongs to it, unless that was done.
   absl::Status EnsureModel(ModelRecord* model, const std::function<absl::Status(Client*)>& on_peer);
   // Registers the model again, which renews its lease, with the terms that the call has set. A
   // server that had unregistered it gets the `newest` terms, and uploads of what belongs to it.
@@ -151,8 +153,8 @@ class Connection final : public std::enable_shared_from_this<Connection> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(models_mutex_);
   // Returns what is held of exactly this record, or null.
   const Held* Find(const ModelRecord* model) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(models_mutex_);
-  // Registers the model, then uploads what belongs to it. REQUIRES: arriving_ has its id, which
-  // leaves it.
+  // Registers the model, then uploads what belongs to it. REQUIRES: arriving_ has the model's id.
+  // Removes the id.
   absl::StatusOr<v1::RegisterReply> BringModel(const ModelRecord::Terms& terms,
                                                const std::function<absl::Status(Client*)>& on_peer,
                                                ModelRecord* model)
@@ -187,6 +189,8 @@ class Owner final {
   // A call has failed. The connection ends if the error says that another process answers.
   void Failed(const absl::Status& status);
   void Answered(const v1::ProbeReply& reply);
+  // The server answers. After the next failure the pauses begin with the first one again.
+  void Reached();
   // Returns the latest answer, if it is fresh.
   MaybeProbe fresh_probe() const;
   void Drop();

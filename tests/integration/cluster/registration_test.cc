@@ -1,7 +1,12 @@
 // Repeated registrations with a cluster: who waits for them, and what they send again.
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -18,6 +23,7 @@ namespace {
 using client::ClusterClient;
 
 constexpr char kRegister[] = "/mla.v1.Models/Register";
+constexpr char kOpen[] = "/mla.v1.Sequences/Open";
 constexpr char kProbe[] = "/mla.v1.Sequences/Probe";
 constexpr char kOther[] = "other";
 
@@ -62,32 +68,45 @@ TEST(RegistrationTest, OtherModelsAreUsedWhileOneArrives) {
   EXPECT_EQ(opened, std::vector<absl::Status>(2));
 }
 
+template <typename Reply>
+HostileAnswer AnswerOf(const Reply& reply) {
+  HostileAnswer answer;
+  answer.messages = {reply.SerializeAsString()};
+  return answer;
+}
+
+v1::RegisterReply Registered(uint64_t boot_id, uint64_t instance) {
+  v1::RegisterReply reply;
+  reply.set_boot_id(boot_id);
+  *reply.mutable_model() = SpecOf(Dims(), kModel);
+  reply.set_page_group_bytes(1);
+  reply.set_instance(instance);
+  return reply;
+}
+
+v1::OpenReply Opened(uint64_t boot_id) {
+  v1::OpenReply reply;
+  reply.set_boot_id(boot_id);
+  reply.mutable_sequence()->set_sequence_id(7);
+  return reply;
+}
+
+// From now on the server answers as the process of this boot id does.
+void Boot(HostileServer* server, uint64_t boot_id) {
+  v1::GetServerInfoReply info;
+  info.set_boot_id(boot_id);
+  server->Answer("/mla.v1.Admin/GetServerInfo", AnswerOf(info));
+  server->Answer(kRegister, AnswerOf(Registered(boot_id, 5)));
+  server->Answer(kOpen, AnswerOf(Opened(boot_id)));
+}
+
 // A cluster of one server, whose answers are the test's.
 class ScriptedServerTest : public ::testing::Test {
  protected:
-  ScriptedServerTest() {
-    v1::GetServerInfoReply info;
-    info.set_boot_id(1);
-    Answer("/mla.v1.Admin/GetServerInfo", info);
-    v1::OpenReply opened;
-    opened.set_boot_id(1);
-    opened.mutable_sequence()->set_sequence_id(7);
-    Answer("/mla.v1.Sequences/Open", opened);
-  }
+  ScriptedServerTest() { Boot(server_.get(), 1); }
 
-  template <typename Reply>
-  void Answer(const std::string& method, const Reply& reply) {
-    HostileAnswer answer;
-    answer.messages = {reply.SerializeAsString()};
-    server_->Answer(method, answer);
-  }
   void AnswerRegister(uint64_t instance) {
-    v1::RegisterReply reply;
-    reply.set_boot_id(1);
-    *reply.mutable_model() = SpecOf(Dims(), kModel);
-    reply.set_page_group_bytes(1);
-    reply.set_instance(instance);
-    Answer(kRegister, reply);
+    server_->Answer(kRegister, AnswerOf(Registered(1, instance)));
   }
   // From now on registrations get no answer.
   void LeaveRegister() {
@@ -108,7 +127,7 @@ class ScriptedServerTest : public ::testing::Test {
     ASSERT_EQ(client_->Upload(kModel, "weights",
                               [this](client::Client*) {
                                 ++uploads_;
-                                return absl::OkStatus();
+                                return uploaded_;
                               }),
               absl::OkStatus());
   }
@@ -116,6 +135,7 @@ class ScriptedServerTest : public ::testing::Test {
   std::unique_ptr<HostileServer> server_ = std::make_unique<HostileServer>();
   std::unique_ptr<ClusterClient> client_;
   int uploads_ = 0;
+  absl::Status uploaded_;  // result of the next uploads
 };
 
 TEST_F(ScriptedServerTest, NobodyWaitsForARepeat) {
@@ -152,6 +172,34 @@ TEST_F(ScriptedServerTest, ARepeatWithoutAnAnswerIsFollowedByUploads) {
   EXPECT_EQ(uploads_, 2);
 }
 
+TEST_F(ScriptedServerTest, ASequenceOpenedDuringARepeatIsOfAModelWithItsUploads) {
+  AnswerRegister(5);
+  Connect(/*call_timeout_ms=*/60'000);
+  ASSERT_EQ(Register(), absl::OkStatus());
+  Upload();
+  std::promise<std::function<void()>> held;
+  HostileAnswer answer = AnswerOf(Opened(1));
+  answer.hold = [&held](std::function<void()> send) { held.set_value(std::move(send)); };
+  server_->Answer(kOpen, answer);
+  absl::Status opened;
+  std::thread open([&] {
+    auto sequence = client_->OpenSequence(kModel);
+    opened = sequence.status();
+    if (sequence.ok()) sequence->Detach();
+  });
+  const std::function<void()> send = held.get_future().get();
+  // The server has made the model again, and the uploads of the repeat fail.
+  AnswerRegister(6);
+  uploaded_ = absl::ResourceExhaustedError("no memory for now");
+  EXPECT_EQ(Register(), uploaded_);
+  EXPECT_EQ(uploads_, 2);
+  uploaded_ = absl::OkStatus();
+  send();
+  open.join();
+  EXPECT_EQ(opened, absl::OkStatus());
+  EXPECT_EQ(uploads_, 3);
+}
+
 TEST_F(ScriptedServerTest, AnOlderReleaseIsAskedWhetherItHasTheModel) {
   AnswerRegister(0);
   Connect(/*call_timeout_ms=*/60'000);
@@ -159,7 +207,7 @@ TEST_F(ScriptedServerTest, AnOlderReleaseIsAskedWhetherItHasTheModel) {
   Upload();
   v1::ProbeReply here;
   here.set_boot_id(1);
-  Answer(kProbe, here);
+  server_->Answer(kProbe, AnswerOf(here));
   ASSERT_EQ(Register(), absl::OkStatus());
   EXPECT_EQ(uploads_, 1);
   HostileAnswer lost;
@@ -171,6 +219,37 @@ TEST_F(ScriptedServerTest, AnOlderReleaseIsAskedWhetherItHasTheModel) {
   ASSERT_EQ(Register(), absl::OkStatus());
   EXPECT_EQ(uploads_, 2);
   EXPECT_EQ(server_->calls(kProbe), 2);
+}
+
+TEST(RestartTest, AHomeThatHasRestartedIsUsedWithoutAPause) {
+  HostileServer servers[2];
+  for (HostileServer& server : servers) Boot(&server, 1);
+  client::ClientOptions options;
+  options.renew_leases = false;
+  client::ClusterOptions cluster;
+  cluster.home = servers[0].target();
+  const auto connected = ClusterClient::Connect(
+      absl::StrCat(servers[0].target(), ",", servers[1].target()), options, cluster);
+  ASSERT_TRUE(connected.ok()) << connected.status();
+  ClusterClient& client = **connected;
+  const v1::ModelSpec spec = SpecOf(Dims(), kModel);
+  ASSERT_EQ(client.RegisterModel(spec).status(), absl::OkStatus());
+  const auto open = [&client] {
+    auto sequence = client.OpenSequence(kModel);
+    if (sequence.ok()) sequence->Detach();
+    return sequence.status();
+  };
+  for (uint64_t boot_id = 2; boot_id < 6; ++boot_id) {
+    Boot(&servers[0], boot_id);
+    // One call or the other is the first that the new process gets.
+    if (boot_id % 2 == 0) {
+      EXPECT_EQ(client.RegisterModel(spec).status(), absl::OkStatus());
+    }
+    EXPECT_EQ(open(), absl::OkStatus());
+    EXPECT_EQ(open(), absl::OkStatus());
+  }
+  EXPECT_EQ(servers[1].calls(kRegister), 0);
+  EXPECT_EQ(servers[1].calls(kOpen), 0);
 }
 
 TEST(LeasesTest, AServerThatFailsKeepsNoOtherFromRenewal) {

@@ -22,7 +22,7 @@ class HostileServer::Call final : public grpc::ServerGenericBidiReactor {
     if (answer_.reads) {
       StartRead(&request_);
     } else {
-      Next();
+      Begin();
     }
   }
 
@@ -30,7 +30,7 @@ class HostileServer::Call final : public grpc::ServerGenericBidiReactor {
     if (ok) {
       StartRead(&request_);
     } else {
-      Next();
+      Begin();
     }
   }
   void OnWriteDone(bool /*ok*/) override { Next(); }
@@ -38,6 +38,13 @@ class HostileServer::Call final : public grpc::ServerGenericBidiReactor {
   void OnDone() override { delete this; }
 
  private:
+  void Begin() {
+    if (answer_.hold) {
+      answer_.hold([this] { Next(); });
+    } else {
+      Next();
+    }
+  }
   void Next() {
     if (sent_ < answer_.messages.size()) {
       const std::string& message = answer_.messages[sent_++];

@@ -8,6 +8,7 @@
 #include <grpcpp/server.h>
 #include <grpcpp/support/status.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -26,6 +27,8 @@ struct HostileAnswer {
   bool ends = true;                             // false: the call stays open after the messages
   bool reads = true;                            // false: requests are not read
   bool compressed = false;                      // the messages, with gzip
+  // Gets what sends the answer, which a test calls once; empty: the answer is sent at once.
+  std::function<void(std::function<void()> send)> hold;
 };
 
 class HostileServer final {
