@@ -16,6 +16,7 @@ import mla_client
 import numpy as np
 import numpy.typing as npt
 from mla_client import wire
+from mla_client.service import Registered
 from mla_client.types import AttendArgs, Prefix, PrefixMatch, SequenceState
 
 FORMAT, VERSION = "mla-recording", 1
