@@ -210,9 +210,9 @@ void AddLoad(Command* command, CLI::Option* scene, BenchArguments* arguments) {
 
 void AddShape(Command* command, CLI::Option* scene, BenchArguments* arguments) {
   constexpr uint64_t kMost = 1u << 20;
-  command->Choices(
-      {"profile", "LIST", "expanded (default), absorbed, append-only, all these, projected"},
-      {"expanded", "absorbed", "append-only"}, {kProjected}, &arguments->profiles);
+  command->Choices({"profile", "LIST",
+                    "expanded (default), absorbed, append-only, all (these three), projected"},
+                   {"expanded", "absorbed", "append-only"}, {kProjected}, &arguments->profiles);
   command
       ->Numbers({"batch", "LIST", "sequences of a step (default 1)"}, 1, kMost, kMaxList,
                 &arguments->batches)

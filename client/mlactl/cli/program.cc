@@ -204,11 +204,14 @@ CLI::Option* Command::Choices(const OptionText& text, const std::vector<std::str
   known.insert(known.end(), choices.begin(), choices.end());
   known.emplace_back("all");
   const auto commit = [choices, values](std::vector<std::string> read) {
-    const bool all = std::find(read.begin(), read.end(), "all") != read.end();
-    if (all) {
-      *values = choices;
-    } else {
+    if (std::find(read.begin(), read.end(), "all") == read.end()) {
       *values = std::move(read);
+      return;
+    }
+    *values = choices;
+    for (std::string& named : read) {
+      const bool there = std::find(values->begin(), values->end(), named) != values->end();
+      if (!there && named != "all") values->push_back(std::move(named));
     }
   };
   return AddChoices(text, known.size(), known, commit);

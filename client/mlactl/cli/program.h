@@ -79,7 +79,7 @@ class Command final {
   CLI::Option* Choice(const OptionText& text, const std::vector<std::string>& choices,
                       std::string* value);
   // Adds an option with choices separated by commas. "all" stands for `choices`; `others` may be
-  // given too.
+  // given too, also next to "all".
   CLI::Option* Choices(const OptionText& text, const std::vector<std::string>& choices,
                        const std::vector<std::string>& others, std::vector<std::string>* values);
   // Calls `read` with each part between commas, without empty ones. False: it must be `must`.

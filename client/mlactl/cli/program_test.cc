@@ -165,6 +165,9 @@ TEST(ProgramTest, ListsChoicesAndRealsAreRead) {
   Sample all;
   EXPECT_EQ(all.Run({"take", "x", "--kinds=all"}), 42);
   EXPECT_THAT(all.kinds, ElementsAre("a", "b"));
+  Sample more;
+  EXPECT_EQ(more.Run({"take", "x", "--kinds=b,all,auto"}), 42);
+  EXPECT_THAT(more.kinds, ElementsAre("a", "b", "auto"));
 }
 
 TEST(ProgramTest, TheLastOfSeveralValuesCounts) {

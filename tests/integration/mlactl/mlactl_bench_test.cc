@@ -206,9 +206,10 @@ TEST_F(MlactlBenchTest, LowRankQueriesBecomeHiddenStates) {
 
 TEST_F(MlactlBenchTest, ProjectedGoesWithoutWhatItDoesNotHave) {
   for (const char* options :
-       {"--profile=projected,expanded", "--profile=projected --q-dtype=e4m3",
-        "--profile=projected --lse", "--profile=projected --attention=v32",
-        "--profile=projected --scene=agents", "--projected-dtype=bf16", "--q-lora=8"}) {
+       {"--profile=projected,expanded", "--profile=all,projected",
+        "--profile=projected --q-dtype=e4m3", "--profile=projected --lse",
+        "--profile=projected --attention=v32", "--profile=projected --scene=agents",
+        "--projected-dtype=bf16", "--q-lora=8"}) {
     const Result result = Bench(absl::StrCat(options, " --steps=1"));
     EXPECT_EQ(result.code, 1) << options;
   }
