@@ -146,14 +146,16 @@ absl::StatusOr<std::unique_ptr<BenchModel>> BenchModel::Create(
         absl::StrCat("--projected-dtype: the server holds W_UQ and W_O as ",
                      v1::DType_Name(registered->model().projected_dtype())));
   }
+  const double part = projected ? 0.5 : 1;  // of each upload
+  absl::Status status;
   if (projected || Has(options, v1::PROFILE_EXPANDED)) {
-    if (absl::Status status = model->Upload(options, progress); !status.ok()) return status;
+    status = model->Upload(options, [&](double done) { return progress(part * done); });
   }
-  if (projected) {
-    if (absl::Status status = model->UploadProjected(options, progress); !status.ok()) {
-      return status;
-    }
+  if (projected && status.ok()) {
+    status =
+        model->UploadProjected(options, [&](double done) { return progress(part * (1 + done)); });
   }
+  if (!status.ok()) return status;
   return model;
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <fstream>
@@ -11,8 +12,11 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/client.h"
+#include "client/mlactl/bench/bench_worker.h"
 #include "nlohmann/json.hpp"
 #include "tests/integration/processes.h"
 
@@ -315,6 +319,39 @@ TEST_F(MlactlBenchTest, ErrorsSayWhatIsWrong) {
   const Result gone = Shell(absl::StrCat(kMlactl, " --target=unix:/nonexistent bench"));
   EXPECT_EQ(gone.code, 2);
   ExpectNothingLeft();
+}
+
+// Two uploads, of which the first is not taken for the whole.
+TEST_F(MlactlBenchTest, ProgressOfProjectedWeightsGoesUpOnce) {
+  auto client = client::Client::Connect(server_.target(), {});
+  ASSERT_TRUE(client.ok()) << client.status();
+  mlactl::BenchOptions options;
+  options.points.resize(1);
+  options.points[0].profile = v1::PROFILE_PROJECTED;
+  v1::ModelSpec& spec = options.model;
+  spec.mutable_geometry()->set_num_heads(4);
+  spec.mutable_geometry()->set_kv_lora_rank(32);
+  spec.mutable_geometry()->set_rope_dim(8);
+  spec.mutable_geometry()->set_nope_dim(24);
+  spec.mutable_geometry()->set_v_dim(64);
+  spec.set_layers(2);
+  spec.set_page_size(4);
+  spec.set_softmax_scale(0.2);
+  spec.set_rope_owner(v1::ROPE_OWNER_SERVER);
+  spec.set_rope_layout(v1::ROPE_LAYOUT_INTERLEAVED);
+  spec.set_q_lora_rank(140);
+  spec.set_hidden_size(150);
+  spec.set_projected_dtype(v1::DTYPE_BF16);
+  std::vector<double> shown;
+  const auto model = mlactl::BenchModel::Create(client->get(), options, "m", [&](double done) {
+    shown.push_back(done);
+    return true;
+  });
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_TRUE(std::is_sorted(shown.begin(), shown.end())) << testing::PrintToString(shown);
+  EXPECT_THAT(shown, testing::Contains(0.5));
+  EXPECT_EQ(shown.front(), 0);
+  EXPECT_EQ(shown.back(), 1);
 }
 
 TEST_F(MlactlBenchTest, ProgressIsPlainLinesWithoutATerminal) {
