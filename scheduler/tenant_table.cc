@@ -81,6 +81,7 @@ TenantTableOptions::TenantTableOptions() {
 TenantTable::TenantTable(TenantTableOptions options)
     : max_tenants_(options.max_tenants),
       default_bounds_(options.default_bounds),
+      default_shares_(options.default_shares),
       configured_(std::move(options.quotas)) {
   for (const ResourceRow& row : kRows) {
     server_.bound_[row.resource] = options.server_bounds[row.resource];
@@ -148,12 +149,18 @@ bool TenantTable::TryTake(Tenant& tenant, Resource resource, int64_t amount, int
   if (Add(tenant.used_[resource], amount, with_reserve(tenant.bound(resource)))) {
     if (Add(server_.used_[resource], amount, with_reserve(server_.bound(resource)))) return true;
     tenant.used_[resource].fetch_sub(amount, std::memory_order_release);
-    server_.refused_[resource].fetch_add(1, std::memory_order_relaxed);
+    NoteRefusal(tenant, resource, BoundOwner::kServer);
   } else {
-    tenant_refusals_[resource].fetch_add(1, std::memory_order_relaxed);
+    NoteRefusal(tenant, resource, BoundOwner::kTenant);
   }
-  tenant.refused_[resource].fetch_add(1, std::memory_order_relaxed);
   return false;
+}
+
+void TenantTable::NoteRefusal(Tenant& tenant, Resource resource, BoundOwner owner) {
+  std::atomic<uint64_t>& refusals =
+      owner == BoundOwner::kTenant ? tenant_refusals_[resource] : server_.refused_[resource];
+  refusals.fetch_add(1, std::memory_order_relaxed);
+  tenant.refused_[resource].fetch_add(1, std::memory_order_relaxed);
 }
 
 void TenantTable::Return(Tenant& tenant, Resource resource, int64_t amount) {
@@ -171,14 +178,16 @@ absl::Status TenantTable::Refusal(const Tenant& tenant, Resource resource, int64
   const int64_t free = by_tenant ? own_free : server_free;
   const int64_t bound = by_tenant ? tenant.bound(resource) : server_bound(resource);
   const char* const unit = row.bytes ? " bytes" : "";
+  // Operators read in it what to set.
+  const std::string key = absl::StrCat(" (", row.config_key, " or its quota)");
   return MakeError(
       absl::StatusCode::kResourceExhausted,
       absl::StrCat(row.name, ": wanted ", amount, unit, ", ", free, " free of ", bound,
-                   by_tenant ? ", the bound of this tenant" : ", the bound of the server"),
+                   by_tenant ? ", the bound of this tenant" + key : ", the bound of the server"),
       {.field = field,
        .got = absl::StrCat(amount, unit, " more"),
-       .limit = absl::StrCat("at most ", bound, unit, by_tenant ? " of this tenant" : " in all",
-                             ", ", free, " free"),
+       .limit = absl::StrCat("at most ", bound, unit,
+                             by_tenant ? " of this tenant" + key : " in all", ", ", free, " free"),
        .reason = row.reason,
        .retry_after_ms = row.retry_ms,
        .resource = row.name,
@@ -232,7 +241,10 @@ int32_t TenantTable::WeightFor(const std::string& name) const {
 
 void TenantTable::ApplyQuota(Tenant& tenant) const {
   for (const ResourceRow& row : kRows) {
-    tenant.bound_[row.resource] = BoundFor(tenant.name_, row.resource).first;
+    const auto [bound, source] = BoundFor(tenant.name_, row.resource);
+    tenant.bound_[row.resource] = bound;
+    tenant.default_share_[row.resource] =
+        source == BoundSource::kDefault && default_shares_[row.resource];
   }
   tenant.weight_ = WeightFor(tenant.name_);
 }
@@ -260,11 +272,11 @@ absl::Status TenantTable::SetQuota(const std::string& name, const TenantQuota& q
   return absl::OkStatus();
 }
 
-void TenantTable::Reconfigure(const PerResource<int64_t>& default_bounds,
-                              std::map<std::string, TenantQuota> quotas) {
+void TenantTable::Reconfigure(TenantTableOptions options) {
   const MutexLock lock(mutex_);
-  default_bounds_ = default_bounds;
-  configured_ = std::move(quotas);
+  default_bounds_ = options.default_bounds;
+  default_shares_ = options.default_shares;
+  configured_ = std::move(options.quotas);
   for (const auto& row : rows_) ApplyQuota(*row.second);
 }
 

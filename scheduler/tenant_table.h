@@ -123,6 +123,7 @@ struct TenantTableOptions {
   int32_t max_tenants = 4096;                 // most rows, and most tenants with run-time quotas
   PerResource<int64_t> server_bounds;         // for the sum over all tenants
   PerResource<int64_t> default_bounds;        // for a tenant without its own quota
+  PerResource<bool> default_shares;           // default bounds that no operator has chosen
   std::map<std::string, TenantQuota> quotas;  // from the configuration, by tenant name
   TenantTableOptions();                       // every bound kUnbounded
 };
@@ -136,6 +137,10 @@ class Tenant {
   int64_t bound(Resource resource) const {
     return bound_[resource].load(std::memory_order_relaxed);
   }
+  // Returns true if the bound is a share of the server's, which no operator has chosen.
+  bool has_default_share(Resource resource) const {
+    return default_share_[resource].load(std::memory_order_relaxed);
+  }
   int32_t weight() const { return weight_.load(std::memory_order_relaxed); }
 
  private:
@@ -147,6 +152,7 @@ class Tenant {
   std::atomic<int32_t> weight_{1};
   PerResource<std::atomic<int64_t>> used_;
   PerResource<std::atomic<int64_t>> bound_;
+  PerResource<std::atomic<bool>> default_share_;
   PerResource<std::atomic<uint64_t>> refused_;
 };
 
@@ -212,6 +218,8 @@ class TenantTable {
   // bound and its owner. `field`: the path of the request's field, may be empty.
   absl::Status Take(Tenant& tenant, Resource resource, int64_t amount, const char* field,
                     int64_t reserve = 0);
+  // Counts a take that the caller has refused by a bound of its own, before it came to TryTake.
+  void NoteRefusal(Tenant& tenant, Resource resource, BoundOwner owner);
   // Returns the error for a TryTake that returned false.
   absl::Status Refusal(const Tenant& tenant, Resource resource, int64_t amount,
                        const char* field) const;
@@ -238,10 +246,10 @@ class TenantTable {
   // run-time bounds of the tenant first. RESOURCE_EXHAUSTED when max_tenants tenants have run-time
   // quotas.
   absl::Status SetQuota(const std::string& name, const TenantQuota& quota, bool reset);
-  // Replaces the configuration's default bounds and quotas by name. Bounds that SetQuota has set
-  // stay in force. Nothing in use is taken away.
-  void Reconfigure(const PerResource<int64_t>& default_bounds,
-                   std::map<std::string, TenantQuota> quotas);
+  // Replaces the configuration's default bounds and quotas by name; the bounds of the server and
+  // max_tenants stay as they are. Bounds that SetQuota has set stay in force. Nothing in use is
+  // taken away.
+  void Reconfigure(TenantTableOptions options);
   // Returns the use of one tenant, which may use nothing.
   TenantUsage Usage(const std::string& name) const;
   // Returns the use of all tenants that have a row or a quota, ordered by name.
@@ -270,6 +278,7 @@ class TenantTable {
   absl::flat_hash_map<std::string, std::unique_ptr<Tenant>> rows_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<TenantKey, Tenant*> by_key_ ABSL_GUARDED_BY(mutex_);
   PerResource<int64_t> default_bounds_ ABSL_GUARDED_BY(mutex_);
+  PerResource<bool> default_shares_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, TenantQuota> configured_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, TenantQuota> runtime_ ABSL_GUARDED_BY(mutex_);
 };

@@ -222,13 +222,16 @@ TEST(TenantTableTest, AConfigurationReplacesTheOneBefore) {
   const TenantRef configured = *table.Enter("configured"), runtime = *table.Enter("runtime");
   const TenantRef plain = *table.Enter("plain");
   ASSERT_TRUE(table.TryTake(*configured, Resource::kSequences, 6));
-  PerResource<int64_t> defaults = options.default_bounds;
-  defaults[Resource::kSequences] = 3;
-  std::map<std::string, TenantQuota> quotas;
-  quotas["plain"].bounds[Resource::kSequences] = 11;
-  table.Reconfigure(defaults, quotas);
+  EXPECT_FALSE(configured->has_default_share(Resource::kSequences));
+  TenantTableOptions later = Options(10, 3, 100);
+  later.default_shares[Resource::kSequences] = true;
+  later.quotas["plain"].bounds[Resource::kSequences] = 11;
+  table.Reconfigure(later);
   EXPECT_EQ(configured->bound(Resource::kSequences), 3);
   EXPECT_EQ(configured->weight(), 1);
+  EXPECT_TRUE(configured->has_default_share(Resource::kSequences));
+  EXPECT_FALSE(runtime->has_default_share(Resource::kSequences));
+  EXPECT_FALSE(plain->has_default_share(Resource::kSequences));
   EXPECT_EQ(runtime->bound(Resource::kSequences), 9);  // what an operator has set stays in front
   EXPECT_EQ(plain->bound(Resource::kSequences), 11);
   EXPECT_EQ((*table.Enter("new"))->bound(Resource::kSequences), 3);

@@ -296,8 +296,7 @@ Services Server::Parts::ServicesToServe() {
 void Server::Parts::Apply(const Config& config) {
   Config in_use = options.config;  // the sizes that were chosen at the start, too
   in_use.tenants = config.tenants;
-  scheduler::TenantTableOptions tenants = TenantOptionsOf(in_use);
-  engine->tenants()->Reconfigure(tenants.default_bounds, std::move(tenants.quotas));
+  engine->tenants()->Reconfigure(TenantOptionsOf(in_use));
   live.Set(config);
   engine->SetDefaultLeases(live.leases());
   watchdog->SetTimeout(std::chrono::milliseconds(config.unhealthy_after_ms));

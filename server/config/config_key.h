@@ -44,6 +44,8 @@ inline ConfigKey Choice(const char* name, const char* choices, const char* meani
   return {name, ConfigType::kChoice, 0, 0, choices, meaning, edge, short_flag, slot};
 }
 
+// Says what a tenant's bound is by default, and what happens to requests that exceed it.
+std::string TenantBoundText(const scheduler::ResourceRow& row);
 // Adds keys of the sections checkpoint and tiers.
 void AddCacheKeys(std::vector<ConfigKey>* keys);
 // Adds the keys of section gpu.

@@ -228,9 +228,7 @@ void AddTenantKey(std::vector<ConfigKey>* keys) {
   // Keys live as long as the process.
   static const std::string* const meaning =
       new std::string(absl::StrCat("Bound of one tenant. ", row.meaning));
-  static const std::string* const edge = new std::string(absl::StrCat(
-      "0: ", row.share_eighths == 4 ? "half" : absl::StrCat(row.share_eighths, "/8"), " of ",
-      row.server_key, "; what exceeds it is RESOURCE_EXHAUSTED with reason ", row.reason, "."));
+  static const std::string* const edge = new std::string(TenantBoundText(row));
   keys->push_back(
       row.bytes
           ? Bytes(row.config_key, 0, kTiB, meaning->c_str(), edge->c_str(), TenantSlot<kIndex>)

@@ -4,15 +4,16 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "scheduler/tenant_share.h"
+#include "scheduler/share_of_bound.h"
 #include "server/config/config.h"
+#include "server/config/config_key.h"
 
 namespace mla::server {
 namespace {
 
 using scheduler::Resource;
 using scheduler::ResourceRow;
-using scheduler::TenantShare;
+using scheduler::ShareOfBound;
 
 scheduler::PerResource<int64_t> ServerBounds(const Config& config) {
   const int32_t control_calls = config.wire.control_threads - ControlReserve(config);
@@ -49,12 +50,24 @@ scheduler::TenantTableOptions TenantOptionsOf(const Config& config) {
   options.server_bounds = ServerBounds(config);
   for (const ResourceRow& row : scheduler::ResourceRows()) {
     const int64_t given = config.tenants.bounds[row.resource];
+    options.default_shares[row.resource] = given == 0;
     options.default_bounds[row.resource] =
-        given > 0 ? given : TenantShare(options.server_bounds[row.resource], row.share_eighths);
+        given > 0 ? given : ShareOfBound(options.server_bounds[row.resource], row.share_eighths);
   }
   options.default_bounds[Resource::kRegions] = config.shm.tenant_regions;
+  options.default_shares[Resource::kRegions] = false;
   options.quotas = config.tenants.quotas;
   return options;
+}
+
+std::string TenantBoundText(const ResourceRow& row) {
+  const std::string share = row.share_eighths == 4 ? "half" : absl::StrCat(row.share_eighths, "/8");
+  const std::string other_kind =
+      row.resource == Resource::kRegionBytes
+          ? absl::StrCat(" and ", share, " of shm.device_bytes; a value is for their sum")
+          : "";
+  return absl::StrCat("0: ", share, " of ", row.server_key, other_kind,
+                      "; what exceeds it is RESOURCE_EXHAUSTED with reason ", row.reason, ".");
 }
 
 std::string SetTenantQuota(const std::string& key, const std::string& text, Config* config) {

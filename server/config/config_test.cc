@@ -75,6 +75,9 @@ TEST(ConfigTest, TenantsHaveSharesAndQuotas) {
   EXPECT_EQ(options.default_bounds[Resource::kSequences], 5);
   // Shares are rounded up: a tenant alone may have both models.
   EXPECT_EQ(options.default_bounds[Resource::kModels], 2);
+  EXPECT_FALSE(options.default_shares[Resource::kSequences]);
+  EXPECT_TRUE(options.default_shares[Resource::kModels]);
+  EXPECT_FALSE(options.default_shares[Resource::kRegions]) << "shm.tenant_regions is its bound";
   EXPECT_EQ(options.default_bounds[Resource::kOpenSteps], 5);
   EXPECT_EQ(options.server_bounds[Resource::kOpenSteps], 9);
   EXPECT_EQ(options.default_bounds[Resource::kRegions], loaded.config.shm.tenant_regions);

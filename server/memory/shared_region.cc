@@ -17,7 +17,7 @@
 #include "base/error.h"
 #include "base/random_bytes.h"
 #include "base/status_macros.h"
-#include "scheduler/tenant_share.h"
+#include "scheduler/share_of_bound.h"
 #include "server/process/process_usage.h"
 
 namespace mla::server {
@@ -33,34 +33,35 @@ absl::Status OutOfMemory(const char* what, size_t bytes, int error) {
       absl::StrCat("shared memory: ", what, " ", bytes, " bytes: ", std::strerror(error)));
 }
 
-// Returns the most bytes of a kind that a tenant with the default bound may have.
-int64_t DefaultShare(int64_t bound) {
-  return scheduler::TenantShare(bound, scheduler::RowOf(Resource::kRegionBytes).share_eighths);
-}
-
 // Memory of the host, or of the device.
 struct Kind {
   const char* field;  // of a client's request
   const char* key;    // of the bound for all tenants
   int64_t bound;
+  int64_t used, used_by_tenant;
 };
 
 // Judges `wanted` more bytes of a kind: by its bound, and, if the tenant has the default bound of
 // all kinds together, by its share of this one. The first region of a tenant may exceed the share,
-// because a pool may be made for one region.
-absl::Status CheckKind(const Kind& kind, int64_t wanted, int64_t used, int64_t used_by_tenant,
-                       bool shares) {
-  const int64_t share = shares ? DefaultShare(kind.bound) : kind.bound;
-  const int64_t left = kind.bound - used, share_left = share - used_by_tenant;
-  const bool beyond_share = used_by_tenant > 0 && wanted > share_left;
-  if (wanted == 0 || (wanted <= left && !beyond_share)) return absl::OkStatus();
+// because a pool may be made for one region; the bound of all kinds together holds for it, too. As
+// in the tenant table, the tenant's bound is named first: its own release helps then.
+absl::Status CheckKind(const Kind& kind, int64_t wanted, scheduler::Tenant& tenant,
+                       scheduler::TenantTable& tenants) {
   const scheduler::ResourceRow& row = scheduler::RowOf(Resource::kRegionBytes);
-  const bool by_tenant = wanted <= left;
+  const int64_t share = tenant.has_default_share(Resource::kRegionBytes)
+                            ? scheduler::ShareOfBound(kind.bound, row.share_eighths)
+                            : kind.bound;
+  const int64_t left = kind.bound - kind.used, share_left = share - kind.used_by_tenant;
+  const bool by_tenant = kind.used_by_tenant > 0 && wanted > share_left;
+  if (wanted == 0 || (wanted <= left && !by_tenant)) return absl::OkStatus();
+  const BoundOwner owner = by_tenant ? BoundOwner::kTenant : BoundOwner::kServer;
+  tenants.NoteRefusal(tenant, Resource::kRegionBytes, owner);
   return RefuseField(
       {.field = kind.field,
        .got = absl::StrCat(wanted, " bytes more"),
-       .limit = by_tenant ? absl::StrCat("at most ", share, " bytes of this tenant, its share of ",
-                                         kind.key, ", ", std::max<int64_t>(0, share_left), " free")
+       .limit = by_tenant ? absl::StrCat("at most ", share, " bytes of this tenant (",
+                                         row.config_key, " or its quota), its share of ", kind.key,
+                                         ", ", std::max<int64_t>(0, share_left), " free")
                           : absl::StrCat("at most ", kind.bound, " bytes in all (", kind.key, "), ",
                                          left, " free"),
        .reason = row.reason,
@@ -69,7 +70,7 @@ absl::Status CheckKind(const Kind& kind, int64_t wanted, int64_t used, int64_t u
        .wanted = wanted,
        .free = by_tenant ? std::max<int64_t>(0, share_left) : left,
        .bound = by_tenant ? share : kind.bound,
-       .bound_of = by_tenant ? BoundOwner::kTenant : BoundOwner::kServer},
+       .bound_of = owner},
       absl::StatusCode::kResourceExhausted);
 }
 
@@ -233,16 +234,15 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
   SharedRegion::Account& account = *account_;
   scheduler::TenantTable& tenants = *account.tenants;
   const auto take = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(account.mutex) {
-    const bool shares = tenant.bound(Resource::kRegionBytes) ==
-                        DefaultShare(tenants.server_bound(Resource::kRegionBytes));
     const auto known = account.of_tenants.find(tenant.key());
     const auto own =
         known != account.of_tenants.end() ? known->second : SharedRegion::Account::Use();
-    MLA_RETURN_IF_ERROR(CheckKind({"device_bytes", "shm.device_bytes", limits_.device_bytes},
-                                  device_bytes, account.all.device_bytes, own.device_bytes,
-                                  shares));
-    MLA_RETURN_IF_ERROR(CheckKind({"bytes", "shm.total_bytes", limits_.total_bytes}, bytes,
-                                  account.all.bytes, own.bytes, shares));
+    const Kind device = {"device_bytes", "shm.device_bytes", limits_.device_bytes,
+                         account.all.device_bytes, own.device_bytes};
+    const Kind host = {"bytes", "shm.total_bytes", limits_.total_bytes, account.all.bytes,
+                       own.bytes};
+    MLA_RETURN_IF_ERROR(CheckKind(device, device_bytes, tenant, tenants));
+    MLA_RETURN_IF_ERROR(CheckKind(host, bytes, tenant, tenants));
     MLA_RETURN_IF_ERROR(tenants.Take(tenant, Resource::kRegions, 1, ""));
     absl::Status status = tenants.Take(tenant, Resource::kRegionBytes, bytes + device_bytes, "");
     if (!status.ok()) tenants.Return(tenant, Resource::kRegions, 1);

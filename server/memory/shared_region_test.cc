@@ -14,11 +14,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "scheduler/tenant_share.h"
+#include "proto/wire/ring_layout.h"
+#include "scheduler/share_of_bound.h"
 
 namespace mla::server {
 namespace {
+
+using ::testing::HasSubstr;
 
 constexpr int64_t kMiB = 1 << 20;
 
@@ -227,15 +231,20 @@ class SharesTest : public ::testing::Test {
  protected:
   static constexpr int64_t kHost = 8 * kMiB, kDevice = 32 * kMiB;
 
-  SharesTest() {
+  SharesTest() { Start(kHost, kDevice); }
+
+  // Replaces the server by one with so many bytes of each kind.
+  void Start(int64_t host, int64_t device) {
     RegionHooks hooks = backend_.Hooks();
     hooks.make_device = [](int64_t, int32_t) { return std::make_unique<FakeDeviceMemory>(); };
     scheduler::TenantTableOptions options;
-    options.server_bounds[kBytes] = kHost + kDevice;
+    options.server_bounds[kBytes] = host + device;
     options.default_bounds[kBytes] =
-        scheduler::TenantShare(kHost + kDevice, scheduler::RowOf(kBytes).share_eighths);
+        scheduler::ShareOfBound(host + device, scheduler::RowOf(kBytes).share_eighths);
+    options.default_shares[kBytes] = true;
+    options_ = options;
     tenants_ = std::make_shared<scheduler::TenantTable>(std::move(options));
-    table_ = std::make_unique<SharedRegionTable>(RegionLimits{kHost, kHost, 100, 100, kDevice},
+    table_ = std::make_unique<SharedRegionTable>(RegionLimits{host, host, 100, 100, device},
                                                  std::move(hooks), tenants_);
   }
 
@@ -261,6 +270,7 @@ class SharesTest : public ::testing::Test {
 
   static constexpr scheduler::Resource kBytes = scheduler::Resource::kRegionBytes;
   Backend backend_;
+  scheduler::TenantTableOptions options_;
   std::shared_ptr<scheduler::TenantTable> tenants_;
   std::unique_ptr<SharedRegionTable> table_;
   std::vector<std::shared_ptr<SharedRegion>> regions_;
@@ -272,8 +282,9 @@ TEST_F(SharesTest, ATenantLeavesAPartOfEachKindOfMemory) {
   EXPECT_EQ(DetailOf(refused_).field, "bytes");
   EXPECT_EQ(DetailOf(refused_).got, absl::StrCat(kMiB, " bytes more"));
   EXPECT_EQ(DetailOf(refused_).limit, absl::StrCat("at most ", 7 * kMiB,
-                                                   " bytes of this tenant, its share of "
-                                                   "shm.total_bytes, 0 free"));
+                                                   " bytes of this tenant (tenants.region_bytes or "
+                                                   "its quota), its share of shm.total_bytes, "
+                                                   "0 free"));
   EXPECT_EQ(DetailOf(refused_).bound_of, BoundOwner::kTenant);
   EXPECT_EQ(Fill("b", kMiB), 1);
   EXPECT_EQ(DetailOf(refused_).bound_of, BoundOwner::kServer);
@@ -284,12 +295,63 @@ TEST_F(SharesTest, ATenantLeavesAPartOfEachKindOfMemory) {
   EXPECT_EQ(Fill("b", 4096, 2 * kMiB), 2);
 }
 
+// Operators see by these counts that a tenant lacks memory.
+TEST_F(SharesTest, ARefusalByAShareIsCounted) {
+  ASSERT_EQ(Fill("a", kMiB), 7);
+  EXPECT_EQ(tenants_->Usage("a").refused[kBytes], 1u);
+  EXPECT_EQ(tenants_->refusals(kBytes).by_tenant_bound, 1u);
+  EXPECT_EQ(tenants_->refusals(kBytes).by_server_bound, 0u);
+  ASSERT_EQ(Fill("b", 2 * kMiB), 0);
+  EXPECT_EQ(tenants_->Usage("b").refused[kBytes], 1u);
+  EXPECT_EQ(tenants_->refusals(kBytes).by_tenant_bound, 1u);
+  EXPECT_EQ(tenants_->refusals(kBytes).by_server_bound, 1u);
+}
+
 TEST_F(SharesTest, ATenantsFirstRegionMayBeAsLargeAsThePool) {
   EXPECT_EQ(Fill("a", kMiB, kDevice), 1);
   EXPECT_EQ(DetailOf(refused_).limit,
-            absl::StrCat("at most ", kDevice, " bytes in all (shm.device_bytes), 0 free"));
+            absl::StrCat("at most ", 28 * kMiB,
+                         " bytes of this tenant (tenants.region_bytes or its quota), its share of "
+                         "shm.device_bytes, 0 free"));
   EndAll();
   EXPECT_EQ(Fill("a", kHost), 1);
+}
+
+TEST_F(SharesTest, AFirstRegionLeavesAPartOfBothKindsTogether) {
+  Start(kHost, 0);
+  EXPECT_EQ(Fill("a", kHost), 0);
+  EXPECT_EQ(DetailOf(refused_).limit, absl::StrCat("at most ", 7 * kMiB,
+                                                   " bytes of this tenant (tenants.region_bytes "
+                                                   "or its quota), ",
+                                                   7 * kMiB, " free"));
+  EXPECT_EQ(Fill("a", 7 * kMiB), 1);
+  EndAll();
+  Start(kHost, 8 * kHost);
+  EXPECT_EQ(Fill("a", kMiB, 8 * kHost), 0);
+  EXPECT_EQ(DetailOf(refused_).bound, 63 * kMiB);
+  EXPECT_EQ(DetailOf(refused_).bound_of, BoundOwner::kTenant);
+  EXPECT_EQ(Fill("a", kMiB, 62 * kMiB), 1);
+}
+
+// A client's log is all that an operator may have; a handshake cuts the text.
+TEST_F(SharesTest, TheHandshakesTextNamesTheKeyToSet) {
+  constexpr int64_t kTib = int64_t{1} << 40;
+  constexpr size_t kKept = wire::kHandshakeTextBytes - 1;
+  Start(kHost, kTib);
+  ASSERT_EQ(Fill("a", 4096, kTib / 8 * 5), 1);
+  EXPECT_THAT(std::string(refused_.message().substr(0, kKept)), HasSubstr("tenants.region_bytes"));
+  EndAll();
+  ASSERT_EQ(Fill("a", 4096, kTib), 0);
+  EXPECT_THAT(std::string(refused_.message().substr(0, kKept)), HasSubstr("tenants.region_bytes"));
+}
+
+// Only its own release helps, even if the server has less than it asks for.
+TEST_F(SharesTest, ATenantBeyondItsShareIsNotToldToWaitForOthers) {
+  ASSERT_EQ(Fill("a", kMiB), 7);
+  ASSERT_EQ(Fill("a", 2 * kMiB), 0);
+  EXPECT_EQ(DetailOf(refused_).bound_of, BoundOwner::kTenant);
+  EXPECT_EQ(DetailOf(refused_).free, 0);
+  EXPECT_EQ(DetailOf(refused_).bound, 7 * kMiB);
 }
 
 // The operator has chosen it for both kinds together.
@@ -299,6 +361,22 @@ TEST_F(SharesTest, ABoundOfItsOwnIsForTheSum) {
   ASSERT_EQ(tenants_->SetQuota("a", quota, false), absl::OkStatus());
   EXPECT_EQ(Fill("a", kMiB, 2 * kMiB), 8);
   EXPECT_EQ(Fill("b", kMiB), 0);
+}
+
+// An operator may choose the very number of the default.
+TEST_F(SharesTest, AChosenBoundOfTheDefaultsSizeIsForTheSum) {
+  const int64_t bound = options_.default_bounds[kBytes];
+  scheduler::TenantQuota quota;
+  quota.bounds[kBytes] = bound;
+  ASSERT_EQ(tenants_->SetQuota("a", quota, false), absl::OkStatus());
+  EXPECT_EQ(Fill("a", kMiB), 8);
+  EndAll();
+  ASSERT_EQ(tenants_->SetQuota("a", {}, true), absl::OkStatus());
+  EXPECT_EQ(Fill("a", kMiB), 7) << "the default holds again";
+  EndAll();
+  options_.default_shares[kBytes] = false;  // tenants.region_bytes
+  tenants_->Reconfigure(options_);
+  EXPECT_EQ(Fill("a", kMiB), 8);
 }
 
 // A client that could shrink the file would kill the server with its next access.
