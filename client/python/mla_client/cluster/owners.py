@@ -317,10 +317,11 @@ class Owners:
         connecting: Dict[str, Any] = {}
         for address in addresses:
             owner = self.at(address)
-            if owner.connected is not None or self._pool is None:
-                self._begin(owner, model_id, prefix, timeout_s, waiting)
+            future = self._connecting(owner) if owner.connected is None else None
+            if future is not None:
+                connecting[address] = future
             else:
-                connecting[address] = self._pool.submit(lambda one=owner: one.client)
+                self._begin(owner, model_id, prefix, timeout_s, waiting)
         if connecting:
             concurrent.futures.wait(connecting.values(), CONNECT_S)
         for address, made in connecting.items():
@@ -361,6 +362,13 @@ class Owners:
     def _member(self, address: str) -> Member:
         with self._lock:
             return self._members.get(address) or Member.checked({"address": address})
+
+    def _connecting(self, owner: Owner) -> Optional["concurrent.futures.Future[Any]"]:
+        """Connects in another thread; None where there is none."""
+        try:
+            return self._pool.submit(lambda: owner.client) if self._pool is not None else None
+        except RuntimeError:  # the process has no more threads, or the interpreter ends
+            return None
 
     def _begin(self, owner: Owner, model_id: str, prefix: Prefix, timeout_s: float,
                waiting: Dict[str, Callable[[], Probe]]) -> None:

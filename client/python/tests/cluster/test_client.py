@@ -433,6 +433,13 @@ class CallsAtTheSameTimeTest(unittest.TestCase):
         self.fleet.client.owners._pool.shutdown()
         self.renew_and_release()
 
+    def test_probes_connect_in_the_callers_thread_where_there_are_no_more(self):
+        fleet = Fleet(3, threads=8)
+        self.addCleanup(fleet.client.owners.close)
+        fleet.client.owners._pool.shutdown()
+        found = fleet.client.owners.probe(list(fleet.servers), "m", Prefix())
+        self.assertNotIn(None, found.values())
+
     def test_a_forked_child_does_not_wait_for_threads_of_its_parent(self):
         work = occupy(self.fleet.client.owners, self.release)
         self.release.set()
