@@ -18,6 +18,8 @@ class Mutation:
         """Flags of the conformance run."""
         if "/index/" in self.file:
             return ("--attention", "indexer")
+        if "row_product" in self.file or "row_finish" in self.file:
+            return ("--attention", "projected")
         return ("--attention", "v4") if "window" in self.file else ()
 
 
@@ -298,15 +300,26 @@ MUTATIONS = (
              "kernels/code_row_product.h", "wait<kStages - 2>(copies, step + 1, end);",
              "wait<kStages - 1>(copies, step + 1, end);", ("gfx950", "sm_90")),
     Mutation("tile_of_code_row_products", "Weights are widened over those being multiplied.",
-             "kernels/code_row_product.h", "widen_stage(next, scales, tile_at(turn + 1));",
-             "widen_stage(next, scales, tile_at(turn));", ("gfx950", "sm_90")),
+             "kernels/code_row_product.h",
+             "widen_stage(next_stage(stage), scales, tile_at(turn + 1));",
+             "widen_stage(next_stage(stage), scales, tile_at(turn));", ("gfx950", "sm_90")),
     Mutation("barrier_of_code_row_products", "Weights are multiplied while others widen them.",
              "kernels/code_row_product.h",
-             "products.end(args.count);\n      Products::publish();\n      block_barrier();",
-             "products.end(args.count);\n      Products::publish();", ("gfx950", "sm_90")),
+             "products.end(args.count);\n    Products::publish();\n    block_barrier();",
+             "products.end(args.count);\n    Products::publish();", ("gfx950", "sm_90")),
     Mutation("scales_of_the_second_step", "All later steps have the scales of the second one.",
              "kernels/code_row_product.h", "if (step + 2 < end) scales = load_scales(step + 2);",
-             "", ("gfx950", "sm_90")),
+             ""),
+    # Only sm_90 copies scales with the codes of their stage.
+    Mutation("code_scales_of_the_next_step", "Codes have the scales of the step after theirs.",
+             "kernels/code_row_product.h", "from.scales + scale_place(step)",
+             "from.scales + scale_place(step + 1)", ("sm_90",)),
+    Mutation("code_scales_of_the_first_stage", "Codes of all stages have the scales of the first one.",
+             "kernels/code_row_product.h", "tile::load_float(scale_at(stage))",
+             "tile::load_float(scale_at(0))", ("sm_90",)),
+    Mutation("wait_for_row_products", "Rows are copied over those that a product still reads.",
+             "kernels/row_product.h", "if (step > begin) products.end(args.count);", "",
+             ("sm_90",)),
     Mutation("scales_of_the_first_columns", "All columns of a block have the first ones' scales.",
              "kernels/code_row_product.h",
              "this->least(first_column + wave_column(i), args.columns - 1)",
@@ -319,14 +332,17 @@ MUTATIONS = (
              "kernels/code_row_product.h", "2 * piece() + half),", "2 * piece() + 1 - half),",
              ("gfx950", "gfx942", "sm_90")),
     Mutation("rows_finished_early", "A block finishes rows while sums are being stored.",
-             "kernels/row_product.h", "block_barrier();\n    constexpr int kRuns",
-             "constexpr int kRuns", ("sm_90",)),
+             "kernels/row_product.h", "block_barrier();\n    // Each thread finishes",
+             "// Each thread finishes", ("sm_90",)),
     Mutation("rotation_by_the_other_sine", "The second element of a pair turns backwards.",
              "kernels/row_finish.h", "return second ? y * sine + x * cosine",
              "return second ? x * cosine - y * sine", ("gfx942", "sm_90")),
+    Mutation("rotation_of_whole_pairs", "Runs of whole pairs turn backwards.",
+             "kernels/row_finish.h", "sines[i][j] = rotation[args.pairs + pair + j];",
+             "sines[i][j] = -rotation[args.pairs + pair + j];", ("gfx950", "sm_90")),
     Mutation("row_groups_share_rows", "The second warpgroup multiplies the first one's rows.",
-             "sm90/row_products.h", "const uint32_t own = rows + row0 * 128;",
-             "const uint32_t own = rows;", ("sm_90",)),
+             "sm90/row_products.h", "tile::along_rows(rows + row0 * 128 + step * 32)",
+             "tile::along_rows(rows + step * 32)", ("sm_90",)),
     Mutation("wait_for_a_place_of_keys", "Keys are copied over keys that may still be read.",
              "sm90/index/index_keys.h",
              "(tile / BulkPlaces::kCount - 1) & 1u", "(tile / BulkPlaces::kCount) & 1u",

@@ -27,7 +27,10 @@ def runs():
 
 class DeviceMutationTextTest(unittest.TestCase):
     def test_every_mutation_applies(self):
-        """The text that a mutation replaces is once in its file."""
+        """The text that a mutation replaces is once in its file, and its name names no
+        other mutation."""
+        names = [mutation.name for mutation in device_mutations.MUTATIONS]
+        self.assertEqual(len(names), len(set(names)))
         for mutation in device_mutations.MUTATIONS:
             text = (device_mutations.ROOT / device_mutations.DEVICE / mutation.file).read_text()
             self.assertEqual(text.count(mutation.old), 1, mutation.name)
