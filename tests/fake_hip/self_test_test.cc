@@ -135,6 +135,40 @@ TEST_P(SelfTestKernelsTest, NoticesAnyKernel) {
   }
 }
 
+std::vector<std::string> launched;
+
+// Each kernel of row products finishes the rows of one product itself, and leaves the sums of
+// another, which is split, to mla_finish_rows. On more units than the fake's eight it does the
+// same: one product has too few steps for a second split, and the other already has the splits
+// that its steps allow.
+TEST_P(SelfTestKernelsTest, RowProductsAreFinishedInEachWay) {
+  const ArchTraits& arch = *GetParam();
+  control_->arch = arch.arch.data();
+  HipBackendOptions options = WithSelfTest();
+  options.images.push_back(Image("sm_90", kImage90));
+  options.vendor = &arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
+  options.self_test_options.parts = {"projected"};
+  launched.clear();
+  control_->on_launch = [](const char* kernel) { launched.emplace_back(kernel); };
+  const absl::Status status = HipBackend::Create(options).status();
+  control_->on_launch = nullptr;
+  ASSERT_TRUE(status.ok()) << status;
+  for (const std::string kernel :
+       {kFewRowsKernel, kManyRowsKernel, kFewRowsOfCodesKernel, kManyRowsOfCodesKernel}) {
+    int finished = 0, split = 0;
+    for (size_t i = 0; i < launched.size(); ++i) {
+      if (launched[i] != kernel) continue;
+      const bool next = i + 1 < launched.size() && launched[i + 1] == kFinishRowsKernel;
+      ++(next ? split : finished);
+    }
+    const bool few = kernel == kFewRowsKernel || kernel == kFewRowsOfCodesKernel;
+    // Two launches are of W_UQ, one is of W_O.
+    const int whole = (few ? arch.few_rows : arch.many_rows).finishes ? 2 : 0;
+    EXPECT_EQ(finished, whole) << kernel;
+    EXPECT_EQ(split, 3 - whole) << kernel;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Architectures, SelfTestKernelsTest,
                          ::testing::Values(&kGfx950Traits, &kGfx942Traits, &kSm90Traits),
                          [](const auto& arch) { return std::string(arch.param->arch); });

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -20,14 +21,15 @@
 
 namespace mla::kernels::hip::self_test {
 
-// Both products have enough steps to be split, and run every loop more than once. Queries must be
-// packed and hidden states need not be; neither has whole tiles of columns.
-inline constexpr Geometry kProjectedGeometry{1, 512, 64, 32, 1536};
-inline constexpr ProjectedShape kProjectedShape{1590, 200};
+// The product with W_UQ has too few steps to be split, and its tiles have whole pairs, so that its
+// blocks finish it where they can; that with W_O is split, and runs every loop more than once.
+// Queries must be packed and hidden states need not be. W_O does not have whole tiles of columns.
+inline constexpr Geometry kProjectedGeometry{3, 512, 64, 128, 512};
+inline constexpr ProjectedShape kProjectedShape{200, 200};
 inline constexpr int32_t kProjectedRows = kRowProductMany / 2 + 1;  // most rows of a launch
 // The bytes of these weights in device memory, padding included.
 inline constexpr int64_t kProjectedBytes =
-    (int64_t{32 + 64} * 1600 + 200 * 1536) * int64_t{sizeof(Bf16)};
+    (int64_t{3 * 192} * 256 + 200 * 1536) * int64_t{sizeof(Bf16)};
 // Errors relative to the largest sum of the first row, with room for larger sums: half a unit in
 // the last place of bf16, and what two bf16 operands keep of an fp32 row.
 inline constexpr double kProjectedOff = 0x1p-7, kProjectedWideOff = 0x1p-14;
@@ -48,31 +50,42 @@ struct RowProductData {
       rotations.push_back(static_cast<float>(i % 11) / 8.0f - 0.5f);
     }
   }
-  // Makes the bytes to load, and the weights that they stand for.
+  // Makes the weights, and the bytes to load for each head.
   void MakeWeights() {
-    const size_t count = size_t(columns) * size_t(depth);
-    const WeightWindow window = WindowOf(kProjectedGeometry, shape, part, 0, 1);
-    loaded.resize(size_t(window.Bytes(shape.weights)));
-    if (!shape.codes()) {
-      weights = Pattern(count, queries() ? 22 : 23);
-      std::copy_n(reinterpret_cast<const std::byte*>(weights.data()), loaded.size(),
-                  loaded.begin());
-      return;
+    weights = Pattern(size_t(columns) * size_t(depth), queries() ? 22 : 23);
+    for (int32_t head = 0; head < kProjectedGeometry.num_heads; ++head) {
+      const WeightWindow window = WindowOf(kProjectedGeometry, shape, part, head, 1);
+      std::vector<std::byte> bytes(size_t(window.Bytes(shape.weights)));
+      if (shape.codes()) MakeScales(window, bytes);
+      for (int64_t r = 0; r < window.rows; ++r) {
+        for (int64_t k = 0; k < window.columns; ++k) {
+          const auto at = size_t(r * window.columns + k);
+          Bf16& weight = weights[size_t((window.row + r) * depth + window.column + k)];
+          if (shape.codes()) {
+            const uint8_t code = Code(at, size_t(head + r));
+            bytes[at] = std::byte{code};
+            weight = WidenedWeight(code, ScaleOf(window, bytes.data(), window.BlockOf(r, k)));
+          } else {
+            std::copy_n(reinterpret_cast<const std::byte*>(&weight), sizeof(weight),
+                        &bytes[at * sizeof(weight)]);
+          }
+        }
+      }
+      loaded.push_back(std::move(bytes));
     }
-    std::byte* const scales = &loaded[count];
+  }
+  static void MakeScales(const WeightWindow& window, std::vector<std::byte>& bytes) {
+    std::byte* const scales = &bytes[size_t(window.elements())];
     for (int64_t block = 0; block < window.blocks(); ++block) {
       const float scale = 0.0007f * static_cast<float>(3 + block % 7);
       std::copy_n(reinterpret_cast<const std::byte*>(&scale), sizeof(scale),
                   scales + size_t(block) * sizeof(scale));
     }
-    for (size_t i = 0; i < count; ++i) {
-      // All codes except -0 and NaN.
-      const auto number = static_cast<uint8_t>((i * 61 + i / size_t(depth) * 7) % 253);
-      const uint8_t code = number <= kFp8LargestCode ? number : static_cast<uint8_t>(number + 2);
-      loaded[i] = std::byte{code};
-      const int64_t block = window.BlockOf(int64_t(i) / depth, int64_t(i) % depth);
-      weights.push_back(WidenedWeight(code, ScaleOf(window, loaded.data(), block)));
-    }
+  }
+  // Returns any code except -0 and NaN.
+  static uint8_t Code(size_t at, size_t row) {
+    const auto number = static_cast<uint8_t>((at * 61 + row * 7) % 253);
+    return number <= kFp8LargestCode ? number : static_cast<uint8_t>(number + 2);
   }
   bool queries() const { return part == ProjectedPart::kQueries; }
   size_t size() const { return ElementSize(dtype); }
@@ -100,11 +113,13 @@ struct RowProductData {
   const ProjectedPart part;
   const DType dtype;
   const int32_t rows;
-  const int32_t depth = queries() ? kProjectedShape.q_lora_rank : kProjectedGeometry.v_dim;
-  const int32_t columns =
-      queries() ? kProjectedGeometry.expanded_q_dim() : kProjectedShape.hidden_size;
+  const int32_t depth = queries() ? kProjectedShape.q_lora_rank
+                                  : kProjectedGeometry.num_heads * kProjectedGeometry.v_dim;
+  const int32_t columns = queries()
+                              ? kProjectedGeometry.num_heads * kProjectedGeometry.expanded_q_dim()
+                              : kProjectedShape.hidden_size;
   ProjectedShape shape = kProjectedShape;
-  std::vector<std::byte> loaded;
+  std::vector<std::vector<std::byte>> loaded;  // of each head
   std::vector<Bf16> weights;
   std::vector<float> in_floats, rotations;
   std::vector<std::byte> in, out;
@@ -121,7 +136,7 @@ inline double ExpectedSum(const RowProductData& d, int32_t row, int32_t column) 
 
 // Returns the expected value of a pair's first element, or of its second.
 inline double ExpectedRotated(const RowProductData& d, int32_t row, int32_t column, bool halves) {
-  const int32_t place = column - kProjectedGeometry.nope_dim;
+  const int32_t place = column % kProjectedGeometry.expanded_q_dim() - kProjectedGeometry.nope_dim;
   const double x = ExpectedSum(d, row, column);
   if (!d.queries() || place < 0) return x;
   const int32_t pairs = kProjectedGeometry.rope_dim / 2, apart = halves ? pairs : 1;
@@ -134,9 +149,11 @@ inline double ExpectedRotated(const RowProductData& d, int32_t row, int32_t colu
 }
 
 inline absl::Status MultiplyRows(AttentionBackend& backend, RowProductData& d, RopeLayout rope) {
-  absl::Status s =
-      backend.LoadProjected(0, kProjectedGeometry, d.shape, d.part, 0, d.loaded.data());
-  if (!s.ok()) return s;
+  for (int32_t head = 0; head < kProjectedGeometry.num_heads; ++head) {
+    absl::Status s = backend.LoadProjected(0, kProjectedGeometry, d.shape, d.part, head,
+                                           d.loaded[size_t(head)].data());
+    if (!s.ok()) return s;
+  }
   LaunchLayout layout(backend, 0);
   const auto in = layout.Input(d.in.data(), int64_t(d.in.size()));
   const auto out = layout.Output(d.out.data(), int64_t(d.out.size()));
@@ -181,18 +198,20 @@ inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart par
   return absl::OkStatus();
 }
 
-// The first product has few rows of fp32, which are packed with their remainders; the second has
-// many of bf16. Both have weights of both types.
+// Few rows are fp32 and packed with their remainders, many are bf16. Weights are of both types.
 inline absl::Status CheckProjected(AttentionBackend& backend) {
+  using enum RopeLayout;
   for (const DType weights : {DType::kBf16, DType::kFp8E4m3}) {
     if (absl::Status s = backend.FreeWeights(0); !s.ok()) return s;
-    for (const ProjectedPart part : {ProjectedPart::kQueries, ProjectedPart::kOutputs}) {
-      absl::Status s = CheckRowProduct(backend, part, DType::kF32, weights, 3, RopeLayout::kHalves);
-      if (!s.ok()) return s;
-      s = CheckRowProduct(backend, part, DType::kBf16, weights, kProjectedRows,
-                          RopeLayout::kInterleaved);
-      if (!s.ok()) return s;
-    }
+    const auto check = [&](ProjectedPart part, RopeLayout rope) {
+      absl::Status s = CheckRowProduct(backend, part, DType::kF32, weights, 3, rope);
+      return s.ok() ? CheckRowProduct(backend, part, DType::kBf16, weights, kProjectedRows, rope)
+                    : s;
+    };
+    absl::Status s = check(ProjectedPart::kQueries, kHalves);
+    if (s.ok()) s = check(ProjectedPart::kQueries, kInterleaved);
+    if (s.ok()) s = check(ProjectedPart::kOutputs, kInterleaved);
+    if (!s.ok()) return s;
   }
   return absl::OkStatus();
 }
