@@ -9,10 +9,11 @@
 namespace mla::kernels::cpu {
 namespace {
 
-constexpr int32_t kMostFetchedLines = 8;  // of the next tile, in a step
+constexpr int32_t kMostFetchedLines = 8;  // of the next tile, at most, in a step
 
 // Packs values as PackPaddedValues does, next to the first products that read the rows. A turn
-// packs the values of the 32 x 32 elements that its step reads, and fetches lines of the next tile.
+// packs the values of the 32 x 32 elements that its step reads, and fetches up to
+// kMostFetchedLines lines of the next tile.
 class PackWork {
  public:
   PackWork(const GemmArgs& g, FetchWork& fetch)
@@ -89,7 +90,8 @@ bool WholeBlocks(const GemmArgs& g) {
   return true;
 }
 
-// Returns how many lines of the next tile a step fetches, so that a tile's steps fetch all of it.
+// Returns how many lines of the next tile a step fetches, up to 8 lines. A tile's steps then fetch
+// all of it; with 33 to 64 packed rows they would need more, and leave out its last 6 %.
 int LinesPerStep(const TileArgs& args) {
   const GemmArgs& g = args.gemm;
   const int32_t panel_pairs = (g.panels + 1) / 2, values = (args.accumulate.panels + 1) / 2;

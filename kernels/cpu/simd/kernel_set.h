@@ -24,9 +24,11 @@
 
 namespace mla::kernels::cpu {
 
-inline constexpr int32_t kPanel = 16;        // columns a panel
-inline constexpr int32_t kTileRows = 128;    // packed rows a block, KV rows of most tiles, at most
-inline constexpr int32_t kMostKvRows = 256;  // KV rows a tile, at most
+inline constexpr int32_t kPanel = 16;  // columns a panel
+// A block has at most kTileRows packed rows. A tile has at most kTileRows KV rows, and at most
+// kMostKvRows where a level takes taller tiles.
+inline constexpr int32_t kTileRows = 128;
+inline constexpr int32_t kMostKvRows = 256;
 
 // Computes C[i][n] (+)= sum_k A[i][k] B[k][n] for all columns of `panels` panels.
 struct GemmArgs {
@@ -68,7 +70,7 @@ struct SoftmaxArgs {
   // rows cancel. Null at fp32 levels, which divide by l.
   float* norm;
   float* alpha;
-  void* p;  // the level's own layout; kTileRows floats of room a row, for kTileRows rows at least
+  void* p;  // the level's own layout, 64 KiB at least (kTileRows x kTileRows floats)
   // bf16 levels: remainders of p after rounding, in the same layout, or null if they do not matter.
   void* p_rest;
 };
@@ -88,8 +90,8 @@ struct AccumulateArgs {
 };
 
 // The stages of an absorbed tile: gemm, softmax, accumulate. gemm.value_panels is null or
-// accumulate.v; what GemmArgs requires for packing does not hold here. REQUIRES: rows, no
-// gemm.accumulate, no softmax.p_rest.
+// accumulate.v; what GemmArgs requires for packing does not hold here, except that value_dim is at
+// most k. REQUIRES: rows, no gemm.accumulate, no softmax.p_rest.
 struct TileArgs {
   GemmArgs gemm;
   SoftmaxArgs softmax;

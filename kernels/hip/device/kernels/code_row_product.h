@@ -129,11 +129,12 @@ class CodeRowProduct : RowProductBlock<Products> {
     if constexpr (kCopiesScales) from.scales = scales_of(lane < kPieces ? lane : 0);
     return from;
   }
-  // Returns the scales of this wave's i-th pieces; the next function, the place of a step in them.
+  // Returns the scales of this wave's i-th pieces.
   MLA_DEVICE const float* scales_of(int i) const {
     const int at = this->least(first_column + wave_column(i), args.columns - 1);
     return args.scales + (at >> args.scale_column_shift) * args.scale_pitch;
   }
+  // Returns the place of a step's scale among the scales of some pieces.
   MLA_DEVICE int scale_place(int step) const {
     return this->weight_step(step) >> args.scale_step_shift;
   }
@@ -174,7 +175,8 @@ class CodeRowProduct : RowProductBlock<Products> {
       issue_rows<kIndex + 1>(copies, from, stage);
     }
   }
-  // The address of this lane's scale in a stage. The first kPieces lanes of a wave copy one each.
+  // Returns the address of this lane's scale in a stage. The first kPieces lanes of a wave copy one
+  // each.
   MLA_DEVICE lds_t scale_at(int stage) const {
     return tile_at(0) + kTiles * kWidenedBytes + stage * kScaleBytes + (wave * kPieces + lane) * 4;
   }

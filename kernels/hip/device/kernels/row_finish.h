@@ -59,8 +59,8 @@ struct RowFinish {
   }
 
  private:
-  // The same where the run is whole pairs of neighbours, from `pair` on. All loads are on their way
-  // together.
+  // Rotates as `rotate` does, where the run is whole pairs of neighbours, from `pair` on. All loads
+  // are on their way together.
   template <int kRows>
   MLA_DEVICE static void rotate_pairs(const RowProductArgs& args,
                                       const RowProductRow (&rows)[kRows], int pair,

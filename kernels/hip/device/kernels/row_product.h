@@ -1,7 +1,7 @@
 // Multiplies whole rows with W_UQ and W_O: out[r, :] = in[r, :] x weights^T, weights row-major
 // [columns, depth]. Both operands have their depth along a row, as queries and keys of scores do.
 //
-// A block computes all rows and 96 to 256 columns over its share of the depth, and reads each
+// A block computes all rows and 96 to 192 columns over its share of the depth, and reads each
 // weight once. While one stage is multiplied, copies of the later stages are in flight:
 //
 //   rows    [kRows x 64]    --+

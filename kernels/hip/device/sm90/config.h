@@ -98,7 +98,8 @@ struct FewRowsConfig {
   static constexpr bool kFinishes = true;
 };
 // W_UQ is 128 tiles of 192 columns for the 132 blocks of many rows. Such a tile is a head, so that
-// the block can finish it.
+// the block can finish it. The width is chosen for 132 units: a part of 114 takes two waves of
+// blocks.
 struct ManyRowsConfig {
   static constexpr int kColumns = 192, kStages = 5;
 };
