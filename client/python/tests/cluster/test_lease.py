@@ -162,7 +162,7 @@ class LeaseTest(unittest.TestCase):
         class Counted:
             failed = {}
 
-            def turn(self):
+            def turn(self, leader=None):
                 turns.append(1)
                 stop.set()
                 return 0
