@@ -1,5 +1,8 @@
 // Tests the call for a whole tile, emulated, and with the real instructions where the machine has
 // them.
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <random>
 #include <string>
@@ -62,8 +65,25 @@ class WholeTile {
   struct Left {
     std::vector<float> m, l, norm, alpha, o;
     std::vector<uint16_t> values;
-    bool operator==(const Left&) const = default;
+    // True if all bits are equal, those of NaN as well.
+    bool operator==(const Left& b) const {
+      return SameBits(m, b.m) && SameBits(l, b.l) && SameBits(norm, b.norm) &&
+             SameBits(alpha, b.alpha) && SameBits(o, b.o) && values == b.values;
+    }
+    static bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+      return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](float x, float y) {
+        return std::bit_cast<uint32_t>(x) == std::bit_cast<uint32_t>(y);
+      });
+    }
   };
+
+  // Makes all elements of a key row NaN.
+  void SetNan(int32_t row) {
+    auto* const keys = const_cast<void*>(rows_[static_cast<size_t>(row)]);
+    std::fill_n(static_cast<uint16_t*>(keys), tile_.gemm.k, ToBf16(std::nanf("")));
+  }
+  // Sets how many rows of the next tile are fetched, at most the tile's rows.
+  void SetNextCount(int32_t count) { tile_.gemm.next_count = count; }
 
   // Runs the tile, in one call or function by function.
   Left Run(const KernelSet& kernels, bool whole, bool masked, bool first, bool packed_before) {
@@ -138,6 +158,7 @@ TEST_P(WholeTileTest, EqualsItsStages) {
         for (const bool even : {true, false}) {
           WholeTile tile(kernels, random, rows, packed, k, d, even);
           for (const int variant : {0, 1, 2, 5}) {
+            tile.SetNextCount(variant == 0 ? rows : std::min(variant - 1, rows));
             const bool masked = (variant & 1) != 0, first = (variant & 2) != 0;
             const bool packed_before = (variant & 4) != 0;
             const auto want = tile.Run(kernels, false, masked, first, packed_before);
@@ -148,6 +169,29 @@ TEST_P(WholeTileTest, EqualsItsStages) {
                                      << (even ? ", even" : "") << ", variant " << variant;
           }
         }
+      }
+    }
+  }
+}
+
+// NaN reaches the same results, bit by bit, and no other ones.
+TEST_P(WholeTileTest, EqualsItsStagesWithAKeyOfNan) {
+  const KernelSet& kernels = *GetParam();
+  std::mt19937 random(43);
+  for (const int32_t rows : {32, 40, 256}) {
+    for (const bool even : {true, false}) {
+      WholeTile tile(kernels, random, rows, 100, 96, 64, even);
+      const auto finite = tile.Run(kernels, false, true, false, false);
+      tile.SetNan(rows / 2);
+      for (const int32_t next_count : {0, 1, rows}) {
+        tile.SetNextCount(next_count);
+        const auto want = tile.Run(kernels, false, true, false, false);
+        const auto got = tile.Run(kernels, true, true, false, false);
+        ASSERT_TRUE(got == want) << rows << " rows" << (even ? ", even" : "") << ", fetches "
+                                 << next_count;
+        // The last packed row sees the key of NaN, the first one sees no key.
+        EXPECT_TRUE(std::isnan(got.l[99])) << rows;
+        EXPECT_EQ(got.l[0], finite.l[0]) << rows;
       }
     }
   }
