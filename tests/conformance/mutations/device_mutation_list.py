@@ -314,7 +314,7 @@ MUTATIONS = (
     Mutation("code_scales_of_the_next_step", "Codes have the scales of the step after theirs.",
              "kernels/code_row_product.h", "from.scales + scale_place(step)",
              "from.scales + scale_place(step + 1)", ("sm_90",)),
-    Mutation("code_scales_of_the_first_stage", "Codes of all stages have the scales of the first one.",
+    Mutation("code_scales_of_the_first_stage", "Codes of all stages have the first one's scales.",
              "kernels/code_row_product.h", "tile::load_float(scale_at(stage))",
              "tile::load_float(scale_at(0))", ("sm_90",)),
     Mutation("wait_for_row_products", "Rows are copied over those that a product still reads.",
