@@ -170,13 +170,13 @@ class ClusterClient final {
   void Gone(const std::vector<std::string>& addresses);
   absl::StatusOr<std::vector<Member>> Usable();
   std::string HomeAmong(const std::vector<std::string>& addresses) const;
-  // Acts at the home. If the home has just restarted or gone, acts once more.
+  // Calls `act` with the home, and again if the home has just restarted or gone.
   absl::Status AtHome(const std::function<absl::Status(Client* home)>& act);
   absl::StatusOr<std::shared_ptr<ModelRecord>> FindModel(const std::string& id) const;
   absl::Status Ensure(Connection* connection, ModelRecord* model);
   absl::StatusOr<std::shared_ptr<Connection>> WithModel(const std::string& address,
                                                         ModelRecord* model);
-  // Connects to the server and acts. If another process answers than before, acts once more.
+  // Connects to the server and calls `act`, again if another process answers now.
   absl::StatusOr<std::shared_ptr<Connection>> Reach(
       const std::string& address, const std::function<absl::Status(Connection*)>& act);
   absl::Status OnPeer(Client* server, const ModelRecord& model) const;

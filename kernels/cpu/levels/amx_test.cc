@@ -65,7 +65,7 @@ class WholeTile {
   struct Left {
     std::vector<float> m, l, norm, alpha, o;
     std::vector<uint16_t> values;
-    // True if all bits are equal, those of NaN as well.
+    // Returns true if all bits are equal, so a NaN equals itself.
     bool operator==(const Left& b) const {
       return SameBits(m, b.m) && SameBits(l, b.l) && SameBits(norm, b.norm) &&
              SameBits(alpha, b.alpha) && SameBits(o, b.o) && values == b.values;

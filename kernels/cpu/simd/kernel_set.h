@@ -157,8 +157,9 @@ struct KernelSet {
   // releases the tiles.
   void (*enter_thread)();
   void (*leave_thread)();
-  // Null, or does all stages of a tile, at the same time where it can. Results equal those of the
-  // single functions bit by bit. It pays for more panels of packed rows than `packs_in_gemm`.
+  // Does all stages of a tile, at the same time where it can; null if the level has no such call.
+  // Results equal those of the single functions bit by bit. It pays for more panels of packed rows
+  // than `packs_in_gemm`.
   void (*attend)(const TileArgs& args) = nullptr;
   // KV rows of a tile in the absorbed form, a multiple of 32 and at most kMostKvRows. In the
   // expanded form it has kTileRows.

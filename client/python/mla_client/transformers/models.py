@@ -18,11 +18,11 @@ from mla_client.types import Geometry
 # Values of config.model_type. All these models pass normed latents and rotated keys to the cache.
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu",
                "deepseek_v32", "glm_moe_dsa")
-# Of these, the types whose attention layers also run with projections on the server.
+# The attention layers of these types also run with projections on the server.
 PROJECTED_TYPES = ("deepseek_v3",)
 # An indexer in these models chooses positions for each row.
 SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa")
-# Of weights that are not quantised.
+# The dtypes of weights that are not quantised.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 # Types of the family that are refused, and why.
 REASONS = {

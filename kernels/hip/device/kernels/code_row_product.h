@@ -102,8 +102,8 @@ class CodeRowProduct : RowProductBlock<Products> {
   MLA_DEVICE explicit CodeRowProduct(const RowProductArgs& a)
       : Block(a, tile::shared_base<kSharedBytes>()) {}
 
-  // Returns the place of this wave among those that copy codes. The first waves multiply the first
-  // rows, so the last ones have more time for codes where rows are few.
+  // Returns this wave's number as a copier of codes. Where rows are few, the first waves multiply
+  // them and the last waves have more time, so on sm_90 the last wave copies first.
   MLA_DEVICE int copier() const { return MLA_AMD ? wave : kWaves - 1 - wave; }
   MLA_DEVICE bool has_piece(int i) const {
     return (i + 1) * kThreads <= kAllPieces || i * kThreads + copier() * tile::kWave < kAllPieces;
@@ -222,8 +222,8 @@ class CodeRowProduct : RowProductBlock<Products> {
                         fp8_chunk(eight, scale));
     }
   }
-  // The same for all codes of a stage that this lane has copied. `scales` are those of the stage if
-  // they do not come with it.
+  // Widens all codes of a stage that this lane has copied. Uses `scales` only if a stage does not
+  // bring its own.
   MLA_DEVICE void widen_stage(int stage, Scales scales, lds_t tile) const {
     if constexpr (kCopiesScales) {
       const float own = lane < kPieces ? tile::load_float(scale_at(stage)) : 0.0f;
