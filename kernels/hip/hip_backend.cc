@@ -197,13 +197,19 @@ absl::Status HipBackend::SettleBoxes() {
   if (device_.arch->boxes.empty()) return absl::OkStatus();
   MLA_ASSIGN_OR_RETURN(auto page, DeviceBuffer::Create(runtime_.get(), "a page of rows",
                                                        kMostBoxRows * int64_t{kBf16RowBytes}));
-  uint64_t map[16];
-  const absl::Status encoded = runtime_->EncodeMap(AbsorbedWork::BoxesOf(page.at(), 1), map);
+  absl::Status encoded;
+  for (const FormatVariant& v : device_.arch->boxes) {
+    BoxArgs args = {};
+    args.box_rows = kMostBoxRows;
+    const int64_t row_bytes = MakeKvRowLayout(v.format, kExpandedLora, kExpandedRope).row_bytes;
+    encoded.Update(AbsorbedWork::EncodeMaps(*runtime_, {page.at(), 1, kMostBoxRows, row_bytes},
+                                            v.format, &args));
+  }
   device_.brings_boxes = encoded.ok();
-  device_.info.notes.push_back(
-      {"boxes", encoded.ok() ? "the copy engine brings KV rows of bf16"
-                             : absl::StrCat("KV rows of bf16 come by copies of 16 bytes: ",
-                                            std::string(encoded.message()))});
+  device_.info.notes.push_back({"boxes", encoded.ok()
+                                             ? "the copy engine brings KV rows"
+                                             : absl::StrCat("KV rows come by copies of 16 bytes: ",
+                                                            std::string(encoded.message()))});
   return absl::OkStatus();
 }
 

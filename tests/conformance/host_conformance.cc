@@ -322,20 +322,25 @@ SuiteOptions Suite(const Flags& flags, const kernels::hip::HipBackendOptions& de
 }
 
 int64_t stream_launches = 0;
-std::set<std::string> splits;  // kernels that merge parts themselves and were launched
+std::set<std::string> replacing;  // launched kernels of ArchTraits::split and boxes
 void CountLaunches(const char* kernel) {
   stream_launches += std::string_view(kernel).starts_with("mla_stream");
-  if (std::string_view(kernel).starts_with("mla_split")) splits.insert(kernel);
+  const std::string_view name = kernel;
+  if (name.starts_with("mla_split") || name.ends_with("_boxes")) replacing.insert(kernel);
 }
 
-// Kernels that merge parts themselves and that a run with all directed cases launches.
-std::set<std::string> ExpectedSplits(const Flags& flags) {
+// Kernels that merge parts themselves, and kernels whose rows come in boxes, that a run with all
+// directed cases launches.
+std::set<std::string> ExpectedKernels(const Flags& flags) {
   std::set<std::string> expected;
   const bool all = !kSlow && flags.first == 0 && flags.count == ~size_t{0};
-  for (const kernels::hip::SplitVariant& v : kernels::hip::FindArchTraits(flags.arch)->split) {
-    const bool chosen = (flags.kv.empty() || flags.kv == kernels::Name(v.format)) &&
-                        !(flags.fp8 && v.format == kernels::KvFormat::kBf16);
-    if (all && chosen && flags.attention != "v32") expected.insert(v.kernel);
+  const kernels::hip::ArchTraits& arch = *kernels::hip::FindArchTraits(flags.arch);
+  for (const auto kernels : {arch.split, arch.boxes}) {
+    for (const kernels::hip::FormatVariant& v : kernels) {
+      const bool chosen = (flags.kv.empty() || flags.kv == kernels::Name(v.format)) &&
+                          !(flags.fp8 && v.format == kernels::KvFormat::kBf16);
+      if (all && chosen && flags.attention != "v32") expected.insert(v.kernel);
+    }
   }
   return expected;
 }
@@ -371,14 +376,14 @@ int Report(const Flags& flags, const std::vector<CaseSpec>& cases, const Totals&
       std::count_if(cases.begin(), cases.end(), [](const CaseSpec& spec) { return spec.streamed; });
   std::printf("%lld streamed cases, %lld streamed launches\n", static_cast<long long>(streamed),
               static_cast<long long>(stream_launches));
-  const std::set<std::string> expected = ExpectedSplits(flags);
-  std::printf("kernels that merge parts: launched %s, expected %s\n",
-              absl::StrJoin(splits, " ").c_str(), absl::StrJoin(expected, " ").c_str());
+  const std::set<std::string> expected = ExpectedKernels(flags);
+  std::printf("kernels for parts and boxes: launched %s, expected %s\n",
+              absl::StrJoin(replacing, " ").c_str(), absl::StrJoin(expected, " ").c_str());
   // Kernels that fail before the first case, in moves of pages, have failed.
   if (totals.oracle_failed || totals.comparisons + totals.failures == 0) return 2;
   if (totals.failures > 0) return 1;
   const bool launched =
-      std::includes(splits.begin(), splits.end(), expected.begin(), expected.end());
+      std::includes(replacing.begin(), replacing.end(), expected.begin(), expected.end());
   return launched && stream_launches >= streamed ? 0 : 2;
 }
 

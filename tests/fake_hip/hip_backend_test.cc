@@ -5,6 +5,7 @@
 #include <string>
 #include <thread>
 
+#include "absl/strings/str_cat.h"
 #include "base/testing/long_runs.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -174,15 +175,27 @@ TEST_F(HipBackendTest, RowsComeInBoxesWhereTheyCan) {
   struct Case {
     int32_t page_size, other_page_size, layer;
     bool encodes, boxes;
+    KvFormat format = KvFormat::kBf16;
   };
   for (const Case& c :
        {Case{64, 64, 0, true, true}, Case{128, 128, 1, true, true}, Case{16, 16, 1, true, true},
         Case{24, 24, 0, true, true}, Case{4, 4, 0, true, false}, Case{3, 3, 0, true, false},
-        Case{64, 16, 0, true, false}, Case{64, 64, 1, false, false}}) {
+        Case{64, 16, 0, true, false}, Case{64, 64, 1, false, false},
+        Case{64, 64, 1, true, true, KvFormat::kFp8Tensor},
+        Case{24, 24, 0, true, true, KvFormat::kFp8Tensor},
+        Case{3, 3, 0, true, false, KvFormat::kFp8Tensor},
+        Case{64, 64, 1, true, true, KvFormat::kFp8Row},
+        Case{24, 24, 0, true, true, KvFormat::kFp8Row},
+        Case{3, 3, 0, true, false, KvFormat::kFp8Row}}) {
+    const bool codes = c.format != KvFormat::kBf16;
+    const std::string kernel =
+        codes ? absl::StrCat("mla_attend_64_", Name(c.format), "_products") : "mla_attend_64";
     conformance::CaseSpec spec;
     spec.geometry = {64, 512, 64, 128, 128};
     spec.inputs = conformance::InputKind::kHostile;
     spec.units = 7;
+    spec.kv_format = c.format;
+    if (codes) spec.products = DType::kFp8E4m3;
     spec.requests = {{2, 203, 64, 0, c.page_size, c.layer, true},
                      {0, 8, 64, 0, 1, 0, true},
                      {1, 150, 64, 0, c.other_page_size, c.layer, true}};
@@ -191,32 +204,10 @@ TEST_F(HipBackendTest, RowsComeInBoxesWhereTheyCan) {
     const conformance::SuiteReport report = RunCases(options, {spec});
     for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
     EXPECT_EQ(report.comparisons, 1);
-    EXPECT_EQ(launched.count("mla_attend_64_boxes"), c.boxes ? 1u : 0u) << c.page_size;
-    EXPECT_EQ(launched.count("mla_attend_64"), c.boxes ? 0u : 1u) << c.page_size;
+    EXPECT_EQ(launched.count(kernel + "_boxes"), c.boxes ? 1u : 0u) << kernel << c.page_size;
+    EXPECT_EQ(launched.count(kernel), c.boxes ? 0u : 1u) << kernel << c.page_size;
   }
   control_->on_launch = nullptr;
-  control_->encodes_maps = true;
-}
-
-// An operator sees how rows come, and the driver's error if it refuses the map.
-TEST_F(HipBackendTest, StatesWhyRowsDoNotComeInBoxes) {
-  control_->arch = "sm_90";
-  HipBackendOptions options = Options();
-  options.vendor = Vendor::kNvidia;
-  options.images = {Image("sm_90", kImage90)};
-  options.self_test = false;
-  for (const bool encodes : {true, false}) {
-    control_->encodes_maps = encodes;
-    auto backend = HipBackend::Create(options);
-    ASSERT_TRUE(backend.ok()) << backend.status();
-    std::string text;
-    for (const BackendNote& note : (*backend)->Info().notes) {
-      if (note.name == "boxes") text += note.text;
-    }
-    EXPECT_EQ(text, encodes ? "the copy engine brings KV rows of bf16"
-                            : "KV rows of bf16 come by copies of 16 bytes: GPU encode tensor map: "
-                              "invalid argument (1)");
-  }
   control_->encodes_maps = true;
 }
 

@@ -43,7 +43,7 @@ TEST_F(SelfTestTest, NoticesWhatFewRowsDoNotShow) {
   const std::vector<std::pair<Flaw, const char*>> flaws = {
       {Flaw::kThirdItem, "row "},
       {Flaw::kLateTile, "absorbed form, 1600 keys"},
-      {Flaw::kOddPages, "absorbed form, 1600 keys"},
+      {Flaw::kOddPages, "absorbed form, 150 keys"},
       {Flaw::kNaNAsZero, "absorbed form, 1600 keys, row 1 of 4"},
       {Flaw::kNoKeys, "absorbed form, 150 keys, row 2 of 4"},
       {Flaw::kSecondTile, "expanded form, 850 keys, row 12"},
@@ -80,8 +80,8 @@ std::vector<std::string> KernelsOf(const ArchTraits& arch) {
     kernels.emplace_back(kIndexSelectKernel);
   }
   for (const AttendVariant& v : arch.attend) kernels.push_back(v.kernel);
-  for (const SplitVariant& v : arch.split) kernels.push_back(v.kernel);
-  for (const RowsVariant& v : arch.boxes) kernels.push_back(v.kernel);
+  for (const FormatVariant& v : arch.split) kernels.push_back(v.kernel);
+  for (const FormatVariant& v : arch.boxes) kernels.push_back(v.kernel);
   for (const ExpandedVariant& v : arch.expanded) {
     if (v.products == DType::kBf16) kernels.push_back(v.kernel);
   }

@@ -29,7 +29,7 @@ FLOORS = {
                 "hip/device/amd/index", "hip/device/amd/prefill", "hip/device/sm90/index",
                 "hip/device/sm90/decode/rows16_fp8", "hip/device/sm90/decode/rows64_bf16",
                 "hip/device/sm90/decode/rows64_codes",
-                "hip/device/sm90/decode/rows64_widened",
+                "hip/device/sm90/decode/rows64_widened", "hip/device/sm90/decode/boxes",
                 "hip/device/sm90/decode/split", "hip/device/sm90/decode/streamed",
                 "hip/device/sm90/prefill", "hip/device", "hip/host_images", "hip/runtime",
                 "hip/slot", "hip/device_state", "hip/launch", "hip/self_test", "hip"],

@@ -34,7 +34,7 @@ struct AttendVariant {
     return format == of_rows && products == of_products && attention == kind;
   }
 };
-struct SplitVariant {
+struct FormatVariant {  // of splits and of boxes
   const char* kernel;
   int32_t rows;
   KvFormat format;
@@ -42,7 +42,7 @@ struct SplitVariant {
   int32_t threads;
   int32_t shared_bytes;
 };
-struct RowsVariant {  // of boxes and of streams
+struct RowsVariant {  // of streams
   const char* kernel;
   int32_t rows, threads, shared_bytes;
 };
@@ -66,7 +66,7 @@ struct ExpandedVariant {
 #define MLA_ATTEND_ROW(kernel, rows, tile, format, products, attention, threads, shared, order)   \
   {#kernel,          rows,    tile,  KvFormat::format, DType::products, AttentionKind::attention, \
    PartOrder::order, threads, shared},
-#define MLA_SPLIT_ROW(kernel, rows, format, products, threads, shared) \
+#define MLA_FORMAT_ROW(kernel, rows, format, products, threads, shared) \
   {#kernel, rows, KvFormat::format, DType::products, threads, shared},
 #define MLA_ROWS_VARIANT(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
 #define MLA_EXPAND_ROW(kernel, nope, value, format, products, threads, shared) \
@@ -76,8 +76,8 @@ struct ExpandedVariant {
 inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
-inline constexpr SplitVariant kSm90Split[] = {MLA_SPLIT_SM90(MLA_SPLIT_ROW)};
-inline constexpr RowsVariant kSm90Boxes[] = {MLA_BOXES_SM90(MLA_ROWS_VARIANT)};
+inline constexpr FormatVariant kSm90Split[] = {MLA_SPLIT_SM90(MLA_FORMAT_ROW)};
+inline constexpr FormatVariant kSm90Boxes[] = {MLA_BOXES_SM90(MLA_FORMAT_ROW)};
 inline constexpr RowsVariant kSm90Stream[] = {MLA_STREAM_SM90(MLA_ROWS_VARIANT)};
 inline constexpr ExpandVariant kGfx950Expand[] = {MLA_EXPAND_GFX950(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kGfx942Expand[] = {MLA_EXPAND_GFX942(MLA_EXPAND_ROW)};
@@ -86,7 +86,7 @@ inline constexpr ExpandedVariant kGfx950Expanded[] = {MLA_EXPANDED_GFX950(MLA_EX
 inline constexpr ExpandedVariant kGfx942Expanded[] = {MLA_EXPANDED_GFX942(MLA_EXPANDED_ROW)};
 inline constexpr ExpandedVariant kSm90Expanded[] = {MLA_EXPANDED_SM90(MLA_EXPANDED_ROW)};
 #undef MLA_ATTEND_ROW
-#undef MLA_SPLIT_ROW
+#undef MLA_FORMAT_ROW
 #undef MLA_ROWS_VARIANT
 #undef MLA_EXPAND_ROW
 #undef MLA_EXPANDED_ROW
@@ -96,8 +96,8 @@ struct ArchTraits {
   std::span<const AttendVariant> attend;
   std::span<const ExpandVariant> expand;
   std::span<const ExpandedVariant> expanded;
-  std::span<const SplitVariant> split = {};
-  std::span<const RowsVariant> boxes = {}, stream = {};
+  std::span<const FormatVariant> split = {}, boxes = {};
+  std::span<const RowsVariant> stream = {};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // kind in the architecture's pools
   // Text of BackendInfo::fp8_compute: says for which rows and packed rows the absorbed form uses
   // 8-bit products. Empty if neither form has any.
@@ -392,13 +392,13 @@ constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType pro
   return chosen;
 }
 
-// Returns the index in arch.split of the kernel that replaces `v` and combine in a launch of one
-// tile, or arch.split.size() if there is none.
-constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
+// Returns the index in `kernels`, which is arch.split or arch.boxes, of the kernel that replaces
+// `v`, or kernels.size() if there is none. A kernel of arch.split replaces combine as well.
+constexpr size_t FindReplacement(std::span<const FormatVariant> kernels, const AttendVariant& v) {
   size_t i = 0;
-  while (i < arch.split.size() &&
-         (arch.split[i].rows != v.rows ||
-          !v.Serves(arch.split[i].format, arch.split[i].products, AttentionKind::kDense))) {
+  while (i < kernels.size() &&
+         (kernels[i].rows != v.rows ||
+          !v.Serves(kernels[i].format, kernels[i].products, AttentionKind::kDense))) {
     ++i;
   }
   return i;
@@ -407,7 +407,7 @@ constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
 // Returns true if the kernel of `rows` packed rows over such rows by position merges the parts of a
 // launch of one tile itself.
 constexpr bool MergesAlone(const ArchTraits& arch, KvFormat format, DType products, int32_t rows) {
-  for (const SplitVariant& v : arch.split) {
+  for (const FormatVariant& v : arch.split) {
     if (v.rows == rows && v.format == format && v.products == products) return true;
   }
   return false;

@@ -167,11 +167,11 @@ TEST(ChooseAttend, TakesProductsOfEightBitsWhereThereIsAKernel) {
 std::string SplitFor(KvFormat format, DType products, AttentionKind kind, int32_t pieces) {
   const ArchTraits& arch = kSm90Traits;
   const size_t chosen = ChooseAttend(arch, format, products, kind, 128, pieces, kUnits);
-  const size_t split = FindSplit(arch, arch.attend[chosen]);
+  const size_t split = FindReplacement(arch.split, arch.attend[chosen]);
   return split < arch.split.size() ? arch.split[split].kernel : "";
 }
 
-TEST(FindSplit, HasTheRowsFormatAndProductsOfTheKernelItReplaces) {
+TEST(FindReplacement, HasTheRowsFormatAndProductsOfTheKernelItReplaces) {
   constexpr AttentionKind kDense = AttentionKind::kDense;
   constexpr DType kCodes = DType::kFp8E4m3;
   EXPECT_EQ(SplitFor(KvFormat::kBf16, DType::kBf16, kDense, 16), "mla_split_16");
@@ -189,11 +189,27 @@ TEST(FindSplit, HasTheRowsFormatAndProductsOfTheKernelItReplaces) {
   EXPECT_FALSE(MergesAlone(kSm90Traits, KvFormat::kFp8Row, DType::kBf16, 64));
   EXPECT_FALSE(MergesAlone(kSm90Traits, KvFormat::kFp8Tensor, kCodes, 64));
   EXPECT_FALSE(MergesAlone(kGfx950Traits, KvFormat::kFp8Row, kCodes, 64));
-  for (const SplitVariant& v : kSm90Traits.split) {
+  for (const FormatVariant& v : kSm90Traits.split) {
     EXPECT_TRUE(v.format == KvFormat::kBf16 ||
                 LeastRows(kSm90Traits, v.format, kCodes, kDense) == 16)
         << v.kernel;
   }
+}
+
+TEST(FindReplacement, HasBoxesForRowsByPositionOfTheLargestKernels) {
+  const ArchTraits& arch = kSm90Traits;
+  std::set<std::string> replaced;
+  for (const AttendVariant& v : arch.attend) {
+    const size_t boxes = FindReplacement(arch.boxes, v);
+    if (boxes == arch.boxes.size()) continue;
+    EXPECT_EQ(arch.boxes[boxes].kernel, absl::StrCat(v.kernel, "_boxes"));
+    EXPECT_EQ(arch.boxes[boxes].threads, v.threads);
+    EXPECT_EQ(arch.boxes[boxes].shared_bytes, v.shared_bytes);
+    replaced.insert(v.kernel);
+  }
+  const std::set<std::string> want = {"mla_attend_64", "mla_attend_64_fp8_row_products",
+                                      "mla_attend_64_fp8_tensor_products"};
+  EXPECT_EQ(replaced, want);
 }
 
 TEST(PartOrder, OfCodesFromRegistersIsPairedAndOnSm90Only) {

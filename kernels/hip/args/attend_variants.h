@@ -21,8 +21,9 @@
 //   replaces the one of the same rows, format and products in launches of one tile, whose parts the
 //   blocks merge themselves (SplitArgs)
 //
-//   X(kernel, rows, threads, shared)   the kernel for bf16 rows by position with this many packed
-//   rows, for launches whose rows lie in boxes of a tensor map (BoxArgs)
+//   X(kernel, rows, format, products, threads, shared)   the kernel for rows by position that
+//   replaces the one of the same rows, format and products in launches whose KV rows lie in boxes
+//   of tensor maps (BoxArgs)
 //
 //   X(kernel, rows, threads, shared)   the kernel for bf16 rows by position with this many packed
 //   rows, for launches whose queries arrive while they run (StreamArgs)
@@ -121,7 +122,10 @@
   X(mla_split_16_fp8_tensor, 16, kFp8Tensor, kBf16, 640, 208272) \
   X(mla_split_16_fp8_row, 16, kFp8Row, kBf16, 640, 192912)       \
   X(mla_split_64_fp8_row_products, 64, kFp8Row, kFp8E4m3, 384, 231424)
-#define MLA_BOXES_SM90(X) X(mla_attend_64_boxes, 64, 384, 224000)
+#define MLA_BOXES_SM90(X)                                                           \
+  X(mla_attend_64_boxes, 64, kBf16, kBf16, 384, 224000)                             \
+  X(mla_attend_64_fp8_tensor_products_boxes, 64, kFp8Tensor, kFp8E4m3, 512, 204608) \
+  X(mla_attend_64_fp8_row_products_boxes, 64, kFp8Row, kFp8E4m3, 384, 231424)
 #define MLA_STREAM_SM90(X) X(mla_stream_64, 64, 384, 224016)
 #define MLA_EXPAND_SM90(X)                                                       \
   X(mla_expand, 128, 128, kBf16, kBf16, 384, 229568)                             \

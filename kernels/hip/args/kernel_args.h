@@ -91,20 +91,27 @@ struct AttendArgs {
   int32_t blocks;  // size of the grid
   int32_t xcds;
   const uint32_t* late;
-  int32_t few_tiles;  // not 0: items are short (AttendsFewTiles)
+  int32_t few_tiles;  // not 0: items are short (AttendsFewTiles); means nothing with boxes
 };
 
 // Bytes of a KV row of bf16, which boxes bring from the pool and WidenArgs makes of 8-bit rows.
 inline constexpr int32_t kBf16RowBytes = (512 + 64) * 2;
 
-// Absorbed attention whose copy engine brings KV rows of bf16, by boxes of a tensor map:
-// kBoxColumns columns of `box_rows` rows of a page. The map has the dimensions [granule of the
-// pool, row of a page, column] from the layer's first byte on. All segments have one page size, a
+// Absorbed attention whose copy engine brings KV rows, by boxes of tensor maps: some columns of
+// `box_rows` rows of a page. A map has the dimensions [granule of the pool, row of a page, column]
+// from the layer's first byte on; a column is 16 bits wide. All segments have one page size, a
 // multiple of box_rows, one row stride and one layer offset, and items begin at multiples of
 // box_rows.
-inline constexpr int32_t kBoxColumns = 64;  // of 16 bits: what the 128-byte swizzle spans
+inline constexpr int32_t kBoxColumns = 64;  // of `rows`: what the 128-byte swizzle spans
 inline constexpr int32_t kMostBoxRows = 64;
-inline constexpr int32_t kLeastBoxRows = 8;  // rows after which the swizzle repeats
+// Rows after which the swizzle repeats. The scales of as many rows fill the 128 bytes at whose
+// multiples a box may begin.
+inline constexpr int32_t kLeastBoxRows = 8;
+// Returns the columns of `narrow`: over fp8_tensor the rotated part, under the 64-byte swizzle;
+// over fp8_row the scales of a row, not swizzled.
+constexpr int32_t NarrowColumns(KvFormat format) {
+  return format == KvFormat::kFp8Tensor ? 32 : format == KvFormat::kFp8Row ? 8 : 0;
+}
 struct
 #ifdef __CUDACC__
     alignas(64)  // as the copy engine reads it, in the kernel's arguments
@@ -117,8 +124,9 @@ struct BoxArgs : AttendArgs {
   int32_t box_rows;  // a power of two, kLeastBoxRows .. kMostBoxRows
   int32_t padding[5];
   TensorMap rows;
+  TensorMap narrow;  // for rows of 8 bits only: boxes of NarrowColumns
 };
-static_assert(sizeof(BoxArgs) == 256, "equal on the host, which does not align the map");
+static_assert(sizeof(BoxArgs) == 384, "equal on the host, which does not align the map");
 
 // Absorbed attention to one tile of one segment, cut into pieces of equally many KV rows. The
 // blocks merge the parts themselves. A block serves unit b / blocks_per_unit and share b %

@@ -33,9 +33,10 @@
 #include "kernels/hip/device/amd/prefill/expanded_codes.h"
 #endif
 #else
+#include "kernels/hip/device/sm90/decode/boxes/box_producer.h"
+#include "kernels/hip/device/sm90/decode/boxes/code_box_copier.h"
 #include "kernels/hip/device/sm90/decode/rows16_fp8/attend_fp8.h"
 #include "kernels/hip/device/sm90/decode/rows64_bf16/attend_wgmma.h"
-#include "kernels/hip/device/sm90/decode/rows64_bf16/box_producer.h"
 #include "kernels/hip/device/sm90/decode/rows64_codes/attend_e4m3.h"
 #include "kernels/hip/device/sm90/decode/rows64_codes/attend_rows.h"
 #include "kernels/hip/device/sm90/decode/rows64_widened/attend_wide.h"
@@ -159,15 +160,30 @@ struct SplitKernelOf<64, KvFormat::kFp8Row, DType::kFp8E4m3> {
   }
 MLA_SPLIT_SM90(MLA_SPLIT_KERNEL)
 
-#define MLA_BOXES_KERNEL(kernel, rows, threads, shared)                                          \
-  using Of_##kernel = AttendWgmma<AttendConfig<rows>, BoxArgs, BoxProducer<AttendConfig<rows>>>; \
-  static_assert(Of_##kernel::kThreads == threads);                                               \
-  static_assert(Of_##kernel::kSharedBytes == shared);                                            \
-  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                          \
-      kernel(const MLA_KERNEL_ARGUMENT BoxArgs args) {                                           \
-    if (came_late(args)) return;                                                                 \
-    wait_for_previous_kernel();                                                                  \
-    Of_##kernel::run(args);                                                                      \
+template <int kRows, KvFormat kFormat, DType kProducts,
+          class C = AttendConfig<kRows, kFormat, kProducts>>
+struct BoxesKernelOf;
+template <class C>
+struct BoxesKernelOf<64, KvFormat::kBf16, DType::kBf16, C> {
+  using Type = AttendWgmma<C, BoxArgs, BoxProducer<C>>;
+};
+template <class C>
+struct BoxesKernelOf<64, KvFormat::kFp8Tensor, DType::kFp8E4m3, C> {
+  using Type = AttendE4m3<C, BoxArgs, CodeBoxCopier<C, E4m3Layout<C>>>;
+};
+template <class C>
+struct BoxesKernelOf<64, KvFormat::kFp8Row, DType::kFp8E4m3, C> {
+  using Type = AttendE4m3Rows<C, BoxArgs, CodeBoxCopier<C, E4m3RowsLayout<C>>>;
+};
+#define MLA_BOXES_KERNEL(kernel, rows, format, products, threads, shared)           \
+  using Of_##kernel = BoxesKernelOf<rows, KvFormat::format, DType::products>::Type; \
+  static_assert(Of_##kernel::kThreads == threads);                                  \
+  static_assert(Of_##kernel::kSharedBytes == shared);                               \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                             \
+      kernel(const MLA_KERNEL_ARGUMENT BoxArgs args) {                              \
+    if (came_late(args)) return;                                                    \
+    wait_for_previous_kernel();                                                     \
+    Of_##kernel::run(args);                                                         \
   }
 MLA_BOXES_SM90(MLA_BOXES_KERNEL)
 

@@ -66,10 +66,10 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
   for (const AttendVariant& v : arch.attend) {
     find(v.kernel, v.shared_bytes, &kernels->attend.emplace_back());
   }
-  for (const SplitVariant& v : arch.split) {
+  for (const FormatVariant& v : arch.split) {
     find(v.kernel, v.shared_bytes, &kernels->split.emplace_back());
   }
-  for (const RowsVariant& v : arch.boxes) {
+  for (const FormatVariant& v : arch.boxes) {
     find(v.kernel, v.shared_bytes, &kernels->boxes.emplace_back());
   }
   for (const RowsVariant& v : arch.stream) {

@@ -75,15 +75,6 @@ int32_t EqualPieces(const PlanView& plan, int32_t packed_rows) {
   return rows;
 }
 
-// Returns the index in arch.boxes of the kernel that replaces `v` where the copy engine brings
-// rows, or arch.boxes.size() if there is none.
-size_t FindBoxes(const ArchTraits& arch, const AttendVariant& v) {
-  size_t i = 0;
-  if (!v.Serves(KvFormat::kBf16, DType::kBf16, AttentionKind::kDense)) return arch.boxes.size();
-  while (i < arch.boxes.size() && arch.boxes[i].rows != v.rows) ++i;
-  return i;
-}
-
 // Returns one of the segments that read rows, if all of them have its page size, its row stride and
 // the layer of the first segment, where the launch's pool begins; else null.
 const SegmentRecord* CommonLayout(std::span<const SegmentRecord> segments) {
@@ -118,8 +109,8 @@ std::optional<AbsorbedWork::Split> AbsorbedWork::SplitOf(const AttentionParams& 
   const size_t chosen = ChooseAttend(arch, params.desc.kv_format, params.desc.products,
                                      params.desc.attention, packed_rows, pieces, units);
   const AttendVariant& variant = arch.attend[chosen];
-  const Split split{FindSplit(arch, variant), EqualPieces(plan, packed_rows), packed_rows,
-                    (packed_rows + variant.rows - 1) / variant.rows};
+  const Split split{FindReplacement(arch.split, variant), EqualPieces(plan, packed_rows),
+                    packed_rows, (packed_rows + variant.rows - 1) / variant.rows};
   const bool fits = split.kernel < arch.split.size() && split.piece_rows > 0 &&
                     split.blocks_per_unit <= kMostSplitShares &&
                     pieces * split.blocks_per_unit <= units;
@@ -128,7 +119,7 @@ std::optional<AbsorbedWork::Split> AbsorbedWork::SplitOf(const AttentionParams& 
 
 absl::Status AbsorbedWork::AddSplit(LaunchRecording& recording, const AttentionParams& params,
                                     const Split& split) const {
-  const SplitVariant& variant = device_.arch->split[split.kernel];
+  const FormatVariant& variant = device_.arch->split[split.kernel];
   const PlanView& plan = params.plan;
   const WorkInfo& last = plan.work_info.back();
   const int64_t layer = params.segments[0].layer_offset;
@@ -203,7 +194,7 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
                           .threads = static_cast<uint32_t>(variant.threads),
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
                           .overlap_predecessor = true};
-  const size_t boxes = FindBoxes(*device_.arch, variant);
+  const size_t boxes = FindReplacement(device_.arch->boxes, variant);
   if (device_.brings_boxes && boxes < device_.arch->boxes.size() && PutBoxes(params, rows, &args)) {
     MLA_RETURN_IF_ERROR(recording.AddKernel(device_.kernels.boxes[boxes], shape, args));
   } else {
@@ -217,28 +208,32 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
   return AddCombine(recording, device_, params, plan, run);
 }
 
-BoxedRows AbsorbedWork::BoxesOf(uint64_t first, int64_t granules) {
-  return {.first = first,
-          .pages = granules,
-          .page_stride = kPageGranuleBytes,
-          .rows = kMostBoxRows,
-          .row_stride = kBf16RowBytes,
-          .columns = kBf16RowBytes / int32_t{sizeof(uint16_t)},
-          .box_rows = kMostBoxRows,
-          .box_columns = kBoxColumns};
+absl::Status AbsorbedWork::EncodeMaps(const GpuRuntime& runtime, const Pages& pages,
+                                      KvFormat format, BoxArgs* args) {
+  BoxedRows rows = {.first = pages.first,
+                    .pages = pages.granules,
+                    .page_stride = kPageGranuleBytes,
+                    .rows = pages.rows,
+                    .row_stride = pages.row_stride,
+                    .columns = static_cast<int32_t>(pages.row_stride / int64_t{sizeof(uint16_t)}),
+                    .box_rows = args->box_rows,
+                    .box_columns = kBoxColumns};
+  MLA_RETURN_IF_ERROR(runtime.EncodeMap(rows, args->rows.words));
+  rows.box_columns = NarrowColumns(format);
+  if (rows.box_columns == 0) return absl::OkStatus();
+  return runtime.EncodeMap(rows, args->narrow.words);
 }
 
 bool AbsorbedWork::PutBoxes(const AttentionParams& params, const Rows& rows, BoxArgs* args) const {
   const SegmentRecord* const common = CommonLayout(params.segments);
   if (common == nullptr) return false;
   args->box_rows = BoxRowsOf(common->page_size, params.plan);
-  const int64_t granules = device_.pool.bytes() / kPageGranuleBytes;
-  if (args->box_rows < kLeastBoxRows || granules > kMostGranules) return false;
-  BoxedRows boxed = BoxesOf(reinterpret_cast<uint64_t>(rows.pool), granules);
-  boxed.rows = common->page_size;
-  boxed.row_stride = common->row_stride;
-  boxed.box_rows = args->box_rows;
-  return device_.runtime->EncodeMap(boxed, args->rows.words).ok();
+  const Pages pages = {.first = reinterpret_cast<uint64_t>(rows.pool),
+                       .granules = device_.pool.bytes() / kPageGranuleBytes,
+                       .rows = common->page_size,
+                       .row_stride = common->row_stride};
+  return args->box_rows >= kLeastBoxRows && pages.granules <= kMostGranules &&
+         EncodeMaps(*device_.runtime, pages, rows.format, args).ok();
 }
 
 bool AbsorbedWork::Widens(const AttentionParams& params, const Rows& rows,

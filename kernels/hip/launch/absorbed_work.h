@@ -28,9 +28,18 @@ class AbsorbedWork final {
   absl::Status Add(LaunchRecording& recording, const AttentionParams& params,
                    const DevicePlan& plan) const;
 
-  // Describes KV rows of bf16 in pages of kMostBoxRows, of which one may begin at each of
-  // `granules` places from the address `first` on.
-  static BoxedRows BoxesOf(uint64_t first, int64_t granules);
+  // Pages of KV rows, of which one may begin at each of `granules` places from the address `first`
+  // on.
+  struct Pages {
+    uint64_t first;
+    int64_t granules;
+    int32_t rows;        // of a page
+    int64_t row_stride;  // bytes
+  };
+  // Encodes the maps of `args` for boxes of args->box_rows rows of `format`. The driver's error if
+  // it refuses one.
+  static absl::Status EncodeMaps(const GpuRuntime& runtime, const Pages& pages, KvFormat format,
+                                 BoxArgs* args);
 
   // A plan of one tile in equal pieces, all of whose blocks run at the same time. One kernel
   // attends and merges (SplitArgs), and the device needs neither the plan nor the segments.
@@ -56,7 +65,7 @@ class AbsorbedWork final {
   bool Widens(const AttentionParams& params, const Rows& rows, int32_t packed_rows) const;
   // Completes the arguments of the kernel whose copy engine brings rows of `rows.pool`. Returns
   // false if it cannot: pages or layers differ between segments, boxes would have too few rows, or
-  // the driver refuses the map.
+  // the driver refuses a map. REQUIRES: the rows lie as the segments say, so they were not widened.
   bool PutBoxes(const AttentionParams& params, const Rows& rows, BoxArgs* args) const;
   // Widens the rows and updates `rows` to the result.
   absl::Status AddWiden(LaunchRecording& recording, const AttentionParams& params,

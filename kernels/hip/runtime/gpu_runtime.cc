@@ -318,7 +318,8 @@ absl::Status GpuRuntime::StoreWord(DevicePtr to, uint32_t value, Stream stream) 
 
 absl::Status GpuRuntime::EncodeMap(const BoxedRows& of, std::span<uint64_t, 16> map) const {
   // As cuda.h numbers them.
-  constexpr int kOfBf16 = 9, kPlain = 0, kSwizzle128 = 3, kPromoteTo256 = 3, kFillZeros = 0;
+  constexpr int kOfBf16 = 9, kPlain = 0, kFillZeros = 0;
+  constexpr int kNoSwizzle = 0, kSwizzle64 = 2, kSwizzle128 = 3, kPromoteTo256 = 3;
   constexpr uint32_t kDims = 3;
   if (api_->nvidia_encode_map == nullptr) {
     return absl::UnimplementedError(absl::StrCat(library_, " has no cuTensorMapEncodeTiled"));
@@ -330,10 +331,17 @@ absl::Status GpuRuntime::EncodeMap(const BoxedRows& of, std::span<uint64_t, 16> 
   const uint32_t box[kDims] = {static_cast<uint32_t>(of.box_columns),
                                static_cast<uint32_t>(of.box_rows), 1};
   constexpr uint32_t kSteps[kDims] = {1, 1, 1};
+  const int swizzle = of.box_columns == 64   ? kSwizzle128
+                      : of.box_columns == 32 ? kSwizzle64
+                                             : kNoSwizzle;
+  if (swizzle == kNoSwizzle && of.box_columns != 8) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("boxes: got ", of.box_columns, " columns, want 8, 32 or 64"));
+  }
   alignas(64) uint64_t encoded[16];  // the driver refuses other addresses
   MLA_RETURN_IF_ERROR(Check(
       api_->nvidia_encode_map(encoded, kOfBf16, kDims, reinterpret_cast<void*>(of.first), dims,
-                              strides, box, kSteps, kPlain, kSwizzle128, kPromoteTo256, kFillZeros),
+                              strides, box, kSteps, kPlain, swizzle, kPromoteTo256, kFillZeros),
       "encode tensor map"));
   std::copy(std::begin(encoded), std::end(encoded), map.begin());
   return absl::OkStatus();

@@ -59,7 +59,7 @@ struct BoxedRows {
   int64_t rows = 0;         // of a page
   int64_t row_stride = 0;   // bytes, a multiple of 16
   int32_t columns = 0;
-  int32_t box_rows = 0, box_columns = 0;  // 128 bytes of columns
+  int32_t box_rows = 0, box_columns = 0;  // 16, 64 or 128 bytes of columns
 };
 
 // Entry points as the vendors' libraries export them; runtime_table.h has them.
@@ -109,8 +109,9 @@ class GpuRuntime final {
   void NoteGraphLaunch() { ++graph_launches_; }
   bool stores_words() const;  // StoreWord; some drivers lack it
 
-  // Encodes a tensor map, whose boxes have the 128-byte swizzle. UNIMPLEMENTED if the runtime has
-  // no such maps; the driver's error if it refuses this one.
+  // Encodes a tensor map. Boxes of 64 and 32 columns have the swizzle that spans these; boxes of 8
+  // have none. INVALID_ARGUMENT for other widths. UNIMPLEMENTED if the runtime
+  // has no such maps; the driver's error if it refuses this one.
   absl::Status EncodeMap(const BoxedRows& of, std::span<uint64_t, 16> map) const;
 
   // --- For calls that are not in this class.

@@ -32,7 +32,7 @@ namespace mla::kernels::hip {
 
 // A launch of a kernel that was not yet given to the device.
 struct PendingKernel {
-  static constexpr size_t kArgBytes = 256;
+  static constexpr size_t kArgBytes = 384;
   Function function = nullptr;
   LaunchShape shape;
   uint32_t arg_bytes = 0;

@@ -52,14 +52,15 @@ struct Shape {
 };
 // The shapes in the order of the test, small ones first, because they find most faults of a kernel.
 // Two query rows make a tile for one block of the smallest attention kernel; twenty make one for
-// the largest, if all units are busy (ChooseAttend). The other shapes run loops for several
-// iterations: at least 12 tiles of 64 KV rows in every piece, pages of three rows, more query rows
-// than a tile. Pages of 64 rows and of 24 are copied in boxes where an architecture has them
-// (BoxArgs).
+// the largest, if all units are busy (ChooseAttend). Pages of 64 rows and of 24 are copied in boxes
+// where an architecture has them (BoxArgs); the third shape has pages of three rows, which are not.
+// Later shapes run loops for several iterations: at least 12 tiles of 64 KV rows in every piece,
+// more query rows than a tile.
 inline constexpr Shape kShapes[] = {
-    {150, 64, 96, 2, 2, false, false},  {150, 64, 96, 20, 20, true, false},
-    {1600, 3, 800, 2, 0, false, true},  {1600, 3, 800, 20, 0, true, true},
-    {1600, 24, 800, 20, 0, true, true}, {850, 3, 0, 0, 130, true, true}};
+    {150, 64, 96, 2, 2, false, false}, {150, 64, 96, 20, 20, true, false},
+    {150, 3, 96, 20, 0, true, false},  {1600, 3, 800, 2, 0, false, true},
+    {1600, 3, 800, 20, 0, true, true}, {1600, 24, 800, 20, 0, true, true},
+    {850, 3, 0, 0, 130, true, true}};
 // These shapes are run at the dims of kWideGeometry, in the expanded form. In the second shape some
 // rows see few keys.
 inline constexpr Shape kWideShapes[] = {kShapes[0], {200, 3, 0, 0, 130, true, true}};
@@ -79,7 +80,7 @@ inline Shape ShapeInPieces(int32_t queries, int32_t pieces) {
 inline constexpr int32_t kMostPieces = 64;
 // Rows of formats other than bf16 are tested with the first shapes of each list only, because
 // formats differ in every tile.
-inline constexpr size_t kFp8Shapes = 2, kFp8ListShapes = 3;
+inline constexpr size_t kFp8Shapes = 3, kFp8ListShapes = 3;
 inline constexpr int32_t kMostRows = 1600;
 inline constexpr int32_t kMostQueries = 130;
 inline constexpr int32_t kMostAbsorbed = 20;

@@ -64,7 +64,8 @@ struct Control {
   // If true, events do not wait for copies to pinned memory of the host: such a copy arrives when a
   // caller waits for a stream or gives memory back. HIP itself waits for copies to other memory.
   bool late_copies_out = false;
-  bool encodes_maps = true;  // CUDA: tensor maps can be made
+  bool encodes_maps = true;         // CUDA: tensor maps can be made
+  bool encodes_narrow_maps = true;  // also those whose boxes are narrower than 128 bytes
   // Number of a stream's wait for an event, from 0, that is accepted but not performed.
   int ignored_wait = -1;
   int stream_waits = 0;

@@ -371,16 +371,19 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* first, cons
                            int interleave, int swizzle, int, int fill) {
   using mla::kernels::hip::host::TensorMap;
   if (!fake_hip_control()->encodes_maps) return kInvalidValue;
-  constexpr int kOfBf16 = 9, kSwizzle128 = 3;
+  if (!fake_hip_control()->encodes_narrow_maps && box[0] * 2 < 128) return kInvalidValue;
+  constexpr int kOfBf16 = 9;
+  constexpr uint32_t kSwizzles[] = {0, 32, 64, 128};  // bytes
   constexpr unsigned kMostOfBox = 256;
   constexpr uint64_t kMostOfDim = uint64_t{1} << 32, kMostStride = uint64_t{1} << 40;
-  if (type != kOfBf16 || rank != 3 || interleave != 0 || swizzle != kSwizzle128 || fill != 0 ||
+  if (type != kOfBf16 || rank != 3 || interleave != 0 || swizzle < 0 || swizzle > 3 || fill != 0 ||
       reinterpret_cast<uintptr_t>(map) % 64 != 0 || reinterpret_cast<uintptr_t>(first) % 16 != 0 ||
-      box[0] * 2 != TensorMap::kRowBytes || box[2] != 1) {
+      box[0] * 2 % 16 != 0 || (swizzle != 0 && box[0] * 2 != kSwizzles[swizzle]) || box[2] != 1) {
     return kInvalidValue;
   }
   TensorMap made = {};
   made.mark = TensorMap::kMark;
+  made.swizzle = kSwizzles[swizzle];
   made.first = static_cast<const char*>(first);
   for (unsigned i = 0; i < rank; ++i) {
     if (dims[i] == 0 || dims[i] > kMostOfDim || box[i] == 0 || box[i] > kMostOfBox || steps[i] != 1)

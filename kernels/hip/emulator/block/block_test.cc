@@ -320,7 +320,8 @@ void MakeMap() {
          .first = reinterpret_cast<const char*>(tensor.data()),
          .dims = {128, 3, 4},
          .strides = {512, 64},
-         .box = {64, 4, 1}};
+         .box = {64, 4, 1},
+         .swizzle = 128};
 }
 
 TEST(CountedBarrierTest, BoxesArriveSwizzledWithZerosPastThePage) {
@@ -343,6 +344,42 @@ TEST(CountedBarrierTest, BoxesArriveSwizzledWithZerosPastThePage) {
       const int first = 2 * 32 + (1 + row) * 256 + 64 + 2 * word;
       const int low = first == 64 + 256 + 64 ? 9999 : first;
       EXPECT_EQ(words[at], row < 2 ? low | (first + 1) << 16 : 0) << row << " " << word;
+    }
+  }
+}
+
+// Rows of 64 bytes: two neighbouring ones have the same swizzle, of four chunks. Rows of 16 bytes
+// have none. The page has three rows.
+TEST(CountedBarrierTest, NarrowBoxesArriveUnderTheirOwnSwizzle) {
+  MakeMap();
+  map.box[0] = 32;
+  map.swizzle = 64;
+  static TensorMap plain;
+  plain = map;
+  plain.box[0] = 8;
+  plain.swizzle = 0;
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 0) return;
+                InitCounted(960, 1);
+                ArriveCounted(960, 256 + 64);
+                StartBoxCopy(Shared(384), &map, {32, 0, 1}, 960);
+                StartBoxCopy(Shared(640), &plain, {120, 0, 1}, 960);
+                Poll(CountedPhaseEnded, 960, 0);
+                for (int i = 0; i < 80; ++i) results.push_back(Load(384 + i * 4));
+              }),
+              IsEmpty());
+  const auto* const words = results.data() + kWave;
+  for (int row = 0; row < 4; ++row) {
+    const auto want = [row](int column) {  // the page begins 64 bytes on
+      const int low = 32 + row * 256 + column;
+      return row < 3 ? low | (low + 1) << 16 : 0;
+    };
+    for (int word = 0; word < 16; ++word) {
+      const int chunk = word / 4 ^ (384 + row * 64) / 128 % 4;
+      EXPECT_EQ(words[row * 16 + chunk * 4 + word % 4], want(32 + 2 * word)) << row << " " << word;
+    }
+    for (int word = 0; word < 4; ++word) {
+      EXPECT_EQ(words[64 + row * 4 + word], want(120 + 2 * word)) << row << " " << word;
     }
   }
 }

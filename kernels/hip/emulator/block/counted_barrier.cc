@@ -104,7 +104,8 @@ void StartBoxCopy(char* to, const void* map, const int (&place)[3], uint32_t bar
   if (of.mark != TensorMap::kMark) Fault("a copy by a tensor map that the driver has not encoded");
   SharedMemory& shared = the_block->shared;
   const auto offset = static_cast<uint64_t>(to - shared.base());
-  if (offset % TensorMap::kRowBytes != 0) Fault("a box at %lu of shared memory", offset);
+  if (offset % TensorMap::kAlignment != 0) Fault("a box at %lu of shared memory", offset);
+  const uint32_t row_bytes = of.box[0] * 2;
   const bool page = place[2] >= 0 && static_cast<uint32_t>(place[2]) < of.dims[2];
   if (place[0] < 0 || place[0] + of.box[0] > of.dims[0]) {
     Fault("a box that begins with column %d", place[0]);
@@ -114,10 +115,11 @@ void StartBoxCopy(char* to, const void* map, const int (&place)[3], uint32_t bar
     const bool there = page && row >= 0 && row < static_cast<int64_t>(of.dims[1]);
     const char* const from = of.first + static_cast<int64_t>(of.strides[1]) * place[2] +
                              row * static_cast<int64_t>(of.strides[0]) + place[0] * 2;
-    // The swizzle acts on bits of the address.
-    const uint64_t at = offset + uint64_t{i} * TensorMap::kRowBytes;
+    // The swizzle acts on bits of the address: bits 7 and on change the chunk of 16 bytes.
+    const uint64_t at = offset + uint64_t{i} * row_bytes;
+    const uint64_t turn = of.swizzle == 0 ? 0 : at / 128 % (of.swizzle / 16);
     shared.StartCopy(Find(barrier).bulk, shared.base() + at, there ? from : nullptr,
-                     TensorMap::kRowBytes, the_lane->wave->index, at / TensorMap::kRowBytes % 8);
+                     static_cast<int>(row_bytes), the_lane->wave->index, static_cast<int>(turn));
   }
 }
 

@@ -41,7 +41,7 @@ class CopyQueue {
   }
 
  private:
-  static constexpr int kMost = 256;
+  static constexpr int kMost = 512;
   int first_ = 0, count_ = 0;
   int64_t bytes_ = 0;
   uint64_t group_ = 0;

@@ -17,31 +17,32 @@
 
 namespace mla::kernels::hip {
 
-template <class C>
+// Args is AttendArgs, or BoxArgs with CodeBoxCopier. Copier is the group that copies KV rows.
+template <class C, class Args = AttendArgs, class Copier = E4m3Copier<C, E4m3Layout<C>>>
 class AttendE4m3 {
  public:
   using L = E4m3Layout<C>;
   static constexpr int kThreads = L::kThreads;
   static constexpr int kSharedBytes = L::kSharedBytes;
 
-  MLA_DEVICE static void run(const AttendArgs& args) {
+  MLA_DEVICE static void run(const Args& args) {
     const L shared{tile::shared_base<kSharedBytes>()};
-    shared.init_barriers();
+    shared.init_barriers(Copier::kArrivals);
     let_next_kernel_start();
     const int group = tile::wave_index() / L::kGroupWarps;
     if (group == 3) {
       tile::give_registers<C::kCopyRegisters>();
-      E4m3Copier<C, L> copier(args, shared);
+      Copier copier(args, shared);
       for_each_item_found_again<L::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
     } else if (group == 0) {
       tile::give_registers<C::kScoreRegisters>();
-      E4m3Scorer<C> scorer(args, shared);
+      E4m3Scorer<C, Args> scorer(args, shared);
       for_each_indexed_item<L::kRows>(args, [&scorer](const Item& item, int index, int share) {
         scorer.attend(item, index, share);
       });
     } else {
       tile::take_registers<C::kValueRegisters>();
-      E4m3Values<C> values(args, shared);
+      E4m3Values<C, Args> values(args, shared);
       for_each_indexed_item<L::kRows>(args, [&values](const Item& item, int index, int share) {
         values.attend(item, index, share);
       });

@@ -41,8 +41,8 @@ class E4m3RowsGroup {
     const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
     const typename Scorer::Tiles places(source, item, index, share);
     // Tiles whose keys are all seen. Other tiles may have values that are NaN; with lists, any tile
-    // may.
-    const int plain = places.unmasked_end >= source.end && !L::kLists
+    // may. Boxes bring rows past the item's end.
+    const int plain = places.unmasked_end >= source.end && !L::kLists && !Args::kBoxes
                           ? tiles
                           : (L::kLists ? 0 : (places.unmasked_end - source.begin) / C::kTileKv);
     int t = (at ^ scorer.group) & 1;
@@ -75,7 +75,8 @@ class E4m3RowsGroup {
   uint32_t at = 0;  // tiles before this item
 };
 
-template <class C, class Args = AttendArgs>
+// Copier is the group that copies KV rows.
+template <class C, class Args = AttendArgs, class Copier = E4m3Copier<C, E4m3RowsLayout<C>, Args>>
 class AttendE4m3Rows {
  public:
   using L = E4m3RowsLayout<C>;
@@ -86,12 +87,12 @@ class AttendE4m3Rows {
 
   MLA_DEVICE static void run(const Args& args) {
     const L shared{tile::shared_base<kSharedBytes>()};
-    shared.init_barriers();
+    shared.init_barriers(Copier::kArrivals);
     let_next_kernel_start();
     const int group = tile::wave_index() / L::kGroupWarps;
     if (group == 2) {
       tile::give_registers<C::kCopyRegisters>();
-      E4m3Copier<C, L, Args> copier(args, shared);
+      Copier copier(args, shared);
       const auto copy = [&copier](const Item& item) { copier.copy(item); };
       if constexpr (Args::kSplit) {
         for_each_item<L::kRows>(args, copy);

@@ -22,6 +22,10 @@ class E4m3Copier {
  public:
   using lds_t = tile::lds_t;
   using Source = RowSource<C::kAttention>;
+  // Arrivals at L::filled. The bits of seen list rows are ordinary stores, not copies, so each warp
+  // of a kernel for lists arrives for them itself.
+  static constexpr int kArrivals =
+      L::kGroupThreads + (L::kLists && !L::kScaledRows ? L::kGroupWarps : 0);
 
   MLA_DEVICE E4m3Copier(const Args& a, const L& layout)
       : args(a), shared(layout), warp(tile::wave_index() & 3), lane(tile::lane_index()) {}
@@ -45,9 +49,11 @@ class E4m3Copier {
     finish_all();
   }
 
-  // True if this group converts scales.
+  // Returns true if the copying group converts scales. With boxes it always does (CodeBoxCopier).
   MLA_DEVICE static bool converts(const Args& args) {
-    if constexpr (!kMayConvert) {
+    if constexpr (Args::kBoxes) {
+      return true;
+    } else if constexpr (!kMayConvert) {
       return false;
     } else if constexpr (L::kLists) {
       return true;

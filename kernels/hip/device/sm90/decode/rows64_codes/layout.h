@@ -93,12 +93,11 @@ struct E4m3Layout {
   MLA_DEVICE lds_t summed() const { return barrier(4 * kSlots); }
   MLA_DEVICE lds_t taken() const { return barrier(4 * kSlots + 1); }
 
-  MLA_DEVICE void init_barriers() const {
+  // `arrivals`: how many fill a slot, which depends on the copying group.
+  MLA_DEVICE void init_barriers(int arrivals) const {
     if (thread_index() == 0) {
       for (int s = 0; s < kSlots; ++s) {
-        // The bits of seen list rows are ordinary stores, not copies, so each warp arrives for them
-        // itself.
-        tile::barrier_init(filled(s), kGroupThreads + (kLists ? kGroupWarps : 0));
+        tile::barrier_init(filled(s), arrivals);
         tile::barrier_init(emptied(s), kValueWarps);  // the scorers are done with it by then
         tile::barrier_init(published(s), kGroupThreads);
         tile::barrier_init(adopted(s), kValueWarps);

@@ -39,7 +39,7 @@ struct E4m3RowsLayout {
   // of both groups, and for each slot origin and old_factor.
   static constexpr int kStatBytes = kRows * 4;
   static constexpr int kStats = 3 + 2 * kSlots;
-  static constexpr int kBarriers = 2 * kSlots + 4;
+  static constexpr int kBarriers = 3 * kSlots + 4;
   static constexpr int kMovedBytes = 16, kOneScaleBytes = 16;
   static constexpr int kSharedBytes =
       kQueryBytes + 2 * kProbabilityBytes +
@@ -80,14 +80,15 @@ struct E4m3RowsLayout {
     const uint32_t inverse = (254u << 23) - power;
     tile::store_word(key_scales(s) + key * 4, float_to_bits(exponent) | inverse >> 16);
   }
-  // Converts the scales of a warp's 16 keys, which have been copied to a slot, to the forms above.
-  // All lanes of the warp call it, once a tile; other warps' keys are not read. Addresses are made
-  // from a lane that the compiler does not know, because keeping them over a loop would take
+  // Converts the scales of a quarter of a tile's keys, 16, which have been copied to a slot, to the
+  // forms above. All lanes of a warp call it; keys of other quarters are not read. Addresses are
+  // made from a lane that the compiler does not know, because keeping them over a loop would take
   // registers.
-  MLA_DEVICE void convert_scales(int slot, int warp, int lane) const {
-    constexpr int kWarpKeys = 16;
-    const int own = static_cast<int>(tile::unknown(static_cast<uint32_t>(lane))) & (kWarpKeys - 1);
-    const int key = warp * kWarpKeys + own;
+  MLA_DEVICE void convert_scales(int slot, int quarter, int lane) const {
+    constexpr int kKeysOfQuarter = 16;
+    const int own =
+        static_cast<int>(tile::unknown(static_cast<uint32_t>(lane))) & (kKeysOfQuarter - 1);
+    const int key = quarter * kKeysOfQuarter + own;
     const Chunk raw = tile::load_chunk_shared(raw_scales(slot) + key * 16);
     float scale[kBlocks], top = kLeastScale;
 #pragma unroll
@@ -101,14 +102,14 @@ struct E4m3RowsLayout {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) one = one && scale[b] == top;
     const uint32_t of_rows = tile::ballot(one);
-    if (lane == 0) tile::store_word(one_scale(slot) + warp * 4, of_rows == ~0u ? 1u : 0u);
+    if (lane == 0) tile::store_word(one_scale(slot) + quarter * 4, of_rows == ~0u ? 1u : 0u);
     tile::sync_warp();
-    if (lane >= kWarpKeys) return;
+    if (lane >= kKeysOfQuarter) return;
     write_key_scale(slot, key, power);
     const int place = (own & 7) / 2 * 4 + own / 8 * 2 + (own & 1);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      tile::store_half_word(ratios(slot, warp, b) + place * 2,
+      tile::store_half_word(ratios(slot, quarter, b) + place * 2,
                             tile::pack_f16(scale[b] * inverse, 0.0f) & 0xffffu);
     }
     // Factors for the scorers: each rescales the sum of one block to the scale of the next block.
@@ -118,12 +119,12 @@ struct E4m3RowsLayout {
     for (int b = 1; b < kBlocks; ++b) {
       const float least = max_f(most * 0x1p-40f, 0x1p-100f);
       const float taken = scale[b] < least ? least : scale[b];
-      tile::store_float(block_scales(slot, warp, b - 1) + own * 4,
+      tile::store_float(block_scales(slot, quarter, b - 1) + own * 4,
                         before * tile::reciprocal(taken));
       most = max_f(most, taken);
       before = taken;
     }
-    tile::store_float(block_scales(slot, warp, kBlocks - 1) + own * 4, before);
+    tile::store_float(block_scales(slot, quarter, kBlocks - 1) + own * 4, before);
   }
   MLA_DEVICE lds_t seen(int s) const { return key_scales(kSlots) + s * kSeenBytes; }
   MLA_DEVICE lds_t stats(int i) const { return seen(kSlots) + i * kStatBytes; }
@@ -134,8 +135,8 @@ struct E4m3RowsLayout {
   // Returns the place of a word for each warp that scores: nonzero if the old factor of one of its
   // rows is not 1.
   MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
-  // Returns the place of a word for each copying warp: nonzero if each of its rows has one scale, a
-  // power of two.
+  // Returns the place of a word for each quarter of the keys: nonzero if each of these has one
+  // scale, a power of two.
   MLA_DEVICE lds_t one_scale(int s) const { return moved(kSlots) + s * kOneScaleBytes; }
   MLA_DEVICE bool has_one_scale(int s) const {
     const Chunk warps = tile::load_chunk_shared(one_scale(s));
@@ -148,11 +149,15 @@ struct E4m3RowsLayout {
   // published: the probabilities of a group's tile are stored. adopted: they are no longer needed.
   MLA_DEVICE lds_t published(int group) const { return barrier(2 * kSlots + group); }
   MLA_DEVICE lds_t adopted(int group) const { return barrier(2 * kSlots + 2 + group); }
+  // arrived: a slot's boxes are there, and the scales as they were loaded.
+  MLA_DEVICE lds_t arrived(int s) const { return barrier(2 * kSlots + 4 + s); }
 
-  MLA_DEVICE void init_barriers() const {
+  // As E4m3Layout::init_barriers.
+  MLA_DEVICE void init_barriers(int arrivals) const {
     if (thread_index() == 0) {
       for (int s = 0; s < kSlots; ++s) {
-        tile::barrier_init(filled(s), kGroupThreads);
+        tile::barrier_init(filled(s), arrivals);
+        tile::barrier_init(arrived(s), 1);
         tile::barrier_init(emptied(s), 2 * kGroupWarps);
       }
       for (int group = 0; group < 2; ++group) {

@@ -130,7 +130,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
   // Blocks of columns have their own scales, so the sum so far is rescaled to the scale of each
   // next block (E4m3RowsLayout::block_scales).
   MLA_DEVICE void score_blocks(int slot, float (&s)[kScores]) const {
-    tile::publish_shared();
+    publish_copies();
     start_blocks<false, 0>(slot, s);
     rescale(slot, 0, s);
     start_blocks<true, 1>(slot, s);
@@ -143,9 +143,13 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
     tile::wgmma_wait<0>();
     tile::pin(s);
   }
+  // The copy engine writes as products read: through the async proxy.
+  MLA_DEVICE static void publish_copies() {
+    if constexpr (!Args::kBoxes) tile::publish_shared();
+  }
   // For tiles in which each key has one scale.
   MLA_DEVICE void score_at_once(int slot, float (&s)[kScores]) const {
-    tile::publish_shared();
+    publish_copies();
     start_blocks<false, 0, L::kBlocks>(slot, s);
     rescale(slot, L::kBlocks - 1, s);
     start_rotated(slot, s);

@@ -10,13 +10,13 @@ namespace mla::kernels::hip {
 // in that tile. So no tile loses precision because of other tiles, and the largest probability is
 // not rounded. Sums over tiles use an origin that follows the largest logit once that has grown by
 // more than kSlack. The factor between `top` and the origin is published with the probabilities.
-template <class C>
-class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
+template <class C, class Args = AttendArgs>
+class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>, Args> {
  public:
   using L = E4m3Layout<C>;
-  using Base = E4m3Scores<C, L>;
+  using Base = E4m3Scores<C, L, Args>;
 
-  MLA_DEVICE E4m3Scorer(const AttendArgs& a, const L& layout) : Base(a, layout) {}
+  MLA_DEVICE E4m3Scorer(const Args& a, const L& layout) : Base(a, layout) {}
 
   // The item is loaded again for its results, because keeping it would take registers.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
@@ -126,7 +126,8 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
   // Starts the products of queries and a slot's keys.
   MLA_DEVICE void start(int slot, const Held& held, float (&s)[kScores]) const {
     const lds_t keys = shared.slot(slot);
-    tile::publish_shared();
+    // The copy engine writes as products read: through the async proxy.
+    if constexpr (!Args::kBoxes) tile::publish_shared();
     tile::pin(s);
     tile::wgmma_begin();
     const uint64_t q = tile::along_rows(shared.queries()), k = tile::along_rows(keys);

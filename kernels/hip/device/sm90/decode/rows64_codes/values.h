@@ -12,13 +12,13 @@ namespace mla::kernels::hip {
 //
 // The matrix unit aligns addends to the largest and keeps 13 bits below it. So it sums only the 64
 // keys of one tile; sums of tiles are added in fp32, times a factor of the tile and row.
-template <class C>
-class E4m3Values : E4m3Columns<C, E4m3Layout<C>> {
+template <class C, class Args = AttendArgs>
+class E4m3Values : E4m3Columns<C, E4m3Layout<C>, Args> {
  public:
   using L = E4m3Layout<C>;
-  using Base = E4m3Columns<C, L>;
+  using Base = E4m3Columns<C, L, Args>;
 
-  MLA_DEVICE E4m3Values(const AttendArgs& a, const L& layout)
+  MLA_DEVICE E4m3Values(const Args& a, const L& layout)
       : Base(a, layout, (tile::wave_index() >> 2) - 1) {}
 
   // The item is loaded again for its results, because keeping it would take registers.
@@ -26,10 +26,10 @@ class E4m3Values : E4m3Columns<C, E4m3Layout<C>> {
     float o[kBlocks][kProduct];
     Base::clear(o);
     // Remaining keys, and keys before the first that may be hidden. With lists, any key may be
-    // hidden.
+    // hidden. Boxes bring rows past the item's end, which may hold NaN.
     const RowSource<C::kAttention> source(args, item);
     int left = source.end - source.begin, plain = L::kLists ? 0 : item.limit(0) - source.begin;
-    if (plain >= left) plain = kAllPlain;
+    if (!Args::kBoxes && plain >= left) plain = kAllPlain;
     for (; left > 0; left -= C::kTileKv) {
       plain -= C::kTileKv;
       add(plain < 0, o);

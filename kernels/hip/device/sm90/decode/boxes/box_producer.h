@@ -1,10 +1,10 @@
 // The copying group of attend_wgmma.h for rows that lie in boxes of a tensor map.
-#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_BOX_PRODUCER_H_
-#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_BOX_PRODUCER_H_
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_BOXES_BOX_PRODUCER_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_BOXES_BOX_PRODUCER_H_
 
 #include "kernels/hip/device/kv/row_finder.h"
-#include "kernels/hip/device/kv/row_source.h"
 #include "kernels/hip/device/primitives/query_loader.h"
+#include "kernels/hip/device/sm90/decode/boxes/box_place.h"
 #include "kernels/hip/device/sm90/decode/rows64_bf16/wgmma_layout.h"
 #include "kernels/hip/device/sm90/warpgroup.h"
 
@@ -12,9 +12,6 @@ namespace mla::kernels::hip {
 
 // Warp 0 asks the copy engine for KV rows, a lane for each box of a tile; the other warps copy
 // queries by 16 bytes a lane. So the first rows of an item do not wait for its queries.
-//
-// A box past the item's end repeats the last one. Rows of a page past the item's end come with
-// their box and may hold anything, so consumers hide them.
 template <class C>
 class BoxProducer {
  public:
@@ -51,21 +48,11 @@ class BoxProducer {
   static constexpr int kFours = L::kRows / kWarpRows;
   static constexpr int kCopyFours = (kFours + kQueryWarps - 1) / kQueryWarps;
 
-  // Where a box lies: the first granule of its page, and its first row there.
-  struct Box {
-    uint32_t granule;
-    int row;
-  };
-  MLA_DEVICE Box find(const Source& source, int first) const {
-    const int wanted = first + lane * args.box_rows;
-    const int last = source.end - 1;
-    const PagedRows::Place at =
-        source.pages.place((wanted < last ? wanted : last) & ~(args.box_rows - 1));
-    return {source.pages.granule(at.page), at.inside};
+  MLA_DEVICE BoxPlace find(const Source& source, int first) const {
+    return find_box(source, args.box_rows, first, lane);
   }
-
   MLA_DEVICE void copy_rows(const Source& source) {
-    Box box = find(source, source.begin);
+    BoxPlace box = find(source, source.begin);
     for (int first = source.begin; first < source.end; first += 2 * C::kTileKv) {
       copy_tile<0>(box);
       const int second = first + C::kTileKv;
@@ -76,7 +63,7 @@ class BoxProducer {
     }
   }
   template <int kSlot>
-  MLA_DEVICE void copy_tile(const Box& box) {
+  MLA_DEVICE void copy_tile(const BoxPlace& box) {
     const uint32_t n = used[kSlot]++;
 #pragma unroll
     for (int part = 0; part < L::kParts; ++part) {
@@ -168,4 +155,4 @@ class BoxProducer {
 
 }  // namespace mla::kernels::hip
 
-#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_BOX_PRODUCER_H_
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_BOXES_BOX_PRODUCER_H_
