@@ -2,14 +2,16 @@
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_BOXES_CODE_BOX_COPIER_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_BOXES_CODE_BOX_COPIER_H_
 
+#include "kernels/hip/device/primitives/query_loader.h"
 #include "kernels/hip/device/sm90/decode/boxes/box_place.h"
 #include "kernels/hip/device/sm90/decode/rows16_fp8/layout.h"
 #include "kernels/hip/device/sm90/warpgroup.h"
 
 namespace mla::kernels::hip {
 
-// Warp 0 asks the copy engine for KV rows, a lane for each box of a tile. Over fp8_row two more
-// warps convert the scales of keys (E4m3RowsLayout::convert_scales) once a tile has arrived.
+// Warp 0 asks the copy engine for KV rows, a lane for each box of a tile, and over fp8_tensor for
+// an item's queries (prefetch_queries). Over fp8_row two more warps convert the scales of keys
+// (E4m3RowsLayout::convert_scales) once a tile has arrived.
 //
 // L: the layout of shared memory.
 template <class C, class L>
@@ -37,7 +39,7 @@ class CodeBoxCopier {
     const Source source(args, item);
     if (source.begin >= source.end) return;
     if (warp == 0) {
-      copy_rows(source);
+      copy_rows(source, item);
     } else if (warp <= kConverters) {
       convert_scales(source);
     }
@@ -49,13 +51,27 @@ class CodeBoxCopier {
   static constexpr int kScaleColumns = NarrowColumns(KvFormat::kFp8Row);
   static constexpr int kTileBytes = L::kSlotBytes;
 
-  MLA_DEVICE void copy_rows(const Source& source) {
+  MLA_DEVICE void copy_rows(const Source& source, const Item& item) {
     BoxPlace box = find_box(source, args.box_rows, source.begin, lane);
     for (int first = source.begin; first < source.end; first += C::kTileKv) {
       tile::barrier_wait(shared.emptied(ring.at), ring.parity ^ 1);
       copy_tile(ring.at, box);
+      if (!L::kScaledRows && first == source.begin) prefetch_queries(item);
       box = find_box(source, args.box_rows, first + C::kTileKv, lane);
       ring.next();
+    }
+  }
+  // Brings the item's queries to the L2. The scorers of attend_e4m3.h load them, a few rows at a
+  // time, when they are done with the item before. attend_rows.h loads all rows at once, and gains
+  // nothing.
+  MLA_DEVICE void prefetch_queries(const Item& item) const {
+    constexpr int kRowBytes = (C::kLora + C::kRope) * 2, kLine = 128;
+    const QueryLoader queries(item);
+#pragma unroll 1
+    for (int p = lane; p < item.rows; p += tile::kWave) {
+      const auto* const row = reinterpret_cast<const uint8_t*>(queries.row(p));
+#pragma unroll
+      for (int at = 0; at < kRowBytes; at += kLine) tile::prefetch(row + at);
     }
   }
   MLA_DEVICE lds_t arrived(int slot) const {
