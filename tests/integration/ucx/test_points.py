@@ -50,6 +50,12 @@ def each_transport(test):
     return run
 
 
+def state_of(pid):
+    """The letter of a process's state: T if it is stopped."""
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    return stat.rpartition(")")[2].split()[0]
+
+
 class Points:
     """A server, and workers that reach it in some way."""
 
@@ -114,7 +120,11 @@ class Points:
             self.said.append(line)
 
     def start(self, points, transport, timeout_s=60):
-        """Starts workers and waits until they are at their points. Returns their processes."""
+        """Starts workers, waits until they have stopped at their points, returns their processes.
+
+        A worker says that it is there just before it stops. A signal to continue that came in
+        between would be lost.
+        """
         self.said = []
         for point in points:
             self.command(f"start {point} {transport} {timeout_s}")
@@ -123,7 +133,16 @@ class Points:
             word, point, pid, *more = self.next_line("at", "error", "wrong")
             self.assertEqual(word, "at", f"{point} {pid} {more}")
             pids[point] = int(pid)
+        for point, pid in pids.items():
+            self.await_stop(point, pid)
         return pids
+
+    def await_stop(self, point, pid):
+        """Waits until a process is stopped, if the point is one at which workers stop."""
+        deadline = time.monotonic() + WAIT_S
+        while point in POINTS and state_of(pid) != "T":
+            self.assertLess(time.monotonic(), deadline, f"{point}: {pid} has not stopped")
+            time.sleep(0.01)
 
     def statuses(self, points):
         """Exit statuses of all workers."""
