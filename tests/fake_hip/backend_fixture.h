@@ -85,6 +85,14 @@ class BackendOnFakeTest : public ::testing::Test {
     options.self_test = false;
     return options;
   }
+  // Makes the device one of sm_90, and returns options for it.
+  HipBackendOptions Sm90Options() {
+    control_->arch = "sm_90";
+    HipBackendOptions options = Options();
+    options.vendor = Vendor::kNvidia;
+    options.images = {Image("sm_90", kImage90)};
+    return options;
+  }
   static BackendLimits Limits() {
     BackendLimits l;
     l.kv_pool_bytes = 1 << 20;

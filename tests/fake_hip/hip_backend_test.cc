@@ -167,10 +167,7 @@ std::set<std::string> launched;  // kernels
 
 // The copy engine brings rows if pages allow it and the driver can describe them.
 TEST_F(HipBackendTest, RowsComeInBoxesWhereTheyCan) {
-  control_->arch = "sm_90";
-  HipBackendOptions options = Options();
-  options.vendor = Vendor::kNvidia;
-  options.images = {Image("sm_90", kImage90)};
+  const HipBackendOptions options = Sm90Options();
   control_->on_launch = [](const char* kernel) { launched.insert(kernel); };
   struct Case {
     int32_t page_size, other_page_size, layer;

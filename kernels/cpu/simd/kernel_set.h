@@ -158,8 +158,8 @@ struct KernelSet {
   void (*enter_thread)();
   void (*leave_thread)();
   // Does all stages of a tile, at the same time where it can; null if the level has no such call.
-  // Results equal those of the single functions bit by bit. It pays for more panels of packed rows
-  // than `packs_in_gemm`.
+  // Results equal those of the single functions bit by bit. The call pays for more panels of
+  // packed rows than `packs_in_gemm`.
   void (*attend)(const TileArgs& args) = nullptr;
   // KV rows of a tile in the absorbed form, a multiple of 32 and at most kMostKvRows. In the
   // expanded form it has kTileRows.

@@ -24,11 +24,7 @@ class EarlyRequestTest : public BackendOnFakeTest {
  protected:
   void SetUp() override {
     ASSERT_NO_FATAL_FAILURE(BackendOnFakeTest::SetUp());
-    control_->arch = "sm_90";
-    HipBackendOptions options = Options();
-    options.vendor = Vendor::kNvidia;
-    options.images = {Image("sm_90", kImage90)};
-    auto backend = HipBackend::Create(options);
+    auto backend = HipBackend::Create(Sm90Options());
     ASSERT_TRUE(backend.ok()) << backend.status();
     gpu_ = backend->get();
     scheduler::Limits limits = ExpandedEngine::Limits();

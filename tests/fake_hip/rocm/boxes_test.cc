@@ -84,12 +84,8 @@ class BoxesTest : public BackendOnFakeTest {
  protected:
   void SetUp() override {
     ASSERT_NO_FATAL_FAILURE(BackendOnFakeTest::SetUp());
-    control_->arch = "sm_90";
-    HipBackendOptions options = Options();
-    options.vendor = Vendor::kNvidia;
-    options.images = {Image("sm_90", kImage90)};
+    HipBackendOptions options = Sm90Options();
     options.watchdog_ms = 600000;
-    options.self_test = false;
     control_->on_launch = [](const char* kernel) { launched.insert(kernel); };
     auto backend = HipBackend::Create(options);
     ASSERT_TRUE(backend.ok()) << backend.status();
@@ -120,7 +116,8 @@ TEST_F(BoxesTest, EmptySegmentsDoNotKeepOthersRowsFromComingInBoxes) {
   }
 }
 
-// Their scales are those of the other rows, so over fp8_row only the values are wrong.
+// Rows after the end have the scales of the rows before it, so over fp8_row their values alone are
+// wrong.
 TEST_F(BoxesTest, RowsAfterTheEndDoNotCountWhateverTheyHold) {
   for (const KvFormat format : {KvFormat::kBf16, KvFormat::kFp8Tensor, KvFormat::kFp8Row}) {
     launched.clear();
@@ -134,12 +131,9 @@ TEST_F(BoxesTest, RowsAfterTheEndDoNotCountWhateverTheyHold) {
   }
 }
 
-// An operator sees how rows come, and the driver's error if it refuses the map.
+// An operator sees how rows come, and the driver's error if it refuses a map.
 TEST_F(BoxesTest, StatesWhyRowsDoNotCome) {
-  HipBackendOptions options = Options();
-  options.vendor = Vendor::kNvidia;
-  options.images = {Image("sm_90", kImage90)};
-  options.self_test = false;
+  const HipBackendOptions options = Sm90Options();
   for (const auto& [wide, narrow] : {std::pair(true, true), {false, true}, {true, false}}) {
     control_->encodes_maps = wide;
     control_->encodes_narrow_maps = narrow;

@@ -57,10 +57,7 @@ TEST_F(VersionsTest, EachIsNamedAndUsesNoGraphsByItself) {
 }
 
 TEST_F(VersionsTest, AKeyTurnsGraphsOff) {
-  HipBackendOptions options = Options();
-  options.vendor = Vendor::kNvidia;
-  options.images = {Image("sm_90", kImage90)};
-  control_->arch = "sm_90";
+  HipBackendOptions options = Sm90Options();
   for (const GraphUse use : {GraphUse::kAuto, GraphUse::kOff}) {
     options.graphs = use;
     auto backend = HipBackend::Create(options);
