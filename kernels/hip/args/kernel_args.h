@@ -92,6 +92,8 @@ struct AttendArgs {
   int32_t xcds;
   const uint32_t* late;
   int32_t few_tiles;  // not 0: items are short (AttendsFewTiles); means nothing with boxes
+  int32_t segment_count, item_count;
+  int32_t item_a_unit;  // not 0: unit u has item u alone, so work_indptr need not be read
 };
 
 // Bytes of a KV row of bf16, which boxes bring from the pool and WidenArgs makes of 8-bit rows.
@@ -122,7 +124,7 @@ struct
 struct BoxArgs : AttendArgs {
   static constexpr bool kBoxes = true;
   int32_t box_rows;  // a power of two, kLeastBoxRows .. kMostBoxRows
-  int32_t padding[5];
+  int32_t padding[3];
   TensorMap rows;
   TensorMap narrow;  // for rows of 8 bits only: boxes of NarrowColumns
 };
@@ -212,7 +214,6 @@ struct StreamArgs : AttendArgs {
   uint32_t* meetings;  // by the first partial row of a tile + share; zeros before the first launch
   StreamReport* report;
   uint32_t ticket;  // unlike that of any earlier launch
-  int32_t segment_count;
   int32_t piece_rows;
   uint32_t patience_ns;
 };

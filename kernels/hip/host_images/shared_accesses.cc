@@ -110,7 +110,10 @@ struct Launch {
             .blocks = 1,
             .xcds = 1,
             .late = nullptr,
-            .few_tiles = 0};
+            .few_tiles = 0,
+            .segment_count = 1,
+            .item_count = 1,
+            .item_a_unit = 1};
   }
   Expansion expansion{};
   ExpandArgs Expand() {

@@ -57,6 +57,7 @@ class Attend {
   static constexpr int kSharedBytes = kKeptAt + Format::kKeptBytes * kThreads;
 
   MLA_DEVICE static void run(const Args& args) {
+    if constexpr (!Args::kSplit) prefetch_records<kThreads>(args);
     Attend self(args);
     let_next_kernel_start();
     for_each_item<kRows>(args, [&self](const Item& item) { self.attend(item); });

@@ -40,10 +40,42 @@ MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
   return item;
 }
 
+// Starts to bring the launch's items and segments to the L2 (sm_90), each line by one thread of the
+// grid. A block reads them one after the other, and each first read of memory is slow.
+template <int kThreads>
+MLA_DEVICE void prefetch_records(const AttendArgs& args) {
+#if !MLA_AMD
+  constexpr int kLine = 128;
+  const int64_t at =
+      (int64_t{block_index()} * kThreads + (thread_index() & (kThreads - 1))) * kLine;
+  const auto bring = [at](const void* records, int64_t bytes) {
+    if (at >= bytes + kLine) return;  // records may begin inside a line
+    tile::prefetch(static_cast<const uint8_t*>(records) + (at < bytes ? at : bytes - 1));
+  };
+  bring(args.work_info, args.item_count * int64_t{sizeof(WorkInfo)});
+  bring(args.segments, args.segment_count * int64_t{sizeof(SegmentRecord)});
+  if (args.windows != nullptr) {
+    bring(args.windows, args.segment_count * int64_t{sizeof(WindowRecord)});
+  }
+#endif
+}
+
+// Items [begin, end) of a unit, for a kernel of kRows packed rows. Kernels of 16 rows and of
+// streams have no registers left to tell units of one item apart.
+template <int kRows, class Args>
+struct UnitItems {
+  int begin, end;
+  MLA_DEVICE UnitItems(const Args& args, int unit) : begin(unit), end(unit + 1) {
+    if (!MLA_AMD && kRows > 16 && !Args::kStreams && args.item_a_unit != 0) return;
+    begin = args.work_indptr[unit];
+    end = args.work_indptr[unit + 1];
+  }
+};
+
 // Calls `body` with item, index and share for each work item of this block's unit in which the
 // block has rows. `first` and `step` restrict it to the unit's items first, first + step, ...
-template <int kRows, class Body>
-MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body, int first = 0,
+template <int kRows, class Args, class Body>
+MLA_DEVICE void for_each_indexed_item(const Args& args, const Body& body, int first = 0,
                                       int step = 1) {
 #if MLA_AMD
   const BlockPlace place = PlaceOf(block_index(), args.blocks, args.blocks_per_unit, args.xcds);
@@ -52,8 +84,8 @@ MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body, 
   const int unit = block_index() / args.blocks_per_unit;
   const int share = block_index() - unit * args.blocks_per_unit;
 #endif
-  const int end = args.work_indptr[unit + 1];
-  for (int i = args.work_indptr[unit] + first; i < end; i += step) {
+  const UnitItems<kRows, Args> items(args, unit);
+  for (int i = items.begin + first; i < items.end; i += step) {
     const Item item = load_item<kRows>(args, i, share);
     if (item.rows > 0) body(item, i, share);
   }
@@ -76,8 +108,8 @@ MLA_DEVICE void for_each_item_found_again(const AttendArgs& args, const Body& bo
       share = block - unit * of.blocks_per_unit;
     }
   };
-  for (int i = args.work_indptr[Place(args).unit]; i < args.work_indptr[Place(args).unit + 1];
-       ++i) {
+  using Items = UnitItems<kRows, AttendArgs>;
+  for (int i = Items(args, Place(args).unit).begin; i < Items(args, Place(args).unit).end; ++i) {
     const Item item = load_item<kRows>(args, i, Place(args).share);
     if (item.rows > 0) body(item);
   }

@@ -44,10 +44,8 @@ struct AttendFp8Config : AttendBase {
   static constexpr AttentionKind kAttention = kOfItems;
   static constexpr int kStages = kOfRows == KvFormat::kFp8Row ? 4 : 5;
   static constexpr float kShift = 7.0f;
-  // Registers of a thread that computes scores, and of one that sums values. The former hold the
-  // scales.
-  static constexpr int kScoreRegisters = kOfRows == KvFormat::kFp8Row ? 112 : 104;
-  static constexpr int kValueRegisters = kOfRows == KvFormat::kFp8Row ? 104 : 112;
+  // Registers of a thread that computes scores, of one that sums values, and of one that copies.
+  static constexpr int kScoreRegisters = 112, kValueRegisters = 104;
   static constexpr int kCopyRegisters = kOfItems == AttentionKind::kDense ? 40 : 48;
 };
 template <AttentionKind kOfItems>

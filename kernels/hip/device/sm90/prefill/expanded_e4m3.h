@@ -238,17 +238,14 @@ class ExpandedE4m3 {
   // Codes have the order of keys (code_results.h).
   MLA_DEVICE void write_row(const Chunk (&values)[kLaneChunks][2], int at, int row,
                             float scale) const {
-    uint32_t halves = 0;  // the bits of magnitudes
+    uint32_t halves = 0;
 #pragma unroll
     for (int j = 0; j < kLaneChunks; ++j) {
-#pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        halves = tile::greater_halves(halves, values[j][w >> 2].w[w & 3] & 0x7fff7fffu);
-      }
+      halves = greater_magnitudes(greater_magnitudes(halves, values[j][0]), values[j][1]);
     }
     halves = tile::greater_halves(halves, tile::exchange_word<1>(halves));
     halves = tile::greater_halves(halves, tile::exchange_word<2>(halves));
-    const uint32_t largest = greater(halves & 0xffff0000u, halves << 16);
+    const uint32_t largest = greater_half(halves);
     const CodeScale of_row = code_scale(largest);
     if ((lane & 3) == 0) tile::store_float(query_scales(at) + row * 4, of_row.power * scale);
     // A row with a value that is not finite becomes all NaN, because products with NaN are NaN.
@@ -260,7 +257,7 @@ class ExpandedE4m3 {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Chunk& from = values[j][i >> 1];
-        c[i >> 1][i & 1] = codes(from.w[2 * (i & 1)], from.w[2 * (i & 1) + 1], by);
+        c[i >> 1][i & 1] = scaled_codes(from.w[2 * (i & 1)], from.w[2 * (i & 1) + 1], by);
       }
       Chunk chunk;
 #pragma unroll
@@ -277,15 +274,6 @@ class ExpandedE4m3 {
                         chunk);
     }
   }
-  MLA_DEVICE static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
-  // Returns the codes of four values times a power of two.
-  MLA_DEVICE static uint32_t codes(uint32_t a, uint32_t b, uint32_t by) {
-    a = tile::multiply_bf16_pairs(a, by);
-    b = tile::multiply_bf16_pairs(b, by);
-    return tile::pack_e4m3(low_half(a), high_half(a), low_half(b), high_half(b));
-  }
-  MLA_DEVICE static float low_half(uint32_t pair) { return bits_to_float(pair << 16); }
-  MLA_DEVICE static float high_half(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
 
   // --- Attention.
   MLA_DEVICE void await_turn() const { tile::named_wait(kTurn + group - 1, 256); }

@@ -51,6 +51,7 @@ class AttendFp8 {
       });
     } else if (group < 4) {
       tile::take_registers<C::kValueRegisters>();
+      if constexpr (!Args::kSplit) prefetch_records<L::kGroupThreads>(args);
       Fp8Accumulator<C, Args> accumulator(args, shared);
       for_each_item<C::kRows>(args, [&accumulator](const Item& item) { accumulator.attend(item); });
       if constexpr (Args::kSplit) {

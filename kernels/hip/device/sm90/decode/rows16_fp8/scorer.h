@@ -100,13 +100,20 @@ class Fp8Scorer {
   // Named barriers: of both groups; of group 0 (and kGroup + 1 of group 1).
   static constexpr int kBoth = 1, kGroup = 2;
 
+  static constexpr int kQueryRows = Fp8Queries<C>::kWarpRows;
+
   // Packed row of element n (0 to kOwn - 1); accumulator 4 (n / 2) + n % 2 is its first.
   MLA_DEVICE int row(int n) const { return 8 * (n >> 1) + 2 * (lane & 3) + (n & 1); }
 
   MLA_DEVICE void begin(const Item& item) {
+#pragma unroll 1
+    for (int first = tile::wave_index() * kQueryRows; first < C::kRows;
+         first += L::kScoreWarps * kQueryRows) {
+      Fp8Queries<C>(item, first, lane).store(shared);
+    }
     if (items > 0) tile::barrier_wait(shared.taken(), (items - 1) & 1);
     ++items;
-    Fp8Queries<C>::write(shared, item, tile::wave_index(), lane);
+
     if (thread_index() < C::kRows) {
       tile::store_float(shared.origin() + thread_index() * 4, negative_infinity());
     }

@@ -54,6 +54,7 @@ class AttendWgmma {
       for_each_item<L::kRows>(args, [&producer](const Item& item) { producer.produce(item); });
     } else if (group == 0) {
       tile::take_registers<kRegisters>();
+      if constexpr (!Args::kSplit && !Args::kStreams) prefetch_records<L::kGroupThreads>(args);
       WgmmaConsumer<C, 0, Args> consumer(args, shared);
       for_each_indexed_item<L::kRows>(args, [&consumer](const Item& item, int index, int share) {
         consumer.attend(item, index, share);

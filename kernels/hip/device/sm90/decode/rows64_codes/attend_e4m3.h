@@ -42,6 +42,7 @@ class AttendE4m3 {
       });
     } else {
       tile::take_registers<C::kValueRegisters>();
+      prefetch_records<L::kGroupThreads>(args);
       E4m3Values<C, Args> values(args, shared);
       for_each_indexed_item<L::kRows>(args, [&values](const Item& item, int index, int share) {
         values.attend(item, index, share);

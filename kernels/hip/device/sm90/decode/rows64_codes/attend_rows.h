@@ -101,6 +101,7 @@ class AttendE4m3Rows {
       }
     } else {
       tile::take_registers<C::kComputeRegisters>();
+      if constexpr (!Args::kSplit) prefetch_records<L::kGroupThreads>(args);
       E4m3RowsGroup<C, Args> computing(args, shared);
       for_each_indexed_item<L::kRows>(args, [&computing](const Item& item, int index, int share) {
         computing.attend(item, index, share);

@@ -57,8 +57,7 @@ struct E4m3Layout {
   static_assert(kSlotBytes % 1024 == 0 && kQueryBytes % 1024 == 0);
 
   static constexpr int kGroupThreads = 128, kThreads = 4 * kGroupThreads;
-  static constexpr int kGroupWarps = 4, kQueryWarps = kGroupWarps;
-  static constexpr int kQueriesAtOnce = 4;  // rows of queries that a warp loads at a time
+  static constexpr int kGroupWarps = 4;
   static constexpr int kValueWarps = 2 * kGroupWarps;
 
   lds_t base;

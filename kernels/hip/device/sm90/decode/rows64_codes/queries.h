@@ -11,106 +11,100 @@ namespace mla::kernels::hip {
 // Queries become e4m3. Each row is divided by a power of two that brings its largest magnitude to
 // at most 448 and to more than 224. For fp8_row the rotated part stays bf16, divided by the same
 // power of two. L: the layout of shared memory.
+//
+// A warp has eight rows at a time, four lanes a row. Lane i of a row has 16 columns from 16 i on in
+// every 64, so what a row needs once, its address and its scale, takes few instructions a warp.
+// Rows past the item's end repeat its first row; their results are dropped.
 template <class C, class L>
 class E4m3Queries {
  public:
   using lds_t = tile::lds_t;
+  static constexpr int kWarpRows = 8;
 
-  // Run by one of the L::kQueryWarps warps that share the rows. Stores the remaining factor of the
-  // products, which is the power of two times `scale`.
-  MLA_DEVICE static void write(const L& shared, const Item& item, float scale, int warp, int lane) {
+  // Starts to load the rows from `first` on, of which this lane has part of one.
+  MLA_DEVICE E4m3Queries(const Item& item, int first, int lane)
+      : row(first + own_row(lane)), quarter(lane & 3) {
     const QueryLoader queries(item);
-#pragma unroll 1
-    for (int first = warp; first < L::kRows; first += kAtOnce * L::kQueryWarps) {
-      Chunk chunks[kAtOnce][kChunks];
+    const uint16_t* const from = queries.row(row) + quarter * 16;
+    if (queries.aligned) {
+      load<true>(from);
+    } else {
+      load<false>(from);
+    }
+  }
+
+  // Stores the codes, and the remaining factor of the products, which is the power of two times
+  // `scale`.
+  MLA_DEVICE void store(const L& shared, float scale) const {
+    uint32_t halves = 0;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const uint16_t* row = queries.row(first + i * L::kQueryWarps);
+    for (int j = 0; j < kPieces; ++j) {
+      halves = greater_magnitudes(greater_magnitudes(halves, values[j][0]), values[j][1]);
+    }
+    halves = tile::greater_halves(halves, tile::exchange_word<1>(halves));
+    halves = tile::greater_halves(halves, tile::exchange_word<2>(halves));
+    const uint32_t largest = greater_half(halves);
+    const auto [power, inverse] = code_scale(largest);
+    if (quarter == 0) {
+      const bool finite = largest < 0x7f800000u;
+      tile::store_float(shared.query_scale() + row * 4,
+                        finite ? power * scale : bits_to_float(0x7fc00000u));
+    }
+    const uint32_t by = pack_bf16(inverse, inverse);
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          chunks[i][c] = Chunk{};
-          const int chunk = c * 32 + lane;
-          if (chunk < kRowChunks) {
-            chunks[i][c] = load_chunk(row, chunk * 8, false, queries.aligned);
-          }
+    for (int j = 0; j < kLatentPieces; ++j) {
+      tile::store_chunk(tile::chunk_at<L::kRows>(shared.queries(), row, j * 4 + quarter),
+                        codes(j, by));
+    }
+    const lds_t rotated = shared.queries() + L::kLatentBytes;
+    if constexpr (L::kScaledRows) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Chunk scaled;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          scaled.w[w] = tile::multiply_bf16_pairs(values[kLatentPieces][half].w[w], by);
         }
+        tile::store_chunk(tile::chunk_at<L::kRows>(rotated, row, quarter * 2 + half), scaled);
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        write_row(shared, first + i * L::kQueryWarps, chunks[i], scale, lane);
-      }
+    } else {
+      tile::store_chunk(rotated + row * 64 + (quarter ^ narrow_swizzle(row)) * 16,
+                        codes(kLatentPieces, by));
     }
   }
 
  private:
-  static constexpr int kAtOnce = L::kQueriesAtOnce;
-  static constexpr int kLatentChunks = C::kLora / 8;
-  static constexpr int kRowChunks = kLatentChunks + C::kRope / 8;
-  static constexpr int kChunks = (kRowChunks + 31) / 32;  // chunks a lane
-  static_assert(L::kRows % (kAtOnce * L::kQueryWarps) == 0 && kLatentChunks % 32 == 0);
+  static constexpr int kLatentPieces = C::kLora / 64;  // of 16 columns, a lane
+  static constexpr int kPieces = kLatentPieces + C::kRope / 64;
+  static_assert(C::kLora % 64 == 0 && C::kRope == 64);
 
-  MLA_DEVICE static void write_row(const L& shared, int row, const Chunk (&chunks)[kChunks],
-                                   float scale, int lane) {
-    uint32_t largest = 0;  // the bits of a magnitude
+  // The eight lanes that store at a time have rows i and i + 4, whose chunks lie in different
+  // banks.
+  MLA_DEVICE static int own_row(int lane) { return (lane >> 2 & 1) * 4 + (lane >> 3); }
+
+  // All loads, before the first value is used.
+  template <bool kAligned>
+  MLA_DEVICE void load(const uint16_t* from) {
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+    for (int j = 0; j < kPieces; ++j) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        largest = greater(largest, chunks[c].w[w] & 0x7fff0000u);
-        largest = greater(largest, chunks[c].w[w] << 16 & 0x7fffffffu);
-      }
-    }
-    largest = greater(largest, tile::exchange_word<1>(largest));
-    largest = greater(largest, tile::exchange_word<2>(largest));
-    largest = greater(largest, tile::exchange_word<4>(largest));
-    largest = greater(largest, tile::exchange_word<8>(largest));
-    largest = greater(largest, tile::exchange_word<16>(largest));
-    const auto [power, inverse] = code_scale(largest);
-    const bool finite = largest < 0x7f800000u;
-    if (lane == 0) {
-      tile::store_float(shared.query_scale() + row * 4,
-                        finite ? power * scale : bits_to_float(0x7fc00000u));
-    }
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int chunk = c * 32 + lane;
-      if (chunk >= kRowChunks) continue;
-      if (L::kScaledRows && c == kChunks - 1) {
-        write_rotated(shared, row, chunk - kLatentChunks, chunks[c], inverse);
-      } else {
-        write_codes(place(shared, row, chunk), chunks[c], inverse);
+      for (int half = 0; half < 2; ++half) {
+        values[j][half] = load_chunk(from, j * 64 + half * 8, false, kAligned);
       }
     }
   }
-  MLA_DEVICE static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
+  MLA_DEVICE Chunk codes(int piece, uint32_t by) const {
+    Chunk out;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Chunk& from = values[piece][i >> 1];
+      out.w[i] = scaled_codes(from.w[2 * (i & 1)], from.w[2 * (i & 1) + 1], by);
+    }
+    return out;
+  }
 
-  // Eight values fill half a chunk of codes.
-  MLA_DEVICE static lds_t place(const L& shared, int row, int chunk) {
-    const int wide = chunk >> 1, half = (chunk & 1) * 8;
-    if (chunk < kLatentChunks) {
-      return tile::chunk_at<L::kRows>(shared.queries(), row, wide) + half;
-    }
-    const int narrow = (wide - kLatentChunks / 2) ^ narrow_swizzle(row);
-    return shared.queries() + L::kLatentBytes + row * 64 + narrow * 16 + half;
-  }
-  MLA_DEVICE static void write_codes(lds_t to, const Chunk& values, float inverse) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t a = values.w[2 * i], b = values.w[2 * i + 1];
-      tile::store_word(to + i * 4, tile::pack_e4m3(low(a) * inverse, high(a) * inverse,
-                                                   low(b) * inverse, high(b) * inverse));
-    }
-  }
-  MLA_DEVICE static void write_rotated(const L& shared, int row, int chunk, Chunk values,
-                                       float inverse) {
-    const uint32_t by = pack_bf16(inverse, inverse);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) values.w[w] = tile::multiply_bf16_pairs(values.w[w], by);
-    tile::store_chunk(tile::chunk_at<L::kRows>(shared.queries() + L::kLatentBytes, row, chunk),
-                      values);
-  }
-  MLA_DEVICE static float low(uint32_t pair) { return bits_to_float(pair << 16); }
-  MLA_DEVICE static float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
+  const int row, quarter;
+  Chunk values[kPieces][2];
 };
 
 }  // namespace mla::kernels::hip

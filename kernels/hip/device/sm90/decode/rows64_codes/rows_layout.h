@@ -51,8 +51,7 @@ struct E4m3RowsLayout {
   static constexpr float kLeastScale = 0x1p-60f;  // of a key
 
   static constexpr int kGroupThreads = 128, kThreads = 3 * kGroupThreads;
-  static constexpr int kGroupWarps = 4, kQueryWarps = 2 * kGroupWarps;
-  static constexpr int kQueriesAtOnce = 8;  // rows of queries that a warp loads at a time: all
+  static constexpr int kGroupWarps = 4;
 
   lds_t base;
 

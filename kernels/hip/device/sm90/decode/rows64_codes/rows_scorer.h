@@ -34,10 +34,13 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>, Args> {
       state.origin[slot] = negative_infinity();
       state.sum[slot] = 0.0f;
     }
+    using Queries = E4m3Queries<C, L>;
+    static_assert(2 * L::kGroupWarps * Queries::kWarpRows == L::kRows);
+    const Queries queries(item, tile::wave_index() * Queries::kWarpRows, lane);
+    const float scale = item.segment->softmax_scale * kLog2e;
     tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();  // the previous item's queries are no
                                                                // longer needed
-    const float scale = item.segment->softmax_scale * kLog2e;
-    E4m3Queries<C, L>::write(shared, item, scale, tile::wave_index(), lane);
+    queries.store(shared, scale);
     tile::publish_shared();
     tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();
     state.scale.read(*this);

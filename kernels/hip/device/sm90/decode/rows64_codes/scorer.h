@@ -67,7 +67,12 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>, Args> {
     tile::named_sync<kGroupBarrier, L::kGroupThreads>();  // the previous item's queries are no
                                                           // longer needed
     const float scale = item.segment->softmax_scale * kLog2e * layer_scale(item);
-    E4m3Queries<C, L>::write(shared, item, scale, warp, lane);
+    using Queries = E4m3Queries<C, L>;
+#pragma unroll 1
+    for (int first = warp * Queries::kWarpRows; first < L::kRows;
+         first += L::kGroupWarps * Queries::kWarpRows) {
+      Queries(item, first, lane).store(shared, scale);
+    }
     tile::publish_shared();
     tile::named_sync<kGroupBarrier, L::kGroupThreads>();
 #pragma unroll
