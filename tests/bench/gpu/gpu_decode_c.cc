@@ -183,6 +183,8 @@ absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
   attend_args_.partial_o = partial_o_.As<float>();
   attend_args_.partial_lse = partial_lse_.As<float>();
   attend_args_.segments = reinterpret_cast<const kernels::SegmentRecord*>(requests_);
+  attend_args_.segment_count = batch;
+  attend_args_.item_count = static_cast<int32_t>(plan->work_info.size());
   attend_args_.granule_bytes = int64_t{page} * kRowDim * 2;
   attend_args_.blocks_per_unit =
       (rows + arch_->attend[variant_].rows - 1) / arch_->attend[variant_].rows;

@@ -40,22 +40,25 @@ MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
   return item;
 }
 
-// Starts to bring the launch's items and segments to the L2 (sm_90), each line by one thread of the
-// grid. A block reads them one after the other, and each first read of memory is slow.
+// Starts to bring the launch's items and segments to the L2 (sm_90), because a block reads one
+// after the other, and each first read of memory is slow. Called by kThreads threads of each block,
+// a power of two; each brings one line.
 template <int kThreads>
 MLA_DEVICE void prefetch_records(const AttendArgs& args) {
 #if !MLA_AMD
-  constexpr int kLine = 128;
-  const int64_t at =
-      (int64_t{block_index()} * kThreads + (thread_index() & (kThreads - 1))) * kLine;
-  const auto bring = [at](const void* records, int64_t bytes) {
-    if (at >= bytes + kLine) return;  // records may begin inside a line
-    tile::prefetch(static_cast<const uint8_t*>(records) + (at < bytes ? at : bytes - 1));
+  static_assert((kThreads & (kThreads - 1)) == 0);
+  constexpr uint64_t kLine = 128;
+  const uint64_t number =
+      uint64_t{static_cast<uint32_t>(block_index())} * kThreads + (thread_index() & (kThreads - 1));
+  const auto bring = [number](const void* records, uint64_t bytes) {
+    const auto begin = reinterpret_cast<uint64_t>(records);
+    const uint64_t line = (begin & ~(kLine - 1)) + number * kLine;
+    if (line < begin + bytes) tile::prefetch(reinterpret_cast<const void*>(line));
   };
-  bring(args.work_info, args.item_count * int64_t{sizeof(WorkInfo)});
-  bring(args.segments, args.segment_count * int64_t{sizeof(SegmentRecord)});
+  bring(args.work_info, static_cast<uint32_t>(args.item_count) * sizeof(WorkInfo));
+  bring(args.segments, static_cast<uint32_t>(args.segment_count) * sizeof(SegmentRecord));
   if (args.windows != nullptr) {
-    bring(args.windows, args.segment_count * int64_t{sizeof(WindowRecord)});
+    bring(args.windows, static_cast<uint32_t>(args.segment_count) * sizeof(WindowRecord));
   }
 #endif
 }

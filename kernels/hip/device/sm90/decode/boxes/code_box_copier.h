@@ -9,8 +9,8 @@
 
 namespace mla::kernels::hip {
 
-// Warp 0 asks the copy engine for KV rows, a lane for each box of a tile, and brings an item's
-// queries to the L2 (prefetch_queries). Over fp8_row two more warps convert the scales of keys
+// Warp 0 asks the copy engine for KV rows, a lane for each box of a tile, and brings queries to the
+// L2 (prefetch_queries). Over fp8_row two more warps convert the scales of keys
 // (E4m3RowsLayout::convert_scales) once a tile has arrived.
 //
 // L: the layout of shared memory.
@@ -56,13 +56,14 @@ class CodeBoxCopier {
     for (int first = source.begin; first < source.end; first += C::kTileKv) {
       tile::barrier_wait(shared.emptied(ring.at), ring.parity ^ 1);
       copy_tile(ring.at, box);
-      if (first == source.begin) prefetch_queries(item);
+      if (first == source.begin && begun) prefetch_queries(item);
       box = find_box(source, args.box_rows, first + C::kTileKv, lane);
       ring.next();
     }
+    begun = true;
   }
   // Brings the item's queries to the L2. The scorers load them when they are done with the item
-  // before.
+  // before; those of the block's first item they load at once.
   MLA_DEVICE void prefetch_queries(const Item& item) const {
     constexpr int kRowBytes = (C::kLora + C::kRope) * 2, kLine = 128;
     const QueryLoader queries(item);
@@ -124,6 +125,7 @@ class CodeBoxCopier {
   const int lane, warp;
   const tile::CachePolicy policy;  // as BoxProducer's
   Ring<L::kSlots> ring;
+  bool begun = false;  // this is not the block's first item
 };
 
 }  // namespace mla::kernels::hip
