@@ -142,7 +142,6 @@ struct SmallBatches {
   int32_t blocks = 0;  // 0: never plan for fewer units
   int32_t block_rows = 1;
   int32_t unit_kv_rows = 0;  // most KV rows for each of the fewer units
-  int32_t lone_kv_rows = 0;  // the same for a batch of one tile; 0: as unit_kv_rows
 
   friend bool operator==(const SmallBatches&, const SmallBatches&) = default;
 };

@@ -133,9 +133,7 @@ absl::Status CheckFits(const PlanCapacity& needs, const PlanCapacity& has) {
 int32_t SharingUnits(std::span<const PlanSegment> segments, const PlanTraits& traits,
                      const Tally& tally) {
   const kernels::SmallBatches& small = traits.small;
-  const bool lone = tally.tiles == 1 && small.lone_kv_rows > 0;
-  const int32_t unit_kv_rows = lone ? small.lone_kv_rows : small.unit_kv_rows;
-  if (tally.tiles > small.blocks || tally.kv_charge > int64_t{small.blocks} * unit_kv_rows ||
+  if (tally.tiles > small.blocks || tally.kv_charge > int64_t{small.blocks} * small.unit_kv_rows ||
       ChargeScale(traits) != 1) {
     return traits.units;
   }
@@ -146,7 +144,7 @@ int32_t SharingUnits(std::span<const PlanSegment> segments, const PlanTraits& tr
   }
   const int64_t blocks_of_tile = (rows + small.block_rows - 1) / small.block_rows;
   const int64_t units = small.blocks / blocks_of_tile;
-  const bool few = tally.tiles <= units && tally.kv_charge <= units * unit_kv_rows;
+  const bool few = tally.tiles <= units && tally.kv_charge <= units * small.unit_kv_rows;
   return few && units < traits.units ? static_cast<int32_t>(units) : traits.units;
 }
 
@@ -179,9 +177,6 @@ absl::Status CheckTraits(const PlanTraits& traits) {
     return s;
   }
   if (auto s = CheckTrait("small.unit_kv_rows", traits.small.unit_kv_rows, 0, kMost); !s.ok()) {
-    return s;
-  }
-  if (auto s = CheckTrait("small.lone_kv_rows", traits.small.lone_kv_rows, 0, kMost); !s.ok()) {
     return s;
   }
   if (auto s = CheckTrait("dealt_pieces", traits.dealt_pieces, 0, kMost / traits.units); !s.ok()) {

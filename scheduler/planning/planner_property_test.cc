@@ -46,8 +46,7 @@ class BatchMaker {
     traits.min_charged_rows = OneIn(3) ? 1 + Below(traits.tile_rows) : 0;
     traits.small = {};
     if (OneIn(4)) {
-      traits.small = {Pick({1, 8, 132}), Pick({1, 16, 64}), Pick({0, 64, 384, 5000}),
-                      Pick({0, 128})};
+      traits.small = {Pick({1, 8, 132}), Pick({1, 16, 64}), Pick({0, 64, 384, 5000})};
     }
     segments.clear();
     const int count = OneIn(16) ? Below(120) : Below(9);

@@ -159,17 +159,6 @@ TEST_F(PlannerTest, SmallBatchesAreCutForFewerUnits) {
   EXPECT_EQ(Plan(many, traits).work_info.size(), 17u);
 }
 
-TEST_F(PlannerTest, ABatchOfOneTileHasABoundOfItsOwn) {
-  PlanTraits traits{.units = 66, .kv_granularity = 64, .item_overhead_rows = 256};
-  traits.small = {.blocks = 132, .block_rows = 16, .unit_kv_rows = 1280, .lone_kv_rows = 640};
-  EXPECT_EQ(Plan({{1, 10240, 128}}, traits).work_info.size(), 16u);
-  EXPECT_EQ(Plan({{1, 10241, 128}}, traits).work_info.size(), 54u);  // as without `small`
-  // Two tiles of as many rows in all are cut by the bound of other batches.
-  EXPECT_EQ(Plan({{1, 8192, 128}, {1, 8192, 128}}, traits).work_info.size(), 16u);
-  traits.small.lone_kv_rows = 0;
-  EXPECT_EQ(Plan({{1, 10241, 128}}, traits).work_info.size(), 15u);
-}
-
 TEST_F(PlannerTest, PaddedSegmentYieldsNothing) {
   const PlanView view = Plan({{0, 50, 16}, {1, 50, 16}, {0, 0, 16}}, {.units = 2});
   ASSERT_EQ(view.work_info.size(), 1u);
@@ -341,8 +330,6 @@ TEST_F(PlannerTest, FaultsNameTheField) {
             "plan traits.small.blocks: got -1, limit 0..2147483646");
   EXPECT_EQ(message(good, {.small = {.block_rows = 0}}),
             "plan traits.small.block_rows: got 0, limit 1..65536");
-  EXPECT_NE(message(good, {.small = {.lone_kv_rows = -1}}).find("small.lone_kv_rows"),
-            std::string::npos);
   EXPECT_NE(message(good, {.small = {.unit_kv_rows = -1}}).find("small.unit_kv_rows"),
             std::string::npos);
 }

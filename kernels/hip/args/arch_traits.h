@@ -144,9 +144,6 @@ struct ArchTraits {
   // PlanTraits::small.
   int32_t spread_kv_rows = 0;
   int32_t spread_code_rows = 0;
-  // The same over rows of 8 bits for launches of one tile, if the larger kernel then merges its
-  // parts itself (MergesAlone), so that more parts cost less.
-  int32_t spread_lone_code_rows = 0;
   // Units of a die with its own L2 (XCD); 0: all units share one L2.
   int32_t units_per_xcd = 0;
   int32_t few_tiles_rows = 0;  // most KV rows an item, on average, of AttendsFewTiles
@@ -193,8 +190,7 @@ inline constexpr ArchTraits kSm90Traits{
     .blocks_per_unit = 2,
     .spreads_few_items = true,
     .spread_kv_rows = 320,
-    .spread_code_rows = 1280,
-    .spread_lone_code_rows = 640,
+    .spread_code_rows = 640,
     .few_tiles_rows = 2048,
     .expand_keeps_rows = true,
     .expand_hides_stores = true,
@@ -402,15 +398,6 @@ constexpr size_t FindReplacement(std::span<const FormatVariant> kernels, const A
     ++i;
   }
   return i;
-}
-
-// Returns true if the kernel of `rows` packed rows over such rows by position merges the parts of a
-// launch of one tile itself.
-constexpr bool MergesAlone(const ArchTraits& arch, KvFormat format, DType products, int32_t rows) {
-  for (const FormatVariant& v : arch.split) {
-    if (v.rows == rows && v.format == format && v.products == products) return true;
-  }
-  return false;
 }
 
 // Blocks of combine that fit a unit at a time, by their registers.

@@ -185,10 +185,6 @@ TEST(FindReplacement, HasTheRowsFormatAndProductsOfTheKernelItReplaces) {
   EXPECT_EQ(SplitFor(KvFormat::kFp8Tensor, kCodes, kDense, 66), "");
   EXPECT_EQ(SplitFor(KvFormat::kFp8Row, kCodes, AttentionKind::kSparse, 16), "");
   EXPECT_EQ(SplitFor(KvFormat::kBf16, DType::kBf16, AttentionKind::kSparse, 16), "");
-  EXPECT_TRUE(MergesAlone(kSm90Traits, KvFormat::kFp8Row, kCodes, 64));
-  EXPECT_FALSE(MergesAlone(kSm90Traits, KvFormat::kFp8Row, DType::kBf16, 64));
-  EXPECT_FALSE(MergesAlone(kSm90Traits, KvFormat::kFp8Tensor, kCodes, 64));
-  EXPECT_FALSE(MergesAlone(kGfx950Traits, KvFormat::kFp8Row, kCodes, 64));
   for (const FormatVariant& v : kSm90Traits.split) {
     EXPECT_TRUE(v.format == KvFormat::kBf16 ||
                 LeastRows(kSm90Traits, v.format, kCodes, kDense) == 16)

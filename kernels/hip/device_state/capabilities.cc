@@ -182,9 +182,7 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
       desc.kv_format == KvFormat::kBf16 ? arch.spread_kv_rows : arch.spread_code_rows;
   if (spread > 0 && desc.attention == AttentionKind::kDense) {
     const int32_t least = LeastRows(arch, desc.kv_format, products, desc.attention);
-    const bool codes = desc.kv_format != KvFormat::kBf16;
-    const bool alone = codes && MergesAlone(arch, desc.kv_format, products, largest);
-    traits.small = {units, std::max(1, least), spread, alone ? arch.spread_lone_code_rows : 0};
+    traits.small = {units, std::max(1, least), spread};
   }
   return traits;
 }

@@ -379,7 +379,7 @@ absl::Status Bench::Time(const Shape& shape) {
   if (flags_.item_rows >= 0) traits.item_overhead_rows = flags_.item_rows;
   if (flags_.whole) traits.item_overhead_rows = kNeverCutRows;
   kernels::SmallBatches& small = traits.small;
-  if (flags_.small_rows >= 0) small.unit_kv_rows = small.lone_kv_rows = flags_.small_rows;
+  if (flags_.small_rows >= 0) small.unit_kv_rows = flags_.small_rows;
   auto plan = planner_.Build(requests, traits, *buffers_);
   if (!plan.ok()) return plan.status();
   Times times[3];
