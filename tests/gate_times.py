@@ -20,7 +20,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCHEDULER_SOURCE = "scheduler/steps/launches.cc"
 DEVICE_HEADER = "kernels/hip/device/primitives/memory.h"
-BOUNDS_MIN = {"cold": 20, "a source of the scheduler": 4, "a device header": 8}
+BOUNDS_MIN = {"cold": 25, "a source of the scheduler": 4, "a device header": 8}
 
 
 def run_tests(clone, home):
