@@ -190,6 +190,8 @@ class TwoHostsTest(unittest.TestCase):
                 self.assertGreater(client.returncode, 0, "it was not ended by a signal")
         finally:
             ip("-n", HERE, "link", "set", "cable", "up")
+        for name in (HERE, THERE):
+            wait_for_cable(name)
         self.wait_for_network()
         self.check_attend()
 
