@@ -93,7 +93,7 @@ struct AttendArgs {
   const uint32_t* late;
   int32_t few_tiles;  // not 0: items are short (AttendsFewTiles); means nothing with boxes
   int32_t segment_count, item_count;
-  int32_t item_a_unit;  // not 0: unit u has item u alone, so work_indptr need not be read
+  int32_t one_item_per_unit;  // not 0: unit u has item u alone, so work_indptr need not be read
 };
 
 // Bytes of a KV row of bf16, which boxes bring from the pool and WidenArgs makes of 8-bit rows.

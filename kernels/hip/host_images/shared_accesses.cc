@@ -113,7 +113,7 @@ struct Launch {
             .few_tiles = 0,
             .segment_count = 1,
             .item_count = 1,
-            .item_a_unit = 1};
+            .one_item_per_unit = 1};
   }
   Expansion expansion{};
   ExpandArgs Expand() {

@@ -37,9 +37,9 @@ int32_t MostPackedRows(const PlanView& plan) {
 }
 
 struct BusyUnits {
-  int32_t busy = 0;         // units that have work
-  int32_t last = 0;         // one past the last unit that has work
-  bool item_a_unit = true;  // each of these has one item
+  int32_t busy = 0;               // units that have work
+  int32_t last = 0;               // one past the last unit that has work
+  bool one_item_per_unit = true;  // each of these has one item
 };
 BusyUnits UnitsOf(const PlanView& plan) {
   BusyUnits units;
@@ -48,7 +48,7 @@ BusyUnits UnitsOf(const PlanView& plan) {
     ++units.busy;
     units.last = static_cast<int32_t>(i) + 1;
     if (plan.work_indptr[i] != units.last - 1 || plan.work_indptr[i + 1] != units.last) {
-      units.item_a_unit = false;
+      units.one_item_per_unit = false;
     }
   }
   return units;
@@ -195,7 +195,7 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
                                    static_cast<int64_t>(params.plan.work_info.size()));
   args.segment_count = static_cast<int32_t>(params.segments.size());
   args.item_count = static_cast<int32_t>(params.plan.work_info.size());
-  args.item_a_unit = units.item_a_unit ? 1 : 0;
+  args.one_item_per_unit = units.one_item_per_unit ? 1 : 0;
   args.late = recording.late_word();
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks),
                           .threads = static_cast<uint32_t>(variant.threads),

@@ -69,7 +69,7 @@ template <int kRows, class Args>
 struct UnitItems {
   int begin, end;
   MLA_DEVICE UnitItems(const Args& args, int unit) : begin(unit), end(unit + 1) {
-    if (!MLA_AMD && kRows > 16 && !Args::kStreams && args.item_a_unit != 0) return;
+    if (!MLA_AMD && kRows > 16 && !Args::kStreams && args.one_item_per_unit != 0) return;
     begin = args.work_indptr[unit];
     end = args.work_indptr[unit + 1];
   }

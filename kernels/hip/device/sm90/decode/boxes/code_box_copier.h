@@ -62,8 +62,9 @@ class CodeBoxCopier {
     }
     begun = true;
   }
-  // Brings the item's queries to the L2. The scorers load them when they are done with the item
-  // before; those of the block's first item they load at once.
+  // Brings the item's queries to the L2, before the scorers have finished the previous item and
+  // load them. The first item of a block needs no call, because the scorers load its queries at
+  // once.
   MLA_DEVICE void prefetch_queries(const Item& item) const {
     constexpr int kRowBytes = (C::kLora + C::kRope) * 2, kLine = 128;
     const QueryLoader queries(item);
