@@ -246,11 +246,17 @@ std::vector<CaseSpec> WideCases(const SamplerOptions& options, int32_t first, in
                                 DType latent_q) {
   constexpr InputKind kKinds[] = {InputKind::kUnit, InputKind::kLarge, InputKind::kDominantLatent,
                                   InputKind::kTrueCancellation};
+  constexpr int32_t kOneKey = 13;  // of 32, in the expanded form: outputs are values as they are
   std::vector<CaseSpec> cases;
   for (int32_t i = first; i < first + count; ++i) {
     CaseSpec spec = SampleCase(options, 4000000 + static_cast<uint64_t>(i));
     spec.inputs = kKinds[i % 4];
     spec.route = i / 4 % 4 == 3 && options.expanded ? Route::kExpanded : Route::kAbsorbProject;
+    if (i % 32 == kOneKey) {
+      spec.requests.resize(1);
+      spec.requests.front().q_rows = 1;
+      spec.requests.front().cached_rows = 0;
+    }
     // Dtype that clients send, the same for all, so that the bf16 form has the same inputs.
     spec.q_dtype = DType::kBf16;
     spec.latent_q_dtype = latent_q;

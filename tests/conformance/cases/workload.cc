@@ -386,15 +386,20 @@ ValueSizes LatentSizes(const RequestData& data, const Geometry& g) {
   return sizes;
 }
 
-// Sizes of up-projected values: of all rows if that is cheap, otherwise of the first rows.
+// Sizes of up-projected values: of all rows if that is cheap, otherwise of the first rows that are
+// finite. Rows that no list names are NaN, and the first rows may all be such.
 ValueSizes ExpandedSizes(const RequestData& data, const Weights& weights) {
   const Geometry& g = weights.geometry;
   const size_t a_row = static_cast<size_t>(g.num_heads) * g.v_dim * g.kv_lora_rank;
-  const size_t rows = std::min(data.stored.size() / static_cast<size_t>(g.kv_row_dim()),
-                               std::max<size_t>(2, size_t{4000000} / a_row));
+  size_t rows = std::max<size_t>(2, size_t{4000000} / a_row);
   ValueSizes sizes;
-  for (size_t row = 0; row < rows; ++row) {
-    const float* latent = data.stored.data() + row * static_cast<size_t>(g.kv_row_dim());
+  for (size_t row = 0; row < data.stored.size() && rows > 0;
+       row += static_cast<size_t>(g.kv_row_dim())) {
+    const float* const latent = data.stored.data() + row;
+    if (!std::all_of(latent, latent + g.kv_lora_rank, [](float f) { return std::isfinite(f); })) {
+      continue;
+    }
+    --rows;
     for (int32_t column = 0; column < g.v_dim * g.num_heads; ++column) {
       const size_t head = static_cast<size_t>(column / g.v_dim), v = column % g.v_dim;
       double sum = 0.0;

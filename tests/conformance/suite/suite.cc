@@ -267,6 +267,8 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload) {
   const kernels::DType products = workload.spec.products;
   if (route == Route::kAbsorbProject) workload.spec.route = Route::kExpanded;
   workload.spec.products = kernels::DType::kBf16;  // the bf16 form rounds nothing to 8 bits
+  const kernels::DType outputs = workload.spec.o_dtype;
+  if (IsWide(workload.spec.inputs)) workload.spec.o_dtype = kernels::DType::kF32;
   std::vector<int32_t> repeats;
   for (RequestSpec& r : workload.spec.requests) repeats.push_back(std::exchange(r.repeats, 1));
   auto output = oracle.Run(workload);
@@ -280,6 +282,7 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload) {
   }
   workload.spec.route = route;
   workload.spec.products = products;
+  workload.spec.o_dtype = outputs;
   return output;
 }
 

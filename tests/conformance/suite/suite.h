@@ -66,7 +66,10 @@ struct SuiteReport {
 std::vector<CaseSpec> SampleCases(const SamplerOptions& options, uint64_t first, int64_t count);
 
 // The oracle's result of a case. Absorb and Project are compared with the expanded form, which is
-// the same mathematics without intermediate rounding.
+// the same mathematics without intermediate rounding. Outputs for wide inputs are not rounded to
+// bf16: where a row sees one key, the expanded form in bf16 rounds as the oracle would and would
+// have no error, but a subject whose values' sums differ in the last bits rounds some the other
+// way.
 absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
 
 // Returns "" if `got` equals `want` within the limits of any backend: abs 2e-3 x max |V| or 1.6 %,
