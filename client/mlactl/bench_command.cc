@@ -18,6 +18,7 @@
 #include "client/mlactl/bench/bench_options.h"
 #include "client/mlactl/bench/bench_report.h"
 #include "client/mlactl/bench/bench_worker.h"
+#include "client/mlactl/bench/plotter.h"
 #include "client/mlactl/cli/interrupt.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/cli/progress.h"
@@ -257,6 +258,21 @@ absl::StatusOr<SceneRun> RunSceneOnce(const BenchOptions& options, Trace trace,
   return run;
 }
 
+// Prints the report and draws it.
+int Report(const CommonOptions& common, const std::optional<Plotter>& plotter,
+           const std::string& json, const std::string& text) {
+  const int code = Emit(common, json, text);
+  if (code != kOk || !plotter) return code;
+  const absl::Status drawn = plotter->Draw(json);
+  return drawn.ok() ? kOk : Fail(drawn);
+}
+
+// Returns what draws the report, or nothing if no picture is wanted.
+absl::StatusOr<std::optional<Plotter>> PlotterFor(const BenchOptions& options) {
+  if (options.plot_file.empty()) return std::nullopt;
+  return Plotter::Find(options.plot_file);
+}
+
 int BenchScene(const CommonOptions& common, const BenchOptions& options) {
   auto trace = SceneTrace(options);
   if (!trace.ok()) return FailUsage(trace.status());
@@ -264,6 +280,8 @@ int BenchScene(const CommonOptions& common, const BenchOptions& options) {
     const absl::Status written = WriteFile(file, TraceText(*trace));
     if (!written.ok()) return Fail(written);
   }
+  const auto plotter = PlotterFor(options);
+  if (!plotter.ok()) return Fail(plotter.status());
   auto client = client::Client::Connect(options.target, options.client);
   if (!client.ok()) return Fail(client.status());
   const v1::GetServerInfoReply server = (*client)->info();
@@ -273,11 +291,7 @@ int BenchScene(const CommonOptions& common, const BenchOptions& options) {
   progress.Clear();
   int code = run.ok() ? kOk : Fail(run.status());
   if (run.ok()) {
-    code = Emit(common, SceneJson(options, server, *run), SceneText(options, *run));
-    if (!options.plot_file.empty() && code == kOk) {
-      const absl::Status written = WriteFile(options.plot_file, SceneSvg(options, *run));
-      if (!written.ok()) code = Fail(written);
-    }
+    code = Report(common, *plotter, SceneJson(options, server, *run), SceneText(options, *run));
   }
   return CatchInterrupts().load() ? Interrupted(client->get(), {{model_id}}) : code;
 }
@@ -286,6 +300,8 @@ int Bench(const CommonOptions& common, const BenchArguments& arguments) {
   const auto options = MakeBenchOptions(common, arguments);
   if (!options.ok()) return FailUsage(options.status());
   if (!options->scene.name.empty()) return BenchScene(common, *options);
+  const auto plotter = PlotterFor(*options);
+  if (!plotter.ok()) return Fail(plotter.status());
   auto client = client::Client::Connect(options->target, options->client);
   if (!client.ok()) return Fail(client.status());
   const std::atomic<bool>& interrupted = CatchInterrupts();
@@ -300,12 +316,8 @@ int Bench(const CommonOptions& common, const BenchArguments& arguments) {
   progress.Clear();
   int code = kOk;
   if (!runs.empty()) {
-    code = Emit(common, BenchJson(*options, server, runs, found),
-                runs.size() > 1 ? BenchSummaryText(runs) : "");
-    if (!options->plot_file.empty() && code == kOk) {
-      const absl::Status written = WriteFile(options->plot_file, BenchSvg(*options, runs));
-      if (!written.ok()) code = Fail(written);
-    }
+    code = Report(common, *plotter, BenchJson(*options, server, runs, found),
+                  runs.size() > 1 ? BenchSummaryText(runs) : "");
   }
   if (interrupted.load()) {
     if (!status.ok() && !absl::IsCancelled(status)) Fail(status);

@@ -32,7 +32,7 @@ SERVER = {
                    " that keep the weights. The HIP runtime of a GPU is opened if it is there."}
 MLACTL = {
     "name": "mlactl", "section": "net", "summary": "command line of the MLA attention server",
-    "more": "", "extra": [],
+    "more": "Suggests: python3-matplotlib\n", "extra": [],
     "description": " Inspects, operates and measures an mla-server."}
 
 
@@ -106,6 +106,7 @@ def fill_server(root):
 def fill_mlactl(root):
     binary = common.stripped(common.BINARIES / "client/mlactl/mlactl", root.parent / "mlactl")
     add(root, "usr/bin/mlactl", binary, 0o755)
+    add(root, "usr/bin/mlactl-plot", common.ROOT / "client/mlactl/bench/mlactl_plot.py", 0o755)
     for shell, name in (("bash", "bash-completion/completions/mlactl"),
                         ("zsh", "zsh/vendor-completions/_mlactl"),
                         ("fish", "fish/vendor_completions.d/mlactl.fish")):

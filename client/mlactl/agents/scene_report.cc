@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
-#include "client/mlactl/bench/svg_plot.h"
 #include "client/mlactl/load/latency_histogram.h"
 #include "nlohmann/json.hpp"
 
@@ -120,28 +119,6 @@ Json CountersJson(const SceneRun& run) {
           {"copies_on_write", rise(&Stats::copies_on_write)}};
 }
 
-// Means over the turns with the same number in their conversations, without branches.
-struct TurnMeans {
-  uint64_t asked = 0, found = 0;
-  LatencyHistogram first;
-};
-
-std::vector<TurnMeans> ByNumber(const SceneRun& run) {
-  std::vector<TurnMeans> means;
-  std::map<uint32_t, size_t> numbers;  // by conversation
-  for (size_t i = 0; i < run.turns.size(); ++i) {
-    const Turn& turn = run.trace.turns[i];
-    if (turn.branch) continue;
-    const size_t number = numbers[turn.conversation]++;
-    if (!run.turns[i].done) continue;
-    if (means.size() <= number) means.resize(number + 1);
-    means[number].asked += turn.input_rows;
-    means[number].found += run.turns[i].found;
-    means[number].first.Record(run.turns[i].first_ns);
-  }
-  return means;
-}
-
 Json TurnsJson(const SceneRun& run) {
   Json turns = Json::array();
   for (size_t i = 0; i < run.turns.size(); ++i) {
@@ -245,50 +222,6 @@ std::string SceneJson(const BenchOptions& options, const v1::GetServerInfoReply&
   if (options.scene.name == "agent-turn") json["speedup"] = sums.Speedup();
   json["turns"] = TurnsJson(run);
   return json.dump(2) + "\n";
-}
-
-std::string SceneSvg(const BenchOptions& options, const SceneRun& run) {
-  const Sums sums(run);
-  Chart hits{.title = "Rows found in the cache, by turn of the conversation",
-             .x_label = "turn",
-             .y_label = "share of the input, %",
-             .lines = {}};
-  Chart first{.title = "Time to the first output, by turn of the conversation",
-              .x_label = "turn",
-              .y_label = "ms",
-              .y_scale = AxisScale::kLog,
-              .lines = {}};
-  Chart curve{.title = "Time to the first output by percentile",
-              .x_label = "percentile",
-              .y_label = "ms",
-              .x_scale = AxisScale::kPercentile,
-              .y_scale = AxisScale::kLog,
-              .lines = {}};
-  PlotLine share{0, "found", {}}, p50{0, "p50", {}}, most{1, "max", {}};
-  double number = 0;
-  for (const TurnMeans& means : ByNumber(run)) {
-    ++number;
-    share.points.emplace_back(number, 100 * Share(means.found, means.asked));
-    p50.points.emplace_back(number, Millis(means.first.ValueAt(0.5)));
-    most.points.emplace_back(number, Millis(means.first.max_ns()));
-  }
-  hits.lines = {std::move(share)};
-  first.lines = {std::move(p50), std::move(most)};
-  for (size_t i = 0; i < kClasses.size(); ++i) {
-    if (sums.first[i].count() == 0) continue;
-    PlotLine line{i, absl::StrCat("found ", kClasses[i].name), {}};
-    for (const auto& [quantile, ns] : sums.first[i].Curve()) {
-      line.points.emplace_back(quantile, Millis(ns));
-    }
-    curve.lines.push_back(std::move(line));
-  }
-  const v1::Geometry& geometry = options.model.geometry();
-  return RenderSvg(
-      absl::StrCat("mlactl bench --scene=", options.scene.name, ": ", geometry.num_heads(),
-                   " heads, ", options.model.layers(), " layers, ",
-                   absl::StrFormat("%.1f", 100 * Share(sums.found, sums.asked)),
-                   " % of the rows found"),
-      {hits, first, curve});
 }
 
 }  // namespace mla::mlactl

@@ -1,4 +1,4 @@
-// Writes the results of `mlactl bench --scene` as text, JSON and SVG. agents/README.md documents
+// Writes the results of `mlactl bench --scene` as text and JSON. agents/README.md documents
 // them.
 //
 // Times and rows count finished turns only. Threading: any thread.
@@ -19,9 +19,6 @@ std::string SceneText(const BenchOptions& options, const SceneRun& run);
 // backend.
 std::string SceneJson(const BenchOptions& options, const v1::GetServerInfoReply& server,
                       const SceneRun& run);
-// Returns three charts: rows found and time to the first output by turn of the conversation, and
-// that time by percentile.
-std::string SceneSvg(const BenchOptions& options, const SceneRun& run);
 
 }  // namespace mla::mlactl
 

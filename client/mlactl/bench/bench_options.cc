@@ -358,7 +358,7 @@ void AddBenchOptions(Command* command, BenchArguments* arguments) {
   AddSpin(command, &options->spin_us);
   command->Number({"seed", "N", "seed of arrivals and data (default 1)"}, 0,
                   std::numeric_limits<uint64_t>::max(), &options->load.seed);
-  command->Text({"plot", "FILE", "write latency curves and time series as SVG"},
+  command->Text({"plot", "FILE", "draw latency curves and time series: .svg, .png or .pdf"},
                 &options->plot_file);
   command->Flag("quiet", "show no progress", &options->quiet);
 }

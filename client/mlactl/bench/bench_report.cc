@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "client/mlactl/bench/svg_plot.h"
 #include "nlohmann/json.hpp"
 
 namespace mla::mlactl {
@@ -249,45 +248,6 @@ std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply&
     }
   }
   return json.dump(2) + "\n";
-}
-
-std::string BenchSvg(const BenchOptions& options, const std::vector<BenchRun>& runs) {
-  Chart curve{.title = "Step latency by percentile",
-              .x_label = "percentile",
-              .y_label = "latency, us",
-              .x_scale = AxisScale::kPercentile,
-              .y_scale = AxisScale::kLog,
-              .lines = {}};
-  Chart rate{.title = "Throughput over time",
-             .x_label = "seconds",
-             .y_label = "steps/s",
-             .x_scale = AxisScale::kLinear,
-             .y_scale = AxisScale::kLinear,
-             .lines = {}};
-  Chart tail{.title = "Step latency over time, p99",
-             .x_label = "seconds",
-             .y_label = "latency, us",
-             .x_scale = AxisScale::kLinear,
-             .y_scale = AxisScale::kLog,
-             .lines = {}};
-  for (size_t i = 0; i < runs.size(); ++i) {
-    const std::string name = runs[i].point.Name();
-    PlotLine percentiles{i, name, {}}, steps{i, name, {}}, slow{i, name, {}};
-    for (const auto& [quantile, ns] : runs[i].result.counts.of(Stage::kStep).Curve()) {
-      percentiles.points.emplace_back(quantile, Micros(ns));
-    }
-    for (const SeriesPoint& point : runs[i].result.series) {
-      steps.points.emplace_back(point.at_s, point.steps_per_s);
-      if (point.p99_ns > 0) slow.points.emplace_back(point.at_s, Micros(point.p99_ns));
-    }
-    curve.lines.push_back(std::move(percentiles));
-    rate.lines.push_back(std::move(steps));
-    tail.lines.push_back(std::move(slow));
-  }
-  const v1::Geometry& geometry = options.model.geometry();
-  return RenderSvg(absl::StrCat("mlactl bench: ", geometry.num_heads(), " heads, ",
-                                options.model.layers(), " layers"),
-                   {curve, rate, tail});
 }
 
 }  // namespace mla::mlactl

@@ -1,4 +1,4 @@
-// Writes the results of `mlactl bench` as text, JSON and SVG. README.md documents the JSON.
+// Writes the results of `mlactl bench` as text and JSON. README.md documents the JSON.
 #ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_REPORT_H_
 #define MLA_CLIENT_MLACTL_BENCH_BENCH_REPORT_H_
 
@@ -37,7 +37,6 @@ std::string BenchRateText(const BenchOptions& options, const BenchRate& found);
 // `found` is empty unless rates were looked for.
 std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply& server,
                       const std::vector<BenchRun>& runs, const std::vector<BenchRate>& found);
-std::string BenchSvg(const BenchOptions& options, const std::vector<BenchRun>& runs);
 
 }  // namespace mla::mlactl
 

@@ -268,7 +268,8 @@ class DebianTest(LongTest):
                      "man1/mlactl-announce.1.gz", "system/mla-server.service",
                      "system/mla-server@.service", "system/mla-announce@.service"):
             self.assertIn(page, listed)
-        self.assertTrue(os.access(root / "usr/sbin/mla-place-instances", os.X_OK))
+        for program in ("usr/sbin/mla-place-instances", "usr/bin/mlactl-plot"):
+            self.assertTrue(os.access(root / program, os.X_OK))
 
     def test_packages_of_the_last_release_are_upgraded_removed_and_purged(self):
         """Release 0.1.0 had no packages: its binaries are packaged by the rules of today."""
