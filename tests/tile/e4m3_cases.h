@@ -1,5 +1,5 @@
 // Inputs of sm_90's probe_e4m3, and the expected results: the layout of operands, and how many bits
-// of a sum the matrix unit keeps (docs/benchmarks/gpu.md).
+// of a sum the matrix unit keeps (docs/benchmarks/gpu/rows_of_8_bits.md).
 #ifndef MLA_TESTS_TILE_E4M3_CASES_H_
 #define MLA_TESTS_TILE_E4M3_CASES_H_
 
