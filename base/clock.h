@@ -1,4 +1,4 @@
-// Returns the times of this machine's clocks as plain numbers. Threading: any thread.
+// The times of this machine's clocks as plain numbers, and their units. Threading: any thread.
 #ifndef MLA_BASE_CLOCK_H_
 #define MLA_BASE_CLOCK_H_
 
@@ -6,6 +6,9 @@
 #include <cstdint>
 
 namespace mla {
+
+constexpr int64_t kNanosPerMicro = 1'000;
+constexpr int64_t kNanosPerMilli = 1'000'000;
 
 template <typename Unit, typename Clock>
 int64_t CountSinceEpoch() {

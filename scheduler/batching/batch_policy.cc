@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/clock.h"
 #include "scheduler/batching/gated_requests.h"
 
 namespace mla::scheduler {
@@ -19,7 +20,6 @@ constexpr int kLaunchesWithoutDecode = 16;
 constexpr int64_t kAgedLaunches = 8;
 // After this many requests of a queue did not fit, the rest of the queue is left to a later launch.
 constexpr int kMisfits = 16;
-constexpr int64_t kNanosPerMilli = 1'000'000;
 
 // A request takes the expanded form for a sequence that has at least this many of its rows. If it
 // never does, the number is larger than the rows of any request.

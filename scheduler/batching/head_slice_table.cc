@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/clock.h"
 #include "scheduler/tables/step_table.h"
 
 namespace mla::scheduler {
 namespace {
 
-constexpr int64_t kNanosPerMicro = 1'000;
 constexpr MonotonicNanos kNever = std::numeric_limits<MonotonicNanos>::max();
 
 bool SharesHeads(const SliceGroup& group, const AttendArgs& args) {

@@ -3,10 +3,11 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/clock.h"
+
 namespace mla::scheduler {
 namespace {
 
-constexpr int64_t kNanosPerMilli = 1'000'000;
 constexpr size_t kSparePins = 64;
 
 }  // namespace

@@ -7,12 +7,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "base/clock.h"
 
 namespace mla::scheduler {
 
 namespace {
-
-constexpr int64_t kNanosPerMilli = 1'000'000;
 
 // Pages stay wanted for this many times the wait of a call: the caller is told that they come, and
 // may ask one more time.

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "scheduler/batching/gated_requests.h"
 #include "scheduler/launching/launch_sizes.h"
@@ -12,8 +13,6 @@
 namespace mla::scheduler {
 namespace {
 
-constexpr int64_t kNanosPerMilli = 1'000'000;
-constexpr int64_t kNanosPerMicro = 1'000;
 // Requests that ReadyWork looks at before it calls the work large.
 constexpr int kReadyWorkRequests = 64;
 

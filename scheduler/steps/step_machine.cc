@@ -4,16 +4,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 
 namespace mla::scheduler {
-namespace {
-
-constexpr int64_t kNanosPerMilli = 1'000'000;
-constexpr int64_t kNanosPerMicro = 1'000;
-
-}  // namespace
 
 StepMachine::StepMachine(const StepParts& parts)
     : limits_(parts.limits),

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/random_bytes.h"
 #include "base/status_macros.h"
@@ -15,8 +16,6 @@
 
 namespace mla::scheduler {
 namespace {
-
-constexpr int64_t kNanosPerMilli = 1'000'000;
 
 // Returns the sinks of all layers and heads; a model without sinks keeps an empty vector.
 std::vector<float> AllSinks(const Model& model) {

@@ -4,13 +4,13 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 
 namespace mla::scheduler {
 namespace {
 
-constexpr int64_t kNanosPerMilli = 1'000'000;
 // Epochs of restored sequences begin at one of this many multiples of 2^32, chosen at random, so
 // that calls with an epoch of the sequence's earlier life are refused, whatever process it was in.
 constexpr uint64_t kRestoredEpochs = 1 << 20;

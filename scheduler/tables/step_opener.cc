@@ -3,15 +3,11 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 
 namespace mla::scheduler {
-namespace {
-
-constexpr int64_t kNanosPerMilli = 1'000'000;
-
-}  // namespace
 
 absl::Status StepOpener::CheckBeginSequence(TenantKey tenant, const Model& model,
                                             const StepSequenceArgs& args, size_t index) {

@@ -9,6 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/clock.h"
+
 namespace mla::server {
 
 bool NotifyManager(const std::string& text) {
@@ -31,7 +33,7 @@ bool NotifyManager(const std::string& text) {
 }
 
 std::string ReloadingText() {
-  constexpr int64_t kMicrosPerSecond = 1'000'000, kNanosPerMicro = 1'000;
+  constexpr int64_t kMicrosPerSecond = 1'000'000;
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
   const int64_t micros = now.tv_sec * kMicrosPerSecond + now.tv_nsec / kNanosPerMicro;

@@ -28,7 +28,6 @@ namespace mla::server {
 namespace {
 
 constexpr int kSweepMillis = 1000;
-constexpr int64_t kNanosPerMilli = 1'000'000;
 constexpr int kPauseMillis = 100;  // pause of the listener if it cannot even refuse
 constexpr int kRoomMillis = 10;    // how often it checks for room that a client waits for
 constexpr int64_t kRoomNanos = std::chrono::nanoseconds(SharedRegionTable::kCloseWait).count();
