@@ -60,13 +60,13 @@ TEST(ErrorTest, RangesIncludeTheirEnds) {
 }
 
 TEST(ErrorTest, AFieldsNameIsMadeForARefusalOnly) {
-  int made = 0;
-  const auto field = [&made] {
-    ++made;
+  int names_made = 0;
+  const auto field = [&names_made] {
+    ++names_made;
     return std::string("x[1]");
   };
   EXPECT_TRUE(CheckRange(field, 1, 0, 3).ok());
-  EXPECT_EQ(made, 0);
+  EXPECT_EQ(names_made, 0);
   EXPECT_EQ(CheckRange(field, 4, 0, 3).message(), "x[1]: got 4, must be 0..3");
 }
 

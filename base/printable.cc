@@ -24,10 +24,10 @@ constexpr Range kUnprintable[] = {
 };
 
 bool IsPrintable(uint32_t point) {
-  const Range* const found =
+  const Range* const candidate =
       std::lower_bound(std::begin(kUnprintable), std::end(kUnprintable), point,
                        [](const Range& range, uint32_t value) { return range.last < value; });
-  if (found != std::end(kUnprintable) && found->first <= point) return false;
+  if (candidate != std::end(kUnprintable) && candidate->first <= point) return false;
   return (point & 0xfffe) != 0xfffe;  // the last two of each plane
 }
 
@@ -57,10 +57,10 @@ Character FrontOf(std::string_view text) {
   return {point, bytes};
 }
 
-void AppendEscape(uint32_t unit, std::string* to) {
+void AppendEscape(uint32_t unit, std::string* text) {
   char escape[8];
   std::snprintf(escape, sizeof(escape), "\\u%04x", unit);
-  to->append(escape);
+  text->append(escape);
 }
 
 }  // namespace

@@ -20,13 +20,13 @@ constexpr uint64_t Key(uint32_t field, uint32_t wire_type) { return field << 3 |
 // ------------------------------------------------------------------------------------- Reading
 
 struct Reader {
-  const uint8_t* at;
+  const uint8_t* position;
   const uint8_t* end;
 
   bool Varint(uint64_t* value) {
     *value = 0;
-    for (int shift = 0; shift < 64 && at != end; shift += 7) {
-      const uint8_t byte = *at++;
+    for (int shift = 0; shift < 64 && position != end; shift += 7) {
+      const uint8_t byte = *position++;
       *value |= static_cast<uint64_t>(byte & 0x7f) << shift;
       if (byte >= 0x80) continue;
       // A longer encoding than necessary is left to protobuf, which accepts some and refuses
@@ -38,9 +38,9 @@ struct Reader {
   }
 
   bool Take(uint64_t length, Reader* inside) {
-    if (length > static_cast<uint64_t>(end - at)) return false;
-    *inside = {at, at + length};
-    at += length;
+    if (length > static_cast<uint64_t>(end - position)) return false;
+    *inside = {position, position + length};
+    position += length;
     return true;
   }
 };
@@ -48,7 +48,7 @@ struct Reader {
 // Calls set(field, value) for every field of a message that holds small numbers only.
 template <typename Set>
 bool ReadNumbers(Reader reader, Set set) {
-  while (reader.at != reader.end) {
+  while (reader.position != reader.end) {
     uint64_t key = 0, value = 0;
     if (!reader.Varint(&key) || (key & 7) != kVarint || !reader.Varint(&value)) return false;
     if (!set(key >> 3, value)) return false;
@@ -120,14 +120,14 @@ bool ReadAttend(Reader reader, v1::Attend* attend) {
 }
 
 bool ReadShared(Reader reader, v1::SharedTensors* shared) {
-  while (reader.at != reader.end) {
+  while (reader.position != reader.end) {
     uint64_t key = 0, value = 0;
     if (!reader.Varint(&key) || !reader.Varint(&value)) return false;
     Reader handle{};
     switch (key) {
       case Key(1, kLengthDelimited):
         if (!reader.Take(value, &handle)) return false;
-        shared->set_handle(handle.at, static_cast<size_t>(value));
+        shared->set_handle(handle.position, static_cast<size_t>(value));
         break;
       case Key(2, kVarint):
         shared->set_in_offset(value);
@@ -223,13 +223,13 @@ bool ReadMessage(std::span<const Fragment> fragments, PayloadRange* payload, Set
   if (fragments.empty()) return false;
   const auto* const begin = reinterpret_cast<const uint8_t*>(fragments.front().data());
   Reader reader{begin, begin + fragments.front().size()};
-  while (reader.at != reader.end) {
+  while (reader.position != reader.end) {
     uint64_t key = 0;
     if (!reader.Varint(&key)) return false;
     if (key == Key(kPayloadField, kLengthDelimited)) {
       uint64_t length = 0;
       if (!reader.Varint(&length)) return false;
-      *payload = {static_cast<size_t>(reader.at - begin), static_cast<size_t>(length)};
+      *payload = {static_cast<size_t>(reader.position - begin), static_cast<size_t>(length)};
       return total - payload->offset == length;
     }
     if (!set(key, &reader)) return false;
@@ -246,12 +246,12 @@ bool TakeInside(Reader* reader, Reader* inside) {
 
 class Writer {
  public:
-  explicit Writer(char* out) : begin_(out), at_(out) {}
+  explicit Writer(char* out) : begin_(out), position_(out) {}
 
-  size_t size() const { return static_cast<size_t>(at_ - begin_); }
+  size_t size() const { return static_cast<size_t>(position_ - begin_); }
   void Varint(uint64_t value) {
-    for (; value >= 0x80; value >>= 7) *at_++ = static_cast<char>(value | 0x80);
-    *at_++ = static_cast<char>(value);
+    for (; value >= 0x80; value >>= 7) *position_++ = static_cast<char>(value | 0x80);
+    *position_++ = static_cast<char>(value);
   }
   // Zero is not written, as in proto3.
   void Number(uint32_t field, uint64_t value) {
@@ -266,21 +266,21 @@ class Writer {
   void Fixed64(uint32_t field, uint64_t value) {
     if (value == 0) return;
     Varint(Key(field, kFixed64));
-    for (int shift = 0; shift < 64; shift += 8) *at_++ = static_cast<char>(value >> shift);
+    for (int shift = 0; shift < 64; shift += 8) *position_++ = static_cast<char>(value >> shift);
   }
   // REQUIRES: `fill` writes fewer than 128 bytes.
   template <typename Fill>
   void Message(uint32_t field, Fill fill) {
     Varint(Key(field, kLengthDelimited));
-    char* const length = at_++;
+    char* const length = position_++;
     fill();
-    *length = static_cast<char>(at_ - length - 1);
+    *length = static_cast<char>(position_ - length - 1);
   }
   void Bytes(uint32_t field, std::string_view bytes) {
     if (bytes.empty()) return;
     Varint(Key(field, kLengthDelimited));
     Varint(bytes.size());
-    at_ = std::copy(bytes.begin(), bytes.end(), at_);
+    position_ = std::copy(bytes.begin(), bytes.end(), position_);
   }
   void Payload(size_t size) {
     if (size == 0) return;
@@ -290,7 +290,7 @@ class Writer {
 
  private:
   char* const begin_;
-  char* at_;
+  char* position_;
 };
 
 }  // namespace
@@ -302,7 +302,7 @@ bool ScanAttend(std::span<const Fragment> fragments, v1::AttendStreamRequest* re
   request->set_tag(0);
   v1::Attend* const attend = request->mutable_attend();
   attend->Clear();
-  bool found = false, found_shared = false;
+  bool found_attend = false, found_shared = false;
   const bool usual = ReadMessage(fragments, payload, [&](uint64_t key, Reader* reader) {
     uint64_t value = 0;
     Reader inside{};
@@ -312,7 +312,7 @@ bool ScanAttend(std::span<const Fragment> fragments, v1::AttendStreamRequest* re
         request->set_tag(value);
         return true;
       case Key(3, kLengthDelimited):
-        return !std::exchange(found, true) && TakeInside(reader, &inside) &&
+        return !std::exchange(found_attend, true) && TakeInside(reader, &inside) &&
                ReadAttend(inside, attend);
       case Key(6, kLengthDelimited):
         if (std::exchange(found_shared, true) || !TakeInside(reader, &inside)) return false;
@@ -323,13 +323,13 @@ bool ScanAttend(std::span<const Fragment> fragments, v1::AttendStreamRequest* re
     }
   });
   if (!found_shared && request->has_shared()) request->clear_shared();
-  return usual && found;
+  return usual && found_attend;
 }
 
 bool ScanAttendReply(std::span<const Fragment> fragments, v1::AttendStreamReply* reply,
                      PayloadRange* payload) {
   reply->Clear();
-  bool found = false, timed = false;
+  bool found_attend = false, timed = false;
   const bool usual = ReadMessage(fragments, payload, [&](uint64_t key, Reader* reader) {
     uint64_t value = 0;
     Reader inside{};
@@ -340,11 +340,11 @@ bool ScanAttendReply(std::span<const Fragment> fragments, v1::AttendStreamReply*
         return true;
       case Key(2, kFixed64):
         if (!reader->Take(8, &inside)) return false;
-        for (int i = 0; i < 8; ++i) value |= static_cast<uint64_t>(inside.at[i]) << 8 * i;
+        for (int i = 0; i < 8; ++i) value |= static_cast<uint64_t>(inside.position[i]) << 8 * i;
         reply->set_boot_id(value);
         return true;
       case Key(4, kLengthDelimited):
-        return !std::exchange(found, true) && TakeInside(reader, &inside) &&
+        return !std::exchange(found_attend, true) && TakeInside(reader, &inside) &&
                ReadAttendReply(inside, reply->mutable_attend());
       case Key(8, kLengthDelimited):
         return !std::exchange(timed, true) && TakeInside(reader, &inside) &&
@@ -353,7 +353,7 @@ bool ScanAttendReply(std::span<const Fragment> fragments, v1::AttendStreamReply*
         return false;
     }
   });
-  return usual && found;
+  return usual && found_attend;
 }
 
 size_t EncodeAttend(const v1::AttendStreamRequest& request, size_t payload_size, char* out) {

@@ -61,14 +61,15 @@ bool ThreadTeam::Run(uint32_t pieces, Work work) {
 }
 
 void ThreadTeam::Gather(std::span<const Fragment> fragments, size_t offset, size_t size,
-                        std::byte* to) {
+                        std::byte* destination) {
   const auto copy = [&](uint32_t piece) {
     const size_t begin = size_t{piece} * kPieceBytes;
-    GatherBytes(fragments, offset + begin, std::min(kPieceBytes, size - begin), to + begin);
+    GatherBytes(fragments, offset + begin, std::min(kPieceBytes, size - begin),
+                destination + begin);
   };
   const auto pieces = static_cast<uint32_t>((size + kPieceBytes - 1) / kPieceBytes);
   if (size >= kSharedBytes && Run(pieces, copy)) return;
-  GatherBytes(fragments, offset, size, to);
+  GatherBytes(fragments, offset, size, destination);
 }
 
 void ThreadTeam::RunShared(uint32_t pieces, const Work& work) {

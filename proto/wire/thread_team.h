@@ -57,8 +57,11 @@ class ThreadTeam final {
 
   // Copies `size` bytes from `offset` of the joined fragments, as GatherBytes does. REQUIRES:
   // offset + size <= their total size.
-  void Gather(std::span<const Fragment> fragments, size_t offset, size_t size, std::byte* to);
-  void Copy(Fragment from, std::byte* to) { Gather({&from, 1}, 0, from.size(), to); }
+  void Gather(std::span<const Fragment> fragments, size_t offset, size_t size,
+              std::byte* destination);
+  void Copy(Fragment from, std::byte* destination) {
+    Gather({&from, 1}, 0, from.size(), destination);
+  }
 
   int32_t threads() const { return static_cast<int32_t>(helpers_.size()) + 1; }
   // Returns the number of pieces that helpers have done since the start. When Run returns, the

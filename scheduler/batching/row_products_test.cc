@@ -26,18 +26,18 @@ TEST(RowProductsTest, ALaunchHasFewModelsAndLayers) {
   of_same.model = &same;
   of_other.model = &other;
   RowProducts products;
-  const auto most = static_cast<int32_t>(RowProducts::kMost);
-  for (int32_t layer = 0; layer < most; ++layer) {
+  const auto limit = static_cast<int32_t>(RowProducts::kMost);
+  for (int32_t layer = 0; layer < limit; ++layer) {
     const PlainRequest request(&of_model, layer);
     EXPECT_TRUE(products.Fits(request)) << layer;
     products.Add(request);
     products.Add(request);
   }
-  EXPECT_FALSE(products.Fits(PlainRequest(&of_model, most)));
+  EXPECT_FALSE(products.Fits(PlainRequest(&of_model, limit)));
   EXPECT_FALSE(products.Fits(PlainRequest(&of_other, 0)));
   // Requests of weights that are there, or of none, cost no further kernels.
   EXPECT_TRUE(products.Fits(PlainRequest(&of_model, 0)));
-  EXPECT_TRUE(products.Fits(PlainRequest(&of_same, most - 1)));
+  EXPECT_TRUE(products.Fits(PlainRequest(&of_same, limit - 1)));
   EXPECT_TRUE(products.Fits(PlainRequest(&of_other, 0, Profile::kExpanded)));
   products.clear();
   EXPECT_TRUE(products.Fits(PlainRequest(&of_other, 0)));

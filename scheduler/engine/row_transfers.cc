@@ -170,10 +170,10 @@ absl::Status RowTransfers::CheckWindow(const Model& model, const PageTags& tags)
 absl::StatusOr<Sequence*> RowTransfers::ImportTarget(const ImportArgs& args, Model* model) {
   const TenantKey tenant = tenants_->Find(args.tenant);
   if (args.id != 0) {
-    absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
-    if (!found.ok() || (*found)->model == model) return found;
+    absl::StatusOr<Sequence*> sequence = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
+    if (!sequence.ok() || (*sequence)->model == model) return sequence;
     return RefuseField("target.sequence_id",
-                       absl::StrCat("a sequence of model ", (*found)->model->spec->id),
+                       absl::StrCat("a sequence of model ", (*sequence)->model->spec->id),
                        absl::StrCat("one of model ", model->spec->id), "wrong_model");
   }
   if (importing_.contains(args.restored_id)) {

@@ -131,18 +131,18 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
   where.rows = 2;
   where.row_dim = 12;
   // The sequence's table is the one whose first row is the row just appended.
-  bool found = false;
-  for (int slot = 0; slot < 16 && !found; ++slot) {
+  bool matches = false;
+  for (int slot = 0; slot < 16 && !matches; ++slot) {
     where.page_table = slot * 32;
     std::vector<kernels::Bf16> row(12);
     kernels::AppendRecord first = where;
     first.first_position = 0;
     first.rows = 1;
     if (!Read(first, row.data()).ok()) continue;
-    found = kernels::ToFloat(row[0]) == Rows(1, 8)[0][0] &&
-            kernels::ToFloat(row[5]) == Rows(1, 8)[0][5];
+    matches = kernels::ToFloat(row[0]) == Rows(1, 8)[0][0] &&
+              kernels::ToFloat(row[5]) == Rows(1, 8)[0][5];
   }
-  ASSERT_TRUE(found);
+  ASSERT_TRUE(matches);
   std::vector<kernels::Bf16> rest(24, 1);
   ASSERT_TRUE(Read(where, rest.data()).ok());
   EXPECT_THAT(rest, ::testing::Each(0));

@@ -36,15 +36,15 @@ class EngineFormatsTest : public ::testing::TestWithParam<kernels::KvFormat> {
   std::vector<Row> Kept(std::vector<Row> rows, int layer) const {
     constexpr auto kKind = kernels::Fp8Kind::kE4m3Fn;
     const kernels::Geometry& g = h_.model().geometry;
-    const kernels::KvRowLayout at =
+    const kernels::KvRowLayout layout =
         kernels::MakeKvRowLayout(GetParam(), g.kv_lora_rank, g.rope_dim);
-    std::vector<std::byte> bytes(static_cast<size_t>(at.row_bytes + at.page_scales_bytes));
+    std::vector<std::byte> bytes(static_cast<size_t>(layout.row_bytes + layout.page_scales_bytes));
     const std::byte* const first = bytes.data();
     for (Row& row : rows) {
-      kernels::EncodeKvRow(at, kKind, row.data(), kernels::DType::kF32, kScales[layer],
-                           KvRowIn(at, bytes.data(), at.row_bytes, 1, 0));
-      kernels::DecodeKvRow(at, kKind, kScales[layer], KvRowIn(at, first, at.row_bytes, 1, 0),
-                           row.data());
+      kernels::EncodeKvRow(layout, kKind, row.data(), kernels::DType::kF32, kScales[layer],
+                           KvRowIn(layout, bytes.data(), layout.row_bytes, 1, 0));
+      kernels::DecodeKvRow(layout, kKind, kScales[layer],
+                           KvRowIn(layout, first, layout.row_bytes, 1, 0), row.data());
     }
     return rows;
   }

@@ -275,15 +275,15 @@ TEST_F(EngineRefusalsTest, NoRowMayHaveArrived) {
 }
 
 TEST_F(EngineRefusalsTest, TheRowsOfAllSequencesTogetherAreBounded) {
-  const int32_t most = testing::TinyLimits().max_step_rows;
+  const int32_t limit = testing::TinyLimits().max_step_rows;
   const SequenceInfo a = h_.Open();
   const SequenceInfo b = h_.Open();
-  auto refused = h_.Begin(stream_, 1, {{a.id, 1, 0, most}, {b.id, 1, 0, 1}});
+  auto refused = h_.Begin(stream_, 1, {{a.id, 1, 0, limit}, {b.id, 1, 0, 1}});
   ExpectCode(*refused, absl::StatusCode::kInvalidArgument, "out_of_range");
   EXPECT_EQ(refused->detail.field, "begin_step.sequences");
-  EXPECT_EQ(refused->detail.got, std::to_string(most + 1));
+  EXPECT_EQ(refused->detail.got, std::to_string(limit + 1));
   for (const SequenceId id : {a.id, b.id}) EXPECT_FALSE(h_.Get(id).in_step);
-  EXPECT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, most - 1}, {b.id, 1, 0, 1}})->status.ok());
+  EXPECT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, limit - 1}, {b.id, 1, 0, 1}})->status.ok());
 }
 
 }  // namespace

@@ -106,11 +106,11 @@ class IdleSubmitterTest : public ::testing::Test {
   bool IsLeftToTheEngine(const Submitter& submitter) {
     backend_->HoldLaunches();
     const auto append = Append(submitter);
-    const bool left = !append->answered();
+    const bool unanswered = !append->answered();
     backend_->ReleaseLaunches();
     EXPECT_TRUE(append->Wait());
     EXPECT_TRUE(append->status.ok()) << append->status;
-    return left && append->thread != std::this_thread::get_id();
+    return unanswered && append->thread != std::this_thread::get_id();
   }
 
   RealClock clock_;

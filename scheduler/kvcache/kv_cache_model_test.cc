@@ -144,24 +144,26 @@ class Simulation {
     const size_t same = m.tokens.size();
     for (int32_t more = Below(4); more > 0; --more) m.tokens.push_back(tokens_.New());
     if (m.tokens.empty()) return;
-    const int32_t most = Below(3) == 0 ? Below(30) : 1 << 20;
+    const int32_t limit = Below(3) == 0 ? Below(30) : 1 << 20;
     cache_->Declare(s, ChainOf(m), static_cast<int32_t>(m.tokens.size()));
-    const PrefixMatch match = cache_->Match(s, most);
-    const auto found = static_cast<size_t>(match.rows);
+    const PrefixMatch match = cache_->Match(s, limit);
+    const auto rows_found = static_cast<size_t>(match.rows);
     Expect(cache_->length(s) == match.rows, "a match of another length");
-    Expect(match.rows <= most && found <= same, "rows were found that there are not");
-    Expect(found == 0 || (m.tenant == known.tenant && m.layout == known.layout),
+    Expect(match.rows <= limit && rows_found <= same, "rows were found that there are not");
+    Expect(rows_found == 0 || (m.tenant == known.tenant && m.layout == known.layout),
            "rows of another tenant or layout were found");
-    for (size_t i = 0; i < found && fault_.empty(); ++i) {
+    for (size_t i = 0; i < rows_found && fault_.empty(); ++i) {
       m.rows.push_back(tokens_.RowOf(m.tokens[i]));
       Expect(m.rows.back() != 0, "a row was found that was not committed");
     }
     // Tokens that were not found are replaced by new ones, so that a token names one row.
-    m.tokens.resize(found);
-    cache_->Undeclare(s, static_cast<int32_t>(found));
-    for (int32_t more = Below(9); more > 0 && found > 0; --more) m.tokens.push_back(tokens_.New());
-    if (found > 0) cache_->Declare(s, ChainOf(m), static_cast<int32_t>(m.tokens.size()));
-    matched_ += found > 0;
+    m.tokens.resize(rows_found);
+    cache_->Undeclare(s, static_cast<int32_t>(rows_found));
+    for (int32_t more = Below(9); more > 0 && rows_found > 0; --more) {
+      m.tokens.push_back(tokens_.New());
+    }
+    if (rows_found > 0) cache_->Declare(s, ChainOf(m), static_cast<int32_t>(m.tokens.size()));
+    matched_ += rows_found > 0;
     in_page_ += match.rows % kLayouts[m.layout].page_size != 0;
   }
 
@@ -362,12 +364,12 @@ class Simulation {
     Prepare(s);
     const GroupLayout& layout = kLayouts[m.layout];
     const auto layers = static_cast<int32_t>(layout.layers.size());
-    const int32_t left = m.reserved - static_cast<int32_t>(m.written.size());
+    const int32_t remaining = m.reserved - static_cast<int32_t>(m.written.size());
     const int32_t alone = Below(6) == 0 ? Below(layers) : -1;
     const int32_t begin = std::max(alone, 0), end = alone < 0 ? layers : alone + 1;
     for (int32_t layer = end; layer-- > begin;) PrepareLayer(s, layer);
     m.torn = alone >= 0 && layers > 1;
-    for (int32_t count = 1 + Below(left); count > 0; --count) {
+    for (int32_t count = 1 + Below(remaining); count > 0; --count) {
       const uint64_t row = next_row_++;
       const size_t position = m.rows.size() + m.written.size();
       for (int32_t layer = begin; layer < end; ++layer) {

@@ -290,11 +290,11 @@ TEST_F(KvCacheTest, OffsetsPastFourGibAndEntriesPastTwoToTheTwentyFour) {
   const int64_t groups = cache_->free_groups(layout_);
   EXPECT_GE(groups, bytes / real.group_bytes() - 2);
   const SeqSlot s = Open(1);
-  for (int64_t left = groups; left > 0;) {
-    const auto rows = static_cast<int32_t>(std::min<int64_t>(left, 100'000)) * 64;
-    const SeqSlot piece = left == groups ? s : Open(1);
+  for (int64_t remaining = groups; remaining > 0;) {
+    const auto rows = static_cast<int32_t>(std::min<int64_t>(remaining, 100'000)) * 64;
+    const SeqSlot piece = remaining == groups ? s : Open(1);
     Append(piece, rows);
-    left -= rows / 64;
+    remaining -= rows / 64;
   }
   EXPECT_EQ(cache_->free_groups(layout_), 0);
   EXPECT_EQ(cache_->CheckInvariants(), "");

@@ -98,10 +98,10 @@ TEST(LeaseTableTest, AgreesWithAnOrderedMap) {
         model[id] = now + duration;
         break;
       case 1: {
-        const auto found = model.find(id);
-        const bool runs = found != model.end() && found->second > now;
+        const auto entry = model.find(id);
+        const bool runs = entry != model.end() && entry->second > now;
         ASSERT_EQ(leases.Renew(id, now, duration), runs);
-        if (runs) found->second = std::max(found->second, now + duration);
+        if (runs) entry->second = std::max(entry->second, now + duration);
         break;
       }
       case 2:

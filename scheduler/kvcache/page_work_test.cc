@@ -273,12 +273,12 @@ TEST_F(PageWorkTest, CopyTakesEveryPlane) {
   for (int32_t layer = 3; layer >= 0; --layer) {
     LaunchWork work;
     ASSERT_TRUE(TakeLayer(child, layer, &work));
-    std::vector<std::pair<int64_t, int64_t>> at;
+    std::vector<std::pair<int64_t, int64_t>> pieces;
     for (const kernels::PageRange& range : work.ranges()) {
-      at.emplace_back(range.source_offset - GroupOf(parent), range.bytes);
+      pieces.emplace_back(range.source_offset - GroupOf(parent), range.bytes);
     }
-    EXPECT_EQ(at, want[static_cast<size_t>(layer)]) << layer;
-    EXPECT_EQ(work.places(), static_cast<int64_t>(at.size()));
+    EXPECT_EQ(pieces, want[static_cast<size_t>(layer)]) << layer;
+    EXPECT_EQ(work.places(), static_cast<int64_t>(pieces.size()));
     cache_->work().Acknowledge(&work);
   }
   cache_->Commit(child, 1);

@@ -201,10 +201,10 @@ bool QueryHoldsNotFinite(const AttendArgs& args, const OfHead& query) {
     const int64_t piece_end = i + 1 < args.q_fragments.size() ? args.q_fragments[i + 1].begin
                                                               : std::numeric_limits<int64_t>::max();
     const int64_t from = std::max(first, piece.begin);
-    const int64_t to = std::min(first + dim * size, piece_end);
-    if (from >= to) continue;
+    const int64_t end = std::min(first + dim * size, piece_end);
+    if (from >= end) continue;
     std::memcpy(whole.data() + (from - first), piece.data + (from - piece.begin),
-                static_cast<size_t>(to - from));
+                static_cast<size_t>(end - from));
   }
   return HoldsNotFinite(whole.data(), args.q_dtype, dim);
 }
@@ -271,10 +271,10 @@ void NoteRows(const StreamRequest& request, kernels::AttentionBackend* backend) 
     const int64_t rows = std::min(end, entry.offset + entry.rows) - first;
     const int64_t position = entry.start + first - entry.offset;
     int64_t& known = entry.sequence->not_finite_from;
-    const std::byte* const at = launched + (first - begin) * row_bytes;
-    if (known <= position || !HoldsNotFinite(at, args.q_dtype, rows * dim)) return;
+    const std::byte* const data = launched + (first - begin) * row_bytes;
+    if (known <= position || !HoldsNotFinite(data, args.q_dtype, rows * dim)) return;
     int64_t row = 0;
-    while (row < rows && !HoldsNotFinite(at + row * row_bytes, args.q_dtype, dim)) ++row;
+    while (row < rows && !HoldsNotFinite(data + row * row_bytes, args.q_dtype, dim)) ++row;
     // If the second look finds nothing, the client has changed the memory. Then none of
     // these rows is trusted.
     known = std::min(known, row < rows ? position + row : position);
@@ -322,10 +322,10 @@ void CheckHidden(StreamRequest* request, const BatchLaunch::LseRows& lse) {
   const int64_t dim = request->engine.step->model->spec->o_row_dim(args.profile, args.num_heads);
   const int64_t bytes = dim * static_cast<int64_t>(ElementSize(args.o_dtype));
   for (int64_t row = 0; row < request->engine.rows_launched; ++row) {
-    const int64_t at = request->engine.rows_done + row;
-    if (!HoldsNotFinite(args.o + at * bytes, args.o_dtype, dim)) continue;
+    const int64_t sent_row = request->engine.rows_done + row;
+    if (!HoldsNotFinite(args.o + sent_row * bytes, args.o_dtype, dim)) continue;
     if (FirstNotFinite(lse.at + row * lse.row_stride, args.num_heads) < args.num_heads) continue;
-    request->engine.bad_row = static_cast<int32_t>(at);
+    request->engine.bad_row = static_cast<int32_t>(sent_row);
     request->engine.bad_head = 0;
     return;
   }
@@ -366,10 +366,10 @@ void CheckResults(BatchLaunch* launch, kernels::AttentionBackend* backend) {
     if (lse.at == nullptr) continue;
     const int64_t count = int64_t{request->engine.rows_launched} * heads;
     HostTensors tensors(*request, backend);
-    for (int64_t at = first_bad(i); at < count && request->engine.bad_row < 0; ++at) {
-      const float value = lse.at[at / heads * lse.row_stride + at % heads];
+    for (int64_t index = first_bad(i); index < count && request->engine.bad_row < 0; ++index) {
+      const float value = lse.at[index / heads * lse.row_stride + index % heads];
       if (std::isfinite(value)) continue;
-      JudgeRow(request, &tensors, request->engine.rows_done + at / heads, at % heads, value);
+      JudgeRow(request, &tensors, request->engine.rows_done + index / heads, index % heads, value);
     }
   }
   if (launch->batch.key.profile != Profile::kProjected) return;

@@ -22,10 +22,10 @@ std::vector<CacheHints::Page> CacheHints::Find(LayoutId layout, const PrefixChai
   std::vector<Page> pages;
   for (int64_t row = 0; row < rows; row += chain.page_size) {
     const auto page = static_cast<int32_t>(row / chain.page_size);
-    const auto left = static_cast<int32_t>(std::min<int64_t>(rows - row, chain.page_size));
+    const auto remaining = static_cast<int32_t>(std::min<int64_t>(rows - row, chain.page_size));
     PrefixCache::Found cached;
-    if (left == chain.page_size) cached = prefixes.Find(layout, chain, page);
-    if (cached.rows == 0) cached = prefixes.FindRows(layout, chain, page, left);
+    if (remaining == chain.page_size) cached = prefixes.Find(layout, chain, page);
+    if (cached.rows == 0) cached = prefixes.FindRows(layout, chain, page, remaining);
     if (cached.rows == 0) break;
     pages.push_back({cached.node, cached.rows});
     if (cached.rows < chain.page_size) break;

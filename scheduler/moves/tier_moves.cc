@@ -64,10 +64,10 @@ bool TierMoves::Pump() {
   for (Move* const move : std::exchange(parts_done_, {})) OnPart(move);
   while (RestoreOne()) did = true;
   while (DemoteWanted()) did = true;
-  int left = kMostAtOnce;
-  while (left > 0 && (StoreOne() || DemoteOne())) --left;
-  looked_at_ = left > 0 ? cache_->steps() : ~uint64_t{0};
-  return did || left < kMostAtOnce;
+  int remaining = kMostAtOnce;
+  while (remaining > 0 && (StoreOne() || DemoteOne())) --remaining;
+  looked_at_ = remaining > 0 ? cache_->steps() : ~uint64_t{0};
+  return did || remaining < kMostAtOnce;
 }
 
 int64_t TierMoves::KeepNanos() const {
@@ -367,10 +367,10 @@ std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::Pre
   std::vector<int32_t> nodes, present;
   for (int64_t row = first_row; row < end; row += page_size) {
     const auto page = static_cast<int32_t>(row / page_size);
-    const auto left = static_cast<int32_t>(std::min<int64_t>(end - row, page_size));
+    const auto remaining = static_cast<int32_t>(std::min<int64_t>(end - row, page_size));
     PrefixCache::Found cached;
-    if (left == page_size) cached = prefixes.Find(layout, chain, page);
-    if (cached.rows == 0) cached = prefixes.FindRows(layout, chain, page, left);
+    if (remaining == page_size) cached = prefixes.Find(layout, chain, page);
+    if (cached.rows == 0) cached = prefixes.FindRows(layout, chain, page, remaining);
     if (cached.rows == 0) break;
     if (cached.entry == SlabPool::kNoEntry) {
       if (nodes.empty()) queue_room = wanted_.room(prefixes.about(cached.node).tenant);

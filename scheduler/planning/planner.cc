@@ -148,10 +148,10 @@ int32_t SharingUnits(std::span<const PlanSegment> segments, const PlanTraits& tr
   return few && units < traits.units ? static_cast<int32_t>(units) : traits.units;
 }
 
-absl::Status CheckTrait(const char* name, int64_t got, int64_t least, int64_t most) {
-  if (got >= least && got <= most) return absl::OkStatus();
+absl::Status CheckTrait(const char* name, int64_t got, int64_t least, int64_t largest) {
+  if (got >= least && got <= largest) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat("plan traits.", name, ": got ", got, ", limit ", least, "..", most));
+      absl::StrCat("plan traits.", name, ": got ", got, ", limit ", least, "..", largest));
 }
 
 absl::Status CheckTraits(const PlanTraits& traits) {

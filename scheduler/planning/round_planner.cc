@@ -358,7 +358,7 @@ absl::Status RoundPlanner::Deal() {
     for (int32_t unit = 0; unit < units_; ++unit) loads_.push_back({0, unit});
     out_->unit_indptr_.resize(out_->unit_indptr_.size() + units_ + 1, 0);
     int32_t* ends = out_->unit_indptr_.data() + out_->rounds_[round].first_indptr;
-    int64_t total = 0, most = 0;
+    int64_t total = 0, largest = 0;
     size_t end = begin;
     for (; end < entries_.size() && RoundOf(entries_[end]) == static_cast<int32_t>(round); ++end) {
       const int64_t tiles = 0xffff - static_cast<int64_t>(entries_[end].key >> 16 & 0xffff);
@@ -369,10 +369,10 @@ absl::Status RoundPlanner::Deal() {
       ++ends[least.unit + 1];
       least.cost += cost;
       total += cost;
-      most = std::max(most, least.cost);
+      largest = std::max(largest, least.cost);
       std::push_heap(loads_.begin(), loads_.end(), later);
     }
-    idle_ += most - total / units_;
+    idle_ += largest - total / units_;
     busy_ += total / units_;
     ends[0] = static_cast<int32_t>(begin);
     for (int32_t unit = 0; unit < units_; ++unit) ends[unit + 1] += ends[unit];

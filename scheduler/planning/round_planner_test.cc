@@ -151,13 +151,13 @@ class Checker {
     if (w.partial_row >= 0) carried_[w.partial_row] = tile;
     seen_[tile] += w.kv_end - w.kv_begin;
     if (w.kv_begin == w.kv_end) return;
-    const auto found = std::find_if(of_round_.begin(), of_round_.end(), [&](const auto* each) {
+    const auto entry = std::find_if(of_round_.begin(), of_round_.end(), [&](const auto* each) {
       return each->segment == w.segment && each->kv_begin <= w.kv_begin &&
              w.kv_end <= each->kv_begin + each->rows && each->head_begin <= w.head_begin() &&
              w.head_begin() < each->head_begin + each->heads;
     });
-    ASSERT_NE(found, of_round_.end());
-    const Expansion& s = **found;
+    ASSERT_NE(entry, of_round_.end());
+    const Expansion& s = **entry;
     const int64_t offset = int64_t{w.kv_begin - s.kv_begin} * kPanelRowBytes;
     EXPECT_EQ(item.panel_bytes, int64_t{s.padded_rows} * kPanelRowBytes);
     EXPECT_EQ(item.keys, s.base + (w.head_begin() - s.head_begin) * HeadBytes(s) + offset);
@@ -262,16 +262,16 @@ TEST(RoundPlannerTest, DealtEvenly) {
   const kernels::PlanTraits traits = Traits(132, int64_t{256} << 20);
   const Built plan(traits, batch);
   Check(plan, traits, batch);
-  int64_t most = 0, total = 0;
+  int64_t largest = 0, total = 0;
   for (int32_t unit = 0; unit < traits.units; ++unit) {
     int64_t tiles = 0;
     for (int32_t i = plan.view.unit_indptr[unit]; i < plan.view.unit_indptr[unit + 1]; ++i) {
       tiles += (plan.view.items[i].work.kv_end + kExpandedRows - 1) / kExpandedRows;
     }
-    most = std::max(most, tiles);
+    largest = std::max(largest, tiles);
     total += tiles;
   }
-  EXPECT_LE(static_cast<double>(most) * traits.units, 1.07 * static_cast<double>(total));
+  EXPECT_LE(static_cast<double>(largest) * traits.units, 1.07 * static_cast<double>(total));
 }
 
 TEST(RoundPlannerTest, RandomBatches) {

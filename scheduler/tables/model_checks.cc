@@ -47,10 +47,10 @@ absl::Status CheckWindow(const ModelSpec& spec) {
 
 absl::Status CheckProjected(const ModelSpec& spec, const Limits& limits) {
   const bool present = spec.projected.present();
-  const int32_t most = present ? limits.max_hidden_size : 0, least = present ? 1 : 0;
-  absl::Status status = CheckRange("model.q_lora_rank", spec.projected.q_lora_rank, least, most);
+  const int32_t largest = present ? limits.max_hidden_size : 0, least = present ? 1 : 0;
+  absl::Status status = CheckRange("model.q_lora_rank", spec.projected.q_lora_rank, least, largest);
   if (status.ok()) {
-    status = CheckRange("model.hidden_size", spec.projected.hidden_size, least, most);
+    status = CheckRange("model.hidden_size", spec.projected.hidden_size, least, largest);
   }
   if (!status.ok()) return status;
   if (present != (spec.rope != kernels::RopeLayout::kNone)) {

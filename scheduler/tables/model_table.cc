@@ -316,15 +316,16 @@ int32_t ModelTable::size() const {
   return count;
 }
 
-absl::Status ModelTable::SetSinks(Model& model, SinkSlice at, std::span<const float> sinks,
+absl::Status ModelTable::SetSinks(Model& model, SinkSlice slice, std::span<const float> sinks,
                                   const std::string& field) {
-  MLA_RETURN_IF_ERROR(CheckSinks(*model.spec, sinks, field, &at));
+  MLA_RETURN_IF_ERROR(CheckSinks(*model.spec, sinks, field, &slice));
   const int64_t heads = model.spec->geometry.num_heads;
   std::vector<float> next = AllSinks(model);
   bool changes = false, adds = false;
   auto from = sinks.begin();
-  for (int64_t layer = at.layer_begin; layer < at.layer_begin + at.layer_count; ++layer) {
-    for (int64_t head = at.head_begin; head < at.head_begin + at.head_count; ++head, ++from) {
+  for (int64_t layer = slice.layer_begin; layer < slice.layer_begin + slice.layer_count; ++layer) {
+    for (int64_t head = slice.head_begin; head < slice.head_begin + slice.head_count;
+         ++head, ++from) {
       float& sink = next[static_cast<size_t>(layer * heads + head)];
       (std::isnan(sink) ? adds : changes) |= sink != *from;
       sink = *from;

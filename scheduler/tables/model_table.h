@@ -83,10 +83,10 @@ class ModelTable {
   std::vector<HeldWeights> AllWeights() const;
   int32_t size() const;
 
-  // Sets sinks of a window, [at.layer_count, at.head_count]: all of them, or none on an error.
-  // Refuses what CheckSinks refuses. Also refuses to change sinks while sequences are open
+  // Sets sinks of a window, [slice.layer_count, slice.head_count]: all of them, or none on an
+  // error. Refuses what CheckSinks refuses. Also refuses to change sinks while sequences are open
   // (ALREADY_EXISTS); missing ones may be set at any time.
-  absl::Status SetSinks(Model& model, SinkSlice at, std::span<const float> sinks,
+  absl::Status SetSinks(Model& model, SinkSlice slice, std::span<const float> sinks,
                         const std::string& field);
   // Returns the layers that still miss sinks, ascending; none when sinks_complete.
   std::vector<int32_t> LayersWithoutSinks(const Model& model) const;

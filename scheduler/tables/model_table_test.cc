@@ -356,12 +356,12 @@ TEST(ProjectedDtypeTest, HeadsMustFitScales) {
   spec.projected = {32, 32, kernels::DType::kFp8E4m3};
   spec.rope = kernels::RopeLayout::kHalves;
   const ModelSpec good = spec;
-  auto made = table.Register(tenant, good);
-  ASSERT_TRUE(made.ok()) << made.status();
-  EXPECT_EQ((*made)->spec->projected.weights, kernels::DType::kFp8E4m3);
+  auto registered = table.Register(tenant, good);
+  ASSERT_TRUE(registered.ok()) << registered.status();
+  EXPECT_EQ((*registered)->spec->projected.weights, kernels::DType::kFp8E4m3);
   spec.projected.weights = kernels::DType::kBf16;
-  made = table.Register(tenant, spec);  // a repeat: the type in force stays
-  EXPECT_EQ((*made)->spec->projected.weights, kernels::DType::kFp8E4m3);
+  registered = table.Register(tenant, spec);  // a repeat: the type in force stays
+  EXPECT_EQ((*registered)->spec->projected.weights, kernels::DType::kFp8E4m3);
   const auto field = [&](const ModelSpec& other) {
     return DetailOf(table.Register(tenant, other).status()).field;
   };

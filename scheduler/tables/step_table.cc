@@ -228,11 +228,12 @@ absl::Status CheckTails(const Step& step, const std::vector<TailArgs>& tails) {
   int32_t last = -1;
   for (size_t i = 0; i < tails.size(); ++i) {
     const auto& [sequence, tail] = tails[i];
-    const auto most = static_cast<int32_t>(step.entries.size()) - 1;
-    if (sequence <= last || sequence > most) {
-      return RefuseField(absl::StrCat("end_step.tails[", i, "]"), absl::StrCat(sequence),
-                         absl::StrCat(last + 1, "..", most, ": sequences of the step, ascending"),
-                         "out_of_range");
+    const auto largest = static_cast<int32_t>(step.entries.size()) - 1;
+    if (sequence <= last || sequence > largest) {
+      return RefuseField(
+          absl::StrCat("end_step.tails[", i, "]"), absl::StrCat(sequence),
+          absl::StrCat(last + 1, "..", largest, ": sequences of the step, ascending"),
+          "out_of_range");
     }
     last = sequence;
     if (tail != nullptr && tail->size == static_cast<size_t>(step.model->spec->tail_bytes)) {

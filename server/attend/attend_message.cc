@@ -25,10 +25,10 @@ wire::AttendLayout LayoutOf(int64_t kv, int64_t q, int64_t lists, const AttendSi
 }
 
 wire::BadFp8Scale Decode(const wire::Fp8Tensor& tensor, const std::byte* sent, kernels::DType dtype,
-                         std::byte* to) {
+                         std::byte* destination) {
   return dtype == kernels::DType::kF32
-             ? wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<float*>(to))
-             : wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<uint16_t*>(to));
+             ? wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<float*>(destination))
+             : wire::DecodeFp8Tensor(tensor, sent, reinterpret_cast<uint16_t*>(destination));
 }
 
 absl::Status RefuseScale(const std::string& vector, const wire::BadFp8Scale& bad) {

@@ -406,15 +406,15 @@ TEST(ConfigTest, TableIsConsistent) {
 }
 
 TEST(ConfigTest, ATenantMayBeGivenAllThatTheServerHas) {
-  const auto most = [](const std::string& name) {
+  const auto largest = [](const std::string& name) {
     const auto& keys = ConfigKeys();
     const auto key = std::find_if(keys.begin(), keys.end(),
                                   [&](const ConfigKey& each) { return each.name == name; });
     return key == keys.end() ? -1 : key->max;
   };
   for (const scheduler::ResourceRow& row : scheduler::ResourceRows()) {
-    EXPECT_GT(most(row.config_key), 0) << row.name;
-    EXPECT_GE(most(row.config_key), most(row.server_key)) << row.name;
+    EXPECT_GT(largest(row.config_key), 0) << row.name;
+    EXPECT_GE(largest(row.config_key), largest(row.server_key)) << row.name;
   }
 }
 

@@ -76,14 +76,14 @@ class ConnectionAcceptorTest : public ::testing::Test {
     return one;
   }
   // From one loopback address to another.
-  int ConnectTcp(const char* from, const char* to, int port) {
+  int ConnectTcp(const char* from, const char* destination, int port) {
     const int one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     clients_.push_back(one);
     sockaddr_in address{};
     address.sin_family = AF_INET;
     inet_pton(AF_INET, from, &address.sin_addr);
     EXPECT_EQ(bind(one, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
-    inet_pton(AF_INET, to, &address.sin_addr);
+    inet_pton(AF_INET, destination, &address.sin_addr);
     address.sin_port = htons(static_cast<uint16_t>(port));
     EXPECT_EQ(connect(one, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
     return one;

@@ -87,11 +87,11 @@ static_assert(static_cast<int>(scheduler::BoundSource::kRuntime) == v1::QUOTA_SO
 
 constexpr size_t kMostBounds = 4 * scheduler::kResourceCount;
 
-void Fill(const TenantUsage& from, v1::TenantQuota* to) {
-  to->set_tenant(from.name);
-  to->set_weight(static_cast<uint32_t>(from.weight));
+void Fill(const TenantUsage& from, v1::TenantQuota* quota) {
+  quota->set_tenant(from.name);
+  quota->set_weight(static_cast<uint32_t>(from.weight));
   for (const ResourceRow& row : scheduler::ResourceRows()) {
-    v1::QuotaUsage* usage = to->add_resources();
+    v1::QuotaUsage* usage = quota->add_resources();
     usage->set_resource(static_cast<v1::QuotaResource>(row.resource));
     usage->set_name(row.name);
     usage->set_used(static_cast<uint64_t>(std::max<int64_t>(0, from.used[row.resource])));
@@ -276,7 +276,7 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
       CallClass::kReserved);
 }
 
-void FillStats(const StatSources& from, v1::GetStatsReply* to) {
+void FillStats(const StatSources& from, v1::GetStatsReply* reply) {
   const auto* descriptor = v1::GetStatsReply::descriptor();
   const auto* reflection = v1::GetStatsReply::GetReflection();
   for (const Stat& stat : AllStats()) {
@@ -284,9 +284,9 @@ void FillStats(const StatSources& from, v1::GetStatsReply* to) {
     const auto* field = descriptor->FindFieldByName(stat.field);
     const uint64_t value = stat.read(from);
     if (field->cpp_type() == google::protobuf::FieldDescriptor::CPPTYPE_UINT32) {
-      reflection->SetUInt32(to, field, static_cast<uint32_t>(value));
+      reflection->SetUInt32(reply, field, static_cast<uint32_t>(value));
     } else {
-      reflection->SetUInt64(to, field, value);
+      reflection->SetUInt64(reply, field, value);
     }
   }
 }
@@ -426,10 +426,10 @@ grpc::Status AdminService::CancelDrain(grpc::ServerContext* context, const v1::C
 // -------------------------------------------------------------------------------- Quotas, eviction
 
 absl::Status AdminService::CheckTenant(const std::string& tenant) const {
-  const auto most = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
-  if (IsTenantName(tenant, most)) return absl::OkStatus();
+  const auto limit = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
+  if (IsTenantName(tenant, limit)) return absl::OkStatus();
   return RefuseField("tenant", absl::StrCat(tenant.size(), " bytes"),
-                     absl::StrCat("1..", most, " printable ASCII characters"), "name_characters");
+                     absl::StrCat("1..", limit, " printable ASCII characters"), "name_characters");
 }
 
 grpc::Status AdminService::GetQuota(grpc::ServerContext* context,

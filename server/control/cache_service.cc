@@ -25,13 +25,13 @@ absl::Status Broken() {
                    {.reason = "cancelled"});
 }
 
-void Fill(const CheckpointInfo& from, v1::CheckpointInfo* to) {
-  to->set_sequence_id(from.id);
-  to->set_epoch(from.epoch);
-  to->set_length(static_cast<uint64_t>(from.rows));
-  to->set_bytes(static_cast<uint64_t>(from.bytes));
-  to->set_model_id(from.model_id);
-  to->set_saved_unix_ms(static_cast<uint64_t>(from.saved_unix_ms));
+void Fill(const CheckpointInfo& from, v1::CheckpointInfo* message) {
+  message->set_sequence_id(from.id);
+  message->set_epoch(from.epoch);
+  message->set_length(static_cast<uint64_t>(from.rows));
+  message->set_bytes(static_cast<uint64_t>(from.bytes));
+  message->set_model_id(from.model_id);
+  message->set_saved_unix_ms(static_cast<uint64_t>(from.saved_unix_ms));
 }
 
 // Returns the number of sinks of a model whose heads all have one.
@@ -61,29 +61,29 @@ std::string BytesOf(const kvcache::PrefixKey& key) {
   return std::string(reinterpret_cast<const char*>(&key), sizeof(key));
 }
 
-void Fill(const kvcache::Event& from, bool named, v1::CacheEvent* to) {
-  to->set_number(from.number);
-  to->set_kind(static_cast<v1::CacheEventKind>(from.kind));
-  to->set_tier(static_cast<v1::CacheTier>(from.tier));
-  to->set_model_id(*from.model);
-  to->set_sequence_id(from.sequence);
-  to->set_first_row(static_cast<uint64_t>(from.first_row));
-  to->set_rows(static_cast<uint64_t>(from.rows));
-  if (from.key) to->set_key(BytesOf(*from.key));
-  if (from.parent) to->set_parent(BytesOf(*from.parent));
-  to->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
-  if (named) to->set_tenant(*from.tenant_name);
+void Fill(const kvcache::Event& from, bool named, v1::CacheEvent* message) {
+  message->set_number(from.number);
+  message->set_kind(static_cast<v1::CacheEventKind>(from.kind));
+  message->set_tier(static_cast<v1::CacheTier>(from.tier));
+  message->set_model_id(*from.model);
+  message->set_sequence_id(from.sequence);
+  message->set_first_row(static_cast<uint64_t>(from.first_row));
+  message->set_rows(static_cast<uint64_t>(from.rows));
+  if (from.key) message->set_key(BytesOf(*from.key));
+  if (from.parent) message->set_parent(BytesOf(*from.parent));
+  message->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
+  if (named) message->set_tenant(*from.tenant_name);
 }
 
-void Fill(const kvcache::Miss& from, bool named, v1::CacheMiss* to) {
-  to->set_model_id(*from.model);
-  to->set_sequence_id(from.sequence);
-  to->set_first_row(static_cast<uint64_t>(from.first_row));
-  to->set_rows_asked(static_cast<uint64_t>(from.rows_asked));
-  to->set_rows_found(static_cast<uint64_t>(from.rows_found));
-  to->set_end(static_cast<v1::MatchEnd>(from.end));
-  to->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
-  if (named) to->set_tenant(*from.tenant_name);
+void Fill(const kvcache::Miss& from, bool named, v1::CacheMiss* message) {
+  message->set_model_id(*from.model);
+  message->set_sequence_id(from.sequence);
+  message->set_first_row(static_cast<uint64_t>(from.first_row));
+  message->set_rows_asked(static_cast<uint64_t>(from.rows_asked));
+  message->set_rows_found(static_cast<uint64_t>(from.rows_found));
+  message->set_end(static_cast<v1::MatchEnd>(from.end));
+  message->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
+  if (named) message->set_tenant(*from.tenant_name);
 }
 
 }  // namespace

@@ -115,10 +115,10 @@ absl::Status IncomingWeights::TakePart(const std::string& caller, const Header& 
   std::shared_ptr<WeightsTransfer> transfer;
   {
     const MutexLock lock(mutex_);
-    const auto found = transfers_.find(std::pair(header.tenant(), header.model_id()));
-    if (found != transfers_.end() && found->second.attempt == header.attempt() &&
-        found->second.caller == caller) {
-      transfer = found->second.transfer;
+    const auto entry = transfers_.find(std::pair(header.tenant(), header.model_id()));
+    if (entry != transfers_.end() && entry->second.attempt == header.attempt() &&
+        entry->second.caller == caller) {
+      transfer = entry->second.transfer;
     }
   }
   if (transfer == nullptr) {

@@ -133,10 +133,10 @@ grpc::Status ModelService::UploadSinks(grpc::ServerContext* context,
   return rpc_.Serve(context, "Models.UploadSinks", [&](const Identity& who) -> absl::Status {
     reply->set_boot_id(rpc_.boot_id);
     MLA_RETURN_IF_ERROR(CheckName(request->model_id(), "model_id", false, rpc_.engine->limits()));
-    const scheduler::SinkSlice at = {request->layer_begin(), request->layer_count(),
-                                     request->head_begin(), request->head_count()};
+    const scheduler::SinkSlice slice = {request->layer_begin(), request->layer_count(),
+                                        request->head_begin(), request->head_count()};
     MLA_ASSIGN_OR_RETURN(const auto missing, rpc_.engine->SetSinks(who.tenant, request->model_id(),
-                                                                   at, Span(request->sinks())));
+                                                                   slice, Span(request->sinks())));
     reply->set_complete(missing.empty());
     for (const int32_t layer : missing) reply->add_missing_layers(static_cast<uint32_t>(layer));
     return absl::OkStatus();

@@ -58,10 +58,11 @@ absl::StatusOr<scheduler::TenantUse> RpcContext::AdmitRequest(const grpc::Server
 
 absl::Status RpcContext::CheckActsFor(const Identity& who, const std::string& tenant,
                                       const std::string& field) const {
-  const auto most = static_cast<size_t>(engine->limits().max_name_bytes);
-  if (!IsTenantName(tenant, most)) {
+  const auto limit = static_cast<size_t>(engine->limits().max_name_bytes);
+  if (!IsTenantName(tenant, limit)) {
     return RefuseField(field, absl::StrCat(tenant.size(), " bytes"),
-                       absl::StrCat("1..", most, " printable ASCII characters"), "name_characters");
+                       absl::StrCat("1..", limit, " printable ASCII characters"),
+                       "name_characters");
   }
   MLA_RETURN_IF_ERROR(live->CheckOperator(who));
   if (who.authenticated && !who.local) return absl::OkStatus();

@@ -10,32 +10,32 @@
 
 namespace mla::server {
 
-void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
-  to->set_sequence_id(from.id);
-  to->set_epoch(from.epoch);
-  to->set_length(static_cast<uint64_t>(from.length));
-  to->set_lease_left_ms(
+void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* message) {
+  message->set_sequence_id(from.id);
+  message->set_epoch(from.epoch);
+  message->set_length(static_cast<uint64_t>(from.length));
+  message->set_lease_left_ms(
       static_cast<uint32_t>(std::clamp<int64_t>(from.lease_left_ms, 0, UINT32_MAX)));
-  to->set_in_step(from.in_step);
-  to->set_open_step(from.in_step ? from.open_step : 0);
-  to->set_model_id(from.model_id);
-  to->set_client_id(from.client_id);
-  to->set_page_groups(static_cast<uint64_t>(from.page_groups));
-  to->set_declared(static_cast<uint64_t>(from.declared));
-  if (from.tail_position) to->set_tail_position(static_cast<uint64_t>(*from.tail_position));
-  to->set_tenant(from.tenant);
-  to->set_age_ms(static_cast<uint64_t>(from.age_ms));
-  to->set_kv_bytes(static_cast<uint64_t>(from.kv_bytes));
+  message->set_in_step(from.in_step);
+  message->set_open_step(from.in_step ? from.open_step : 0);
+  message->set_model_id(from.model_id);
+  message->set_client_id(from.client_id);
+  message->set_page_groups(static_cast<uint64_t>(from.page_groups));
+  message->set_declared(static_cast<uint64_t>(from.declared));
+  if (from.tail_position) message->set_tail_position(static_cast<uint64_t>(*from.tail_position));
+  message->set_tenant(from.tenant);
+  message->set_age_ms(static_cast<uint64_t>(from.age_ms));
+  message->set_kv_bytes(static_cast<uint64_t>(from.kv_bytes));
 }
 
 namespace {
 
 constexpr size_t kTailPartBytes = 56 << 10;  // of one reply; fits any wire.message_bytes
 
-void FillMatch(const scheduler::SequenceInfo& from, v1::PrefixMatch* to) {
+void FillMatch(const scheduler::SequenceInfo& from, v1::PrefixMatch* match) {
   static_assert(static_cast<int>(kvcache::MatchEnd::kDeferred) == v1::MATCH_END_DEFERRED);
-  to->set_rows(static_cast<uint64_t>(from.matched.rows));
-  to->set_end(static_cast<v1::MatchEnd>(from.matched.end));
+  match->set_rows(static_cast<uint64_t>(from.matched.rows));
+  match->set_end(static_cast<v1::MatchEnd>(from.matched.end));
 }
 
 // A call waits for slower tiers for at most this part of its client's deadline. The rest is for the

@@ -10,7 +10,7 @@
 
 namespace mla::server {
 
-void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to);
+void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* message);
 
 class SequenceService final : public v1::Sequences::Service {
  public:

@@ -92,10 +92,10 @@ absl::Status ParseProjected(const v1::ModelSpec& message, const Limits& limits, 
                        "unknown_value");
   }
   const bool projected = owner == v1::ROPE_OWNER_SERVER;
-  const int32_t least = projected ? 1 : 0, most = projected ? limits.max_hidden_size : 0;
-  MLA_RETURN_IF_ERROR(Narrow(message.q_lora_rank(), least, most, "model.q_lora_rank",
+  const int32_t least = projected ? 1 : 0, largest = projected ? limits.max_hidden_size : 0;
+  MLA_RETURN_IF_ERROR(Narrow(message.q_lora_rank(), least, largest, "model.q_lora_rank",
                              &spec->projected.q_lora_rank));
-  MLA_RETURN_IF_ERROR(Narrow(message.hidden_size(), least, most, "model.hidden_size",
+  MLA_RETURN_IF_ERROR(Narrow(message.hidden_size(), least, largest, "model.hidden_size",
                              &spec->projected.hidden_size));
   const auto layout = static_cast<int>(message.rope_layout());
   if (!v1::RopeLayout_IsValid(layout) || projected != (layout != v1::ROPE_LAYOUT_UNSPECIFIED)) {
@@ -206,45 +206,45 @@ static_assert(static_cast<int>(kernels::AttentionKind::kDense) == v1::ATTENTION_
 static_assert(static_cast<int>(kernels::AttentionKind::kSparse) == v1::ATTENTION_KIND_SPARSE_V32);
 static_assert(static_cast<int>(kernels::AttentionKind::kWindow) == v1::ATTENTION_KIND_SPARSE_V4);
 
-void FillModel(const ModelSpec& from, v1::ModelSpec* to) {
-  to->set_model_id(from.id);
-  to->mutable_geometry()->set_num_heads(static_cast<uint32_t>(from.geometry.num_heads));
-  to->mutable_geometry()->set_kv_lora_rank(static_cast<uint32_t>(from.geometry.kv_lora_rank));
-  to->mutable_geometry()->set_rope_dim(static_cast<uint32_t>(from.geometry.rope_dim));
-  to->mutable_geometry()->set_nope_dim(static_cast<uint32_t>(from.geometry.nope_dim));
-  to->mutable_geometry()->set_v_dim(static_cast<uint32_t>(from.geometry.v_dim));
-  to->set_layers(static_cast<uint32_t>(from.layers));
-  to->set_softmax_scale(from.softmax_scale);
+void FillModel(const ModelSpec& from, v1::ModelSpec* message) {
+  message->set_model_id(from.id);
+  message->mutable_geometry()->set_num_heads(static_cast<uint32_t>(from.geometry.num_heads));
+  message->mutable_geometry()->set_kv_lora_rank(static_cast<uint32_t>(from.geometry.kv_lora_rank));
+  message->mutable_geometry()->set_rope_dim(static_cast<uint32_t>(from.geometry.rope_dim));
+  message->mutable_geometry()->set_nope_dim(static_cast<uint32_t>(from.geometry.nope_dim));
+  message->mutable_geometry()->set_v_dim(static_cast<uint32_t>(from.geometry.v_dim));
+  message->set_layers(static_cast<uint32_t>(from.layers));
+  message->set_softmax_scale(from.softmax_scale);
   const bool bf16 = from.kv_format == kernels::KvFormat::kBf16;
-  to->set_kv_dtype(bf16 ? v1::DTYPE_BF16 : v1::DTYPE_UNSPECIFIED);
-  to->set_kv_format(ToProto(from.kv_format));
+  message->set_kv_dtype(bf16 ? v1::DTYPE_BF16 : v1::DTYPE_UNSPECIFIED);
+  message->set_kv_format(ToProto(from.kv_format));
   if (from.fp8_compute != scheduler::Fp8Compute::kAuto) {
     const bool on = from.fp8_compute == scheduler::Fp8Compute::kOn;
-    to->set_fp8_compute(on ? v1::FP8_COMPUTE_ON : v1::FP8_COMPUTE_OFF);
+    message->set_fp8_compute(on ? v1::FP8_COMPUTE_ON : v1::FP8_COMPUTE_OFF);
   }
-  to->set_rope_owner(from.projected.present() ? v1::ROPE_OWNER_SERVER : v1::ROPE_OWNER_WORKER);
-  to->set_q_lora_rank(static_cast<uint32_t>(from.projected.q_lora_rank));
-  to->set_hidden_size(static_cast<uint32_t>(from.projected.hidden_size));
-  to->set_rope_layout(static_cast<v1::RopeLayout>(from.rope));  // numbered alike
+  message->set_rope_owner(from.projected.present() ? v1::ROPE_OWNER_SERVER : v1::ROPE_OWNER_WORKER);
+  message->set_q_lora_rank(static_cast<uint32_t>(from.projected.q_lora_rank));
+  message->set_hidden_size(static_cast<uint32_t>(from.projected.hidden_size));
+  message->set_rope_layout(static_cast<v1::RopeLayout>(from.rope));  // numbered alike
   if (from.projected.present()) {
-    to->set_projected_dtype(from.projected.codes() ? v1::DTYPE_F8_E4M3 : v1::DTYPE_BF16);
+    message->set_projected_dtype(from.projected.codes() ? v1::DTYPE_F8_E4M3 : v1::DTYPE_BF16);
   }
-  to->set_page_size(static_cast<uint32_t>(from.page_size));
-  to->set_attention(static_cast<v1::AttentionKind>(from.attention));  // numbered alike
+  message->set_page_size(static_cast<uint32_t>(from.page_size));
+  message->set_attention(static_cast<v1::AttentionKind>(from.attention));  // numbered alike
   if (from.windowed()) {
-    to->set_window(static_cast<uint32_t>(from.window));
-    for (const int32_t ratio : from.ratios) to->add_ratios(static_cast<uint32_t>(ratio));
-    to->set_entry_format(ToProto(from.entry_format));
-    to->set_tail_bytes(static_cast<uint32_t>(from.tail_bytes));
-    to->set_needs_sinks(from.needs_sinks);
+    message->set_window(static_cast<uint32_t>(from.window));
+    for (const int32_t ratio : from.ratios) message->add_ratios(static_cast<uint32_t>(ratio));
+    message->set_entry_format(ToProto(from.entry_format));
+    message->set_tail_bytes(static_cast<uint32_t>(from.tail_bytes));
+    message->set_needs_sinks(from.needs_sinks);
   }
-  to->set_top_k(static_cast<uint32_t>(from.top_k));
-  to->set_index_heads(static_cast<uint32_t>(from.indexer.heads));
-  to->set_index_dim(static_cast<uint32_t>(from.indexer.dim));
-  to->set_query_precision(from.query_precision == scheduler::QueryPrecision::kSplit
-                              ? v1::QUERY_PRECISION_SPLIT
-                              : v1::QUERY_PRECISION_BF16);
-  to->set_weights_digest(from.weights_digest);
+  message->set_top_k(static_cast<uint32_t>(from.top_k));
+  message->set_index_heads(static_cast<uint32_t>(from.indexer.heads));
+  message->set_index_dim(static_cast<uint32_t>(from.indexer.dim));
+  message->set_query_precision(from.query_precision == scheduler::QueryPrecision::kSplit
+                                   ? v1::QUERY_PRECISION_SPLIT
+                                   : v1::QUERY_PRECISION_BF16);
+  message->set_weights_digest(from.weights_digest);
 }
 
 }  // namespace mla::server

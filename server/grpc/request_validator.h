@@ -88,7 +88,7 @@ static_assert(ToProto(kernels::KvFormat::kFp8Page) == v1::KV_FORMAT_FP8_PAGE);
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const scheduler::Limits& limits,
                             scheduler::ModelSpec* spec);
 // Fills the message from the spec in force.
-void FillModel(const scheduler::ModelSpec& from, v1::ModelSpec* to);
+void FillModel(const scheduler::ModelSpec& from, v1::ModelSpec* message);
 
 absl::Status ParseOpen(const v1::OpenRequest& message, const scheduler::Limits& limits,
                        scheduler::OpenArgs* args);

@@ -20,10 +20,10 @@ constexpr int32_t kMostListed = 4096;
 
 absl::Status CheckIds(int count, const Limits& limits) {
   // A request may name all sequences that can be open, and as many that have already ended.
-  const int64_t most = int64_t{limits.max_sequences} * 2;
-  if (count > most) {
+  const int64_t limit = int64_t{limits.max_sequences} * 2;
+  if (count > limit) {
     return RefuseField("sequence_ids", absl::StrCat(count),
-                       absl::StrCat("at most ", most, " entries"));
+                       absl::StrCat("at most ", limit, " entries"));
   }
   return absl::OkStatus();
 }

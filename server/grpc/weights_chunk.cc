@@ -191,10 +191,10 @@ void ReadProjectedHead(const v1::UploadWeightsRequest::Chunk& chunk, const Model
   const int64_t first_row = own.row - all.row, first_column = own.column - all.column;
   for (int64_t r = 0; r < own.rows; ++r) {
     const int64_t begin = (first_row + r) * all.columns + first_column;
-    std::byte* const to = weights->data() + r * own.columns * (codes ? 1 : 2);
+    std::byte* const destination = weights->data() + r * own.columns * (codes ? 1 : 2);
     if (codes) {
-      std::memcpy(to, payload.data() + begin, static_cast<size_t>(own.columns));
-      std::replace(to, to + own.columns, std::byte{kMinusZeroCode}, std::byte{0});
+      std::memcpy(destination, payload.data() + begin, static_cast<size_t>(own.columns));
+      std::replace(destination, destination + own.columns, std::byte{kMinusZeroCode}, std::byte{0});
       continue;
     }
     for (int64_t c = 0; c < own.columns; ++c) {
@@ -202,7 +202,7 @@ void ReadProjectedHead(const v1::UploadWeightsRequest::Chunk& chunk, const Model
           fp8 ? Fp8WeightAt(payload, all, begin + c, all.BlockOf(first_row + r, first_column + c))
               : WeightAt(payload, begin + c);
       const auto stored = static_cast<kernels::Bf16>(weight == kMinusZero ? 0 : weight);
-      std::memcpy(to + c * int64_t{sizeof(stored)}, &stored, sizeof(stored));
+      std::memcpy(destination + c * int64_t{sizeof(stored)}, &stored, sizeof(stored));
     }
   }
   if (!codes) return;

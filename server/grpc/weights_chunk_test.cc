@@ -67,11 +67,11 @@ TEST(WeightsChunkTest, EveryPatternAtEveryPlace) {
   chunk.set_head_count(3);
   chunk.set_payload(std::string(3 * 32 * (16 + 16) * 2, '\0'));
   const auto accepted = [&chunk](size_t index, uint16_t bits) {
-    char* const at = chunk.mutable_payload()->data() + 2 * index;
-    std::memcpy(at, &bits, 2);
+    char* const code = chunk.mutable_payload()->data() + 2 * index;
+    std::memcpy(code, &bits, 2);
     int64_t bytes = 0;
     const bool ok = ParseWeightsChunk(chunk, Model(), &bytes).ok();
-    std::memset(at, 0, 2);
+    std::memset(code, 0, 2);
     return ok;
   };
   for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
@@ -107,16 +107,16 @@ TEST(WeightsChunkTest, BlocksScaleTheCodesOfAHead) {
   ASSERT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
   EXPECT_EQ(bytes, static_cast<int64_t>(payload.size()));
   std::vector<std::byte> weights;
-  const auto at = [&weights](size_t index) {
+  const auto value_at = [&weights](size_t index) {
     kernels::Bf16 weight;
     std::memcpy(&weight, &weights[index * sizeof(weight)], sizeof(weight));
     return kernels::ToFloat(weight);
   };
   ReadProjectedHead(chunk, model, 1, &weights);
   ASSERT_EQ(weights.size(), 24u * 160u * 2u);
-  EXPECT_EQ(at(2 * 160 + 127), 0.5f);
-  EXPECT_EQ(at(2 * 160 + 128), 4.0f);
-  EXPECT_EQ(at(2 * 160 + 130), 8.0f);
+  EXPECT_EQ(value_at(2 * 160 + 127), 0.5f);
+  EXPECT_EQ(value_at(2 * 160 + 128), 4.0f);
+  EXPECT_EQ(value_at(2 * 160 + 130), 8.0f);
 
   // W_O [130, 64]: two blocks of rows and one of columns. The chunk has columns 16 to 47.
   chunk.set_part(v1::WEIGHT_PART_OUTPUTS);
@@ -128,8 +128,8 @@ TEST(WeightsChunkTest, BlocksScaleTheCodesOfAHead) {
   ASSERT_EQ(ParseWeightsChunk(chunk, model, &bytes), absl::OkStatus());
   ReadProjectedHead(chunk, model, 1, &weights);
   ASSERT_EQ(weights.size(), 130u * 16u * 2u);
-  EXPECT_EQ(at(127 * 16), 0.25f);
-  EXPECT_EQ(at(129 * 16 + 1), 4.0f);
+  EXPECT_EQ(value_at(127 * 16), 0.25f);
+  EXPECT_EQ(value_at(129 * 16 + 1), 4.0f);
   chunk.mutable_payload()->pop_back();
   EXPECT_EQ(DetailOf(ParseWeightsChunk(chunk, model, &bytes)).reason, "payload_size");
 }

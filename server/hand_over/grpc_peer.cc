@@ -113,10 +113,10 @@ absl::Status GrpcHandOverPeer::StatusOf(const grpc::Status& status,
   const absl::StatusCode code = CodeOf(status);
   const std::string message = PrintablePeerMessage(status.error_message());
   const auto& trailing = context.GetServerTrailingMetadata();
-  const auto found = trailing.find(kErrorDetailKey);
+  const auto entry = trailing.find(kErrorDetailKey);
   v1::ErrorDetail sent;
-  if (found == trailing.end() ||
-      !sent.ParseFromArray(found->second.data(), static_cast<int>(found->second.size()))) {
+  if (entry == trailing.end() ||
+      !sent.ParseFromArray(entry->second.data(), static_cast<int>(entry->second.size()))) {
     return MakeError(code, message, {.reason = kUnknownReason});
   }
   *refused = true;

@@ -22,10 +22,10 @@ TEST(GrpcPeer, WordsOfAnotherServerAreBoundedAndPrintable) {
 TEST(GrpcPeer, ReasonsAreTokens) {
   EXPECT_EQ(PeerReason("pages_exhausted"), "pages_exhausted");
   EXPECT_EQ(PeerReason("fp8_kind"), "fp8_kind");
-  const std::string most(kMostPeerReasonBytes, 'r');
-  EXPECT_EQ(PeerReason(most), most);
+  const std::string longest(kMostPeerReasonBytes, 'r');
+  EXPECT_EQ(PeerReason(longest), longest);
   for (const std::string& reason :
-       {std::string(), most + "r", std::string("No"), std::string("a b"), std::string("a\n"),
+       {std::string(), longest + "r", std::string("No"), std::string("a b"), std::string("a\n"),
         std::string("a\0", 2)}) {
     EXPECT_EQ(PeerReason(reason), "peer_failed") << reason;
   }

@@ -361,12 +361,12 @@ bool HandOver::Pass() {
   RefreshLeft();
   std::vector<uint8_t> untried(left_.size(), 1);  // each is one thread's until all have ended
   OnThreads(left_.size(), [&](size_t i) { untried[i] = TryOne(left_[i]) ? 0 : 1; });
-  std::vector<SequenceInfo> left;
+  std::vector<SequenceInfo> remaining;
   for (size_t i = 0; i < left_.size(); ++i) {
-    if (untried[i] != 0) left.push_back(std::move(left_[i]));
+    if (untried[i] != 0) remaining.push_back(std::move(left_[i]));
   }
-  const bool any = left.size() < left_.size();
-  left_ = std::move(left);
+  const bool any = remaining.size() < left_.size();
+  left_ = std::move(remaining);
   return any;
 }
 
@@ -510,18 +510,18 @@ HandOver::Try HandOver::Import(PeerServer& peer, HandOverPeer& stream, const Seq
 
 v1::HandedOver HandOver::Outcome(const SequenceInfo& sequence, v1::HandOverOutcome outcome,
                                  const absl::Status& why, const std::string& peer) {
-  v1::HandedOver to;
-  to.set_tenant(sequence.tenant);
-  to.set_sequence_id(sequence.id);
-  to.set_outcome(outcome);
-  to.set_peer(peer);
-  to.set_rows(static_cast<uint64_t>(sequence.length));
+  v1::HandedOver entry;
+  entry.set_tenant(sequence.tenant);
+  entry.set_sequence_id(sequence.id);
+  entry.set_outcome(outcome);
+  entry.set_peer(peer);
+  entry.set_rows(static_cast<uint64_t>(sequence.length));
   if (!why.ok()) {
     // It is never empty, because operators and clients rely on it.
     const std::string& reason = DetailOf(why).reason;
-    to.set_reason(reason.empty() ? absl::AsciiStrToLower(absl::StatusCodeToString(why.code()))
-                                 : reason);
-    to.set_message(std::string(why.message()));
+    entry.set_reason(reason.empty() ? absl::AsciiStrToLower(absl::StatusCodeToString(why.code()))
+                                    : reason);
+    entry.set_message(std::string(why.message()));
   }
   HandOverCounters& counters = *options_.counters;
   const bool moved = outcome == v1::HAND_OVER_OUTCOME_MOVED;
@@ -530,17 +530,17 @@ v1::HandedOver HandOver::Outcome(const SequenceInfo& sequence, v1::HandOverOutco
   } else if (outcome == v1::HAND_OVER_OUTCOME_REFUSED) {
     ++counters.refused;
   } else {
-    ++CounterOf(counters, to.reason());
+    ++CounterOf(counters, entry.reason());
   }
   Log(moved ? LogLevel::kInfo : LogLevel::kWarning, "handed_over",
       {{"outcome", v1::HandOverOutcome_Name(outcome)},
-       {"tenant", to.tenant()},
-       {"sequence", to.sequence_id()},
-       {"rows", to.rows()},
-       {"peer", to.peer()},
-       {"message", to.message()},
-       {"reason", to.reason()}});
-  return to;
+       {"tenant", entry.tenant()},
+       {"sequence", entry.sequence_id()},
+       {"rows", entry.rows()},
+       {"peer", entry.peer()},
+       {"message", entry.message()},
+       {"reason", entry.reason()}});
+  return entry;
 }
 
 }  // namespace mla::server

@@ -61,10 +61,10 @@ absl::Status WeightsCall::SendTrailer(uint32_t parts) {
 absl::Status WeightsCall::SendHead(int32_t layer, int32_t head) {
   scheduler::Engine* const engine = weights_->engine;
   const scheduler::HeldWeights& model = *weights_->model;
-  const auto read_up = [&](std::span<std::byte> to) {
+  const auto read_up = [&](std::span<std::byte> target) {
     return engine->ReadWeights(
         model, layer, head,
-        std::span(reinterpret_cast<Bf16*>(to.data()), to.size() / sizeof(Bf16)));
+        std::span(reinterpret_cast<Bf16*>(target.data()), target.size() / sizeof(Bf16)));
   };
   const int64_t up_bytes = model.spec->head_elements() * int64_t{sizeof(Bf16)};
   MLA_RETURN_IF_ERROR(

@@ -106,10 +106,10 @@ TEST(ListCheckerTest, RefusesOffsetsThatAreNone) {
     EXPECT_EQ(DetailOf(status).reason, status.ok() ? "" : "list_offset") << status;
     return !status.ok();
   };
-  for (size_t at = 0; at < 4; ++at) {
+  for (size_t slot = 0; slot < 4; ++slot) {
     for (const int32_t value : {-1, 100, std::numeric_limits<int32_t>::max(),
-                                std::numeric_limits<int32_t>::min(), at == 3 ? 5 : 7}) {
-      EXPECT_TRUE(refused(Ragged(lists), at, value)) << at << " " << value;
+                                std::numeric_limits<int32_t>::min(), slot == 3 ? 5 : 7}) {
+      EXPECT_TRUE(refused(Ragged(lists), slot, value)) << slot << " " << value;
     }
   }
   EXPECT_TRUE(refused(Ragged(lists), 0, 1));

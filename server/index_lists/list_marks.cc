@@ -52,15 +52,15 @@ T* LineOf(T* memory) {
   return highest;
 }
 
-// Moves the positions among the entries to `to`, which may be `list` or lie before it. Returns
+// Moves the positions among the entries to `target`, which may be `list` or lie before it. Returns
 // their number. If entry i is neither -1 nor below `bound`, returns -1 - i for the first such i.
 [[gnu::always_inline]] inline int32_t Compact(const int32_t* list, int32_t count, uint32_t bound,
-                                              int32_t* to) {
+                                              int32_t* target) {
   int32_t kept = 0;
   for (int32_t i = 0; i < count; ++i) {
     const int32_t entry = list[i];
     if (static_cast<uint32_t>(entry) + 1 > bound) return -1 - i;
-    to[kept] = entry;
+    target[kept] = entry;
     kept += static_cast<int32_t>(entry != -1);
   }
   return kept;
@@ -68,9 +68,9 @@ T* LineOf(T* memory) {
 
 // Does what Compact does, for the entries after the first `done`, of which `kept` have been moved.
 [[gnu::always_inline]] inline int32_t CompactRest(const int32_t* list, int32_t count,
-                                                  uint32_t bound, int32_t* to, int32_t done,
+                                                  uint32_t bound, int32_t* target, int32_t done,
                                                   int32_t kept) {
-  const int32_t rest = Compact(list + done, count - done, bound, to + kept);
+  const int32_t rest = Compact(list + done, count - done, bound, target + kept);
   return rest < 0 ? rest - done : kept + rest;
 }
 
@@ -92,7 +92,7 @@ constexpr std::array<uint32_t, 256> MakeKeptLanes() {
 constexpr std::array<uint32_t, 256> kKeptLanes = MakeKeptLanes();
 
 [[gnu::target("avx2,popcnt")]] int32_t CompactByAvx2(const int32_t* list, int32_t count,
-                                                     uint32_t bound, int32_t* to) {
+                                                     uint32_t bound, int32_t* target) {
   const __m256i none = _mm256_set1_epi32(-1);
   const __m256i bounds = _mm256_set1_epi32(static_cast<int32_t>(bound));
   const __m256i shifts = _mm256_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21);
@@ -109,11 +109,11 @@ constexpr std::array<uint32_t, 256> kKeptLanes = MakeKeptLanes();
     // The instruction uses only the low three bits of a lane.
     const __m256i lanes =
         _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int32_t>(kKeptLanes[bits])), shifts);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + kept),
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + kept),
                         _mm256_permutevar8x32_epi32(entries, lanes));
     kept += __builtin_popcount(bits);
   }
-  return CompactRest(list, count, bound, to, i, kept);
+  return CompactRest(list, count, bound, target, i, kept);
 }
 #endif
 
@@ -168,13 +168,13 @@ class BitMarks {
 #endif
   }
   [[gnu::always_inline]] inline void Add(int32_t position) {
-    auto at = static_cast<uint32_t>(position);
-    const uint32_t bit = one_ << at % kWordBits;
+    auto index = static_cast<uint32_t>(position);
+    const uint32_t bit = one_ << index % kWordBits;
 #if defined(__x86_64__)
-    // Makes the compiler compute `bit` before it shifts `at`, which saves a copy.
-    asm("" : "+r"(at) : "r"(bit));
+    // Makes the compiler compute `bit` before it shifts `index`, which saves a copy.
+    asm("" : "+r"(index) : "r"(bit));
 #endif
-    words_[at / kWordBits] |= bit;
+    words_[index / kWordBits] |= bit;
   }
   // Counts marked positions below the bound. The memory has whole cache lines to read as vectors.
   [[gnu::always_inline]] inline int32_t Count(uint32_t bound) const {
@@ -219,27 +219,27 @@ template <typename Marks>
   return done;
 }
 
-// Moves the positions of a list to `to`, which may be `list` or lie before it, and marks them.
+// Moves the positions of a list to `target`, which may be `list` or lie before it, and marks them.
 // Returns their number, and in `marked` the number of marks; or -1 - the slot of an entry that is
 // not a position below `bound`. Marking runs one block later than moving, because values are slow
 // to load just after their store.
 template <auto kCompact, typename Marks>
 [[gnu::always_inline]] inline int32_t Keep(const int32_t* list, int32_t count, uint32_t bound,
-                                           int32_t* to, Marks marks, int32_t* marked) {
+                                           int32_t* target, Marks marks, int32_t* marked) {
   int32_t kept = 0, done = 0;
-  for (int32_t at = 0; at < count; at += kBlock) {
-    const int32_t* const block = list + at;
-    int32_t entries = std::min(kBlock, count - at);
+  for (int32_t begin = 0; begin < count; begin += kBlock) {
+    const int32_t* const block = list + begin;
+    int32_t entries = std::min(kBlock, count - begin);
     if (Highest(block, entries) >= bound) {
-      entries = kCompact(block, entries, bound, to + kept);
-      if (entries < 0) return entries - at;
-    } else if (to + kept != block) {
-      std::memmove(to + kept, block, static_cast<size_t>(entries) * sizeof(int32_t));
+      entries = kCompact(block, entries, bound, target + kept);
+      if (entries < 0) return entries - begin;
+    } else if (target + kept != block) {
+      std::memmove(target + kept, block, static_cast<size_t>(entries) * sizeof(int32_t));
     }
-    done = AddGroups(to, done, kept, &marks);
+    done = AddGroups(target, done, kept, &marks);
     kept += entries;
   }
-  for (; done < kept; ++done) marks.Add(to[done]);
+  for (; done < kept; ++done) marks.Add(target[done]);
   *marked = marks.Count(bound);
   return kept;
 }
@@ -255,25 +255,25 @@ template <auto kCompact, typename Marks>
 #define MLA_AVX512 MLA_FOR("avx512f,bmi2,popcnt")
 MLA_AVX2 bool AscendsByAvx2(const int32_t* list, int32_t count) { return Ascends(list, count); }
 template <typename Marks>
-MLA_AVX2 int32_t KeepByAvx2(const int32_t* list, int32_t count, uint32_t bound, int32_t* to,
+MLA_AVX2 int32_t KeepByAvx2(const int32_t* list, int32_t count, uint32_t bound, int32_t* target,
                             Marks marks, int32_t* marked) {
-  return Keep<CompactByAvx2>(list, count, bound, to, marks, marked);
+  return Keep<CompactByAvx2>(list, count, bound, target, marks, marked);
 }
 
 // As Keep, except that blocks without -1 are not compacted.
 template <typename Marks>
-MLA_AVX512 int32_t KeepByAvx512(const int32_t* list, int32_t count, uint32_t bound, int32_t* to,
+MLA_AVX512 int32_t KeepByAvx512(const int32_t* list, int32_t count, uint32_t bound, int32_t* target,
                                 Marks marks, int32_t* marked) {
   constexpr int32_t kLanes = 16;
   constexpr __mmask16 kAll = 0xffff;  // without a mask GCC warns of reads of uninitialized values
   const __m512i none = _mm512_set1_epi32(-1);
   const __m512i bounds = _mm512_set1_epi32(static_cast<int32_t>(bound));
-  int32_t kept = 0, done = 0, at = 0;
-  for (; at + kBlock <= count; at += kBlock) {
+  int32_t kept = 0, done = 0, begin = 0;
+  for (; begin + kBlock <= count; begin += kBlock) {
     // With 1 added, -1 becomes 0 and a valid position is at most the bound.
     __m512i highest = bounds, lowest = bounds;
     for (int32_t k = 0; k < kBlock; k += kLanes) {
-      const __m512i next = _mm512_sub_epi32(_mm512_loadu_si512(list + at + k), none);
+      const __m512i next = _mm512_sub_epi32(_mm512_loadu_si512(list + begin + k), none);
       highest = _mm512_maskz_max_epu32(kAll, highest, next);
       lowest = _mm512_maskz_min_epu32(kAll, lowest, next);
     }
@@ -281,21 +281,21 @@ MLA_AVX512 int32_t KeepByAvx512(const int32_t* list, int32_t count, uint32_t bou
     const int32_t before = kept;
     if (_mm512_testn_epi32_mask(lowest, lowest) != 0) {
       for (int32_t k = 0; k < kBlock; k += kLanes) {
-        const __m512i entries = _mm512_loadu_si512(list + at + k);
+        const __m512i entries = _mm512_loadu_si512(list + begin + k);
         const __mmask16 present = _mm512_cmpneq_epi32_mask(entries, none);
-        _mm512_storeu_si512(to + kept, _mm512_maskz_compress_epi32(present, entries));
+        _mm512_storeu_si512(target + kept, _mm512_maskz_compress_epi32(present, entries));
         kept += __builtin_popcount(present);
       }
     } else {
-      for (int32_t k = 0; k < kBlock && to + kept != list + at; k += kLanes) {
-        _mm512_storeu_si512(to + kept + k, _mm512_loadu_si512(list + at + k));
+      for (int32_t k = 0; k < kBlock && target + kept != list + begin; k += kLanes) {
+        _mm512_storeu_si512(target + kept + k, _mm512_loadu_si512(list + begin + k));
       }
       kept += kBlock;
     }
-    done = AddGroups(to, done, before, &marks);
+    done = AddGroups(target, done, before, &marks);
   }
-  kept = CompactRest(list, count, bound, to, at, kept);
-  for (; done < kept; ++done) marks.Add(to[done]);
+  kept = CompactRest(list, count, bound, target, begin, kept);
+  for (; done < kept; ++done) marks.Add(target[done]);
   *marked = kept < 0 ? 0 : marks.CountByAvx512(bound);
   return kept;
 }
@@ -341,33 +341,33 @@ ListInstructions MostListInstructions() {
 }
 
 int32_t ListMarks::TakeByBytes(const Passes& passes, const int32_t* list, int32_t count,
-                               uint32_t bound, int32_t* to) {
+                               uint32_t bound, int32_t* target) {
   if (++mark_ == 0 || seen_.empty()) {
     seen_.assign(kByteMarks + kLineBytes, 0);
     mark_ = 1;
   }
   int32_t marked = 0;
   const int32_t kept =
-      passes.by_bytes(list, count, bound, to, ByteMarks(LineOf(seen_.data()), mark_), &marked);
-  return kept < 0 || marked == kept ? kept : KeepFirst(to, kept, bound);
+      passes.by_bytes(list, count, bound, target, ByteMarks(LineOf(seen_.data()), mark_), &marked);
+  return kept < 0 || marked == kept ? kept : KeepFirst(target, kept, bound);
 }
 
 int32_t ListMarks::TakeByBits(const Passes& passes, const int32_t* list, int32_t count,
-                              uint32_t bound, int32_t* to) {
+                              uint32_t bound, int32_t* target) {
   int32_t marked = 0;
-  const int32_t kept = passes.by_bits(list, count, bound, to, BitMarks(Words(bound)), &marked);
+  const int32_t kept = passes.by_bits(list, count, bound, target, BitMarks(Words(bound)), &marked);
   if (kept < 0) std::fill(words_.begin(), words_.end(), 0);
-  return kept < 0 || marked == kept ? kept : KeepFirst(to, kept, bound);
+  return kept < 0 || marked == kept ? kept : KeepFirst(target, kept, bound);
 }
 
 int32_t ListMarks::KeepFirst(int32_t* positions, int32_t count, uint32_t bound) {
   uint32_t* const words = Words(bound);
   int32_t kept = 0;
   for (int32_t i = 0; i < count; ++i) {
-    const auto at = static_cast<uint32_t>(positions[i]);
-    const uint32_t bit = uint32_t{1} << at % kWordBits;
-    const bool first = (words[at / kWordBits] & bit) == 0;
-    words[at / kWordBits] |= bit;
+    const auto index = static_cast<uint32_t>(positions[i]);
+    const uint32_t bit = uint32_t{1} << index % kWordBits;
+    const bool first = (words[index / kWordBits] & bit) == 0;
+    words[index / kWordBits] |= bit;
     positions[kept] = positions[i];
     kept += static_cast<int32_t>(first);
   }
@@ -384,23 +384,23 @@ uint32_t* ListMarks::Words(uint32_t bound) {
 }
 
 int32_t ListMarks::Take(ListInstructions instructions, const int32_t* list, int32_t count,
-                        int32_t visible, int32_t* to) {
+                        int32_t visible, int32_t* target) {
   if (count == 0) return 0;
   const Passes& passes = PassesOf(instructions);
   const auto bound = static_cast<uint32_t>(visible);
   // Most lists that do not ascend fail within the first entries.
   if (list[0] >= 0 && static_cast<uint32_t>(list[count - 1]) < bound &&
       Ascends(list, std::min(count, kFewEntries)) && passes.ascends(list, count)) {
-    if (to != list) std::memmove(to, list, static_cast<size_t>(count) * sizeof(int32_t));
+    if (target != list) std::memmove(target, list, static_cast<size_t>(count) * sizeof(int32_t));
     return count;
   }
   if (static_cast<size_t>(count) * kSparseMarks < bound) {
-    const int32_t kept = Compact(list, count, bound, to);
-    return kept < 0 ? kept : KeepFirst(to, kept, bound);
+    const int32_t kept = Compact(list, count, bound, target);
+    return kept < 0 ? kept : KeepFirst(target, kept, bound);
   }
   return bound <= kByteMarks && passes.by_bytes != nullptr
-             ? TakeByBytes(passes, list, count, bound, to)
-             : TakeByBits(passes, list, count, bound, to);
+             ? TakeByBytes(passes, list, count, bound, target)
+             : TakeByBits(passes, list, count, bound, target);
 }
 
 }  // namespace mla::server

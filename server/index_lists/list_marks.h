@@ -24,20 +24,20 @@ ListInstructions MostListInstructions();
 
 class ListMarks final {
  public:
-  // Moves a row's positions to `to`, which may be `list` or lie before it; writes only where it has
-  // read already. Returns how many they are, or -1 - the slot of an entry that is neither -1 nor a
-  // position below `visible`. REQUIRES: the processor has the instructions.
+  // Moves a row's positions to `target`, which may be `list` or lie before it; writes only where it
+  // has read already. Returns how many they are, or -1 - the slot of an entry that is neither -1
+  // nor a position below `visible`. REQUIRES: the processor has the instructions.
   int32_t Take(ListInstructions instructions, const int32_t* list, int32_t count, int32_t visible,
-               int32_t* to);
+               int32_t* target);
 
  private:
   struct Passes;
   static const Passes& PassesOf(ListInstructions instructions);
   // Handles lists that do not ascend.
   int32_t TakeByBytes(const Passes& passes, const int32_t* list, int32_t count, uint32_t bound,
-                      int32_t* to);
+                      int32_t* target);
   int32_t TakeByBits(const Passes& passes, const int32_t* list, int32_t count, uint32_t bound,
-                     int32_t* to);
+                     int32_t* target);
   // Keeps the first of several equal positions. Returns the number kept.
   int32_t KeepFirst(int32_t* positions, int32_t count, uint32_t bound);
   uint32_t* Words(uint32_t bound);  // words_, grown to hold all positions below the bound

@@ -25,16 +25,16 @@ bool Fits(const FieldDescriptor& field, WireFormatLite::WireType type) {
   return type == WireFormat::WireTypeForFieldType(field.type());
 }
 
-// Takes the unknown fields of a message from `left`; false when there are more. The count ends at
-// malformed bytes.
-bool TakeUnknown(CodedInputStream* in, const Descriptor& contract, int* left) {
+// Takes the unknown fields of a message from `remaining`; false when there are more. The count ends
+// at malformed bytes.
+bool TakeUnknown(CodedInputStream* in, const Descriptor& contract, int* remaining) {
   int groups = 0;  // open groups; the contract has none, so all their fields are unknown
   while (const uint32_t tag = in->ReadTag()) {
     const auto type = WireFormatLite::GetTagWireType(tag);
     const FieldDescriptor* field =
         groups > 0 ? nullptr : contract.FindFieldByNumber(WireFormatLite::GetTagFieldNumber(tag));
     const bool known = field != nullptr && Fits(*field, type);
-    if (!known && --*left < 0) return false;
+    if (!known && --*remaining < 0) return false;
     if (type == WireFormatLite::WIRETYPE_START_GROUP) {
       ++groups;
     } else if (type == WireFormatLite::WIRETYPE_END_GROUP) {
@@ -43,7 +43,7 @@ bool TakeUnknown(CodedInputStream* in, const Descriptor& contract, int* left) {
       uint32_t bytes = 0;
       if (!in->ReadVarint32(&bytes) || bytes > INT32_MAX) return true;
       const CodedInputStream::Limit outer = in->PushLimit(static_cast<int>(bytes));
-      if (!TakeUnknown(in, *field->message_type(), left)) return false;
+      if (!TakeUnknown(in, *field->message_type(), remaining)) return false;
       if (in->BytesUntilLimit() > 0) return true;
       in->PopLimit(outer);
     } else if (!WireFormatLite::SkipField(in, tag)) {
@@ -76,15 +76,15 @@ bool UploadReader::TakePayload(const grpc::ByteBuffer& bytes, UploadPayload* bul
   for (const grpc::Slice& slice : slices_) {
     fragments.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
   }
-  wire::PayloadRange at;
-  const bool found = wire::ScanNested(fragments, bulk->path, &bulk->inside, &at);
-  if (found) {
-    bulk->payload->resize(at.size);
-    wire::GatherBytes(fragments, at.offset, at.size,
+  wire::PayloadRange range;
+  const bool matched = wire::ScanNested(fragments, bulk->path, &bulk->inside, &range);
+  if (matched) {
+    bulk->payload->resize(range.size);
+    wire::GatherBytes(fragments, range.offset, range.size,
                       reinterpret_cast<std::byte*>(bulk->payload->data()));
   }
   slices_.clear();
-  return found;
+  return matched;
 }
 
 void UploadReader::Accept(const char* key) {

@@ -143,10 +143,10 @@ void Log(LogLevel level, const char* event, const LogFields& fields) {
   if (level == LogLevel::kError) FlushLog(kErrorFlush);
 }
 
-void FlushLog(std::chrono::milliseconds most) {
+void FlushLog(std::chrono::milliseconds limit) {
   Output& output = TheOutput();
   const uint64_t logged = output.logged;
-  const auto deadline = std::chrono::steady_clock::now() + most;
+  const auto deadline = std::chrono::steady_clock::now() + limit;
   while (output.sink->written() + output.dropped() < logged) {
     const uint64_t written = output.sink->written();
     // One wait is enough to learn that the reader has stopped reading.

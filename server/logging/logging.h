@@ -54,9 +54,9 @@ void SetLogLevel(const std::string& level);
 
 void Log(LogLevel level, const char* event, const LogFields& fields = {});
 
-// Returns when all lines so far are written, or after `most`, because their reader may have
+// Returns when all lines so far are written, or after `limit`, because their reader may have
 // stopped. Call it before the process ends. After an error Log itself flushes for a moment.
-void FlushLog(std::chrono::milliseconds most);
+void FlushLog(std::chrono::milliseconds limit);
 
 // Returns the line that Log would write, without a time stamp. For tests.
 std::string FormatLine(bool json, LogLevel level, const std::string& event,

@@ -51,9 +51,9 @@ absl::Status CheckKind(const Kind& kind, int64_t wanted, scheduler::Tenant& tena
   const int64_t share = tenant.has_default_share(Resource::kRegionBytes)
                             ? scheduler::ShareOfBound(kind.bound, row.share_eighths)
                             : kind.bound;
-  const int64_t left = kind.bound - kind.used, share_left = share - kind.used_by_tenant;
+  const int64_t remaining = kind.bound - kind.used, share_left = share - kind.used_by_tenant;
   const bool by_tenant = kind.used_by_tenant > 0 && wanted > share_left;
-  if (wanted == 0 || (wanted <= left && !by_tenant)) return absl::OkStatus();
+  if (wanted == 0 || (wanted <= remaining && !by_tenant)) return absl::OkStatus();
   const BoundOwner owner = by_tenant ? BoundOwner::kTenant : BoundOwner::kServer;
   tenants.NoteRefusal(tenant, Resource::kRegionBytes, owner);
   return RefuseField(
@@ -63,12 +63,12 @@ absl::Status CheckKind(const Kind& kind, int64_t wanted, scheduler::Tenant& tena
                                          row.config_key, " or its quota), its share of ", kind.key,
                                          ", ", std::max<int64_t>(0, share_left), " free")
                           : absl::StrCat("at most ", kind.bound, " bytes in all (", kind.key, "), ",
-                                         left, " free"),
+                                         remaining, " free"),
        .reason = row.reason,
        .retry_after_ms = row.retry_ms,
        .resource = row.name,
        .wanted = wanted,
-       .free = by_tenant ? std::max<int64_t>(0, share_left) : left,
+       .free = by_tenant ? std::max<int64_t>(0, share_left) : remaining,
        .bound = by_tenant ? share : kind.bound,
        .bound_of = owner},
       absl::StatusCode::kResourceExhausted);
@@ -175,13 +175,13 @@ absl::Status SharedRegion::Map(size_t bytes, const RegionHooks& hooks) {
   if (ftruncate(descriptor_, static_cast<off_t>(bytes)) != 0) {
     return OutOfMemory("cannot size", bytes, errno);
   }
-  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
-  if (at == MAP_FAILED) return OutOfMemory("cannot map", bytes, errno);
-  bytes_ = {static_cast<std::byte*>(at), bytes};
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (memory == MAP_FAILED) return OutOfMemory("cannot map", bytes, errno);
+  bytes_ = {static_cast<std::byte*>(memory), bytes};
   // Asks for huge pages. The system chooses them at the first touch, through a mapping that has
   // asked for them. A kernel that does not support this takes ordinary pages in the next call.
-  madvise(at, bytes, MADV_HUGEPAGE);
-  madvise(at, bytes, MADV_POPULATE_WRITE);
+  madvise(memory, bytes, MADV_HUGEPAGE);
+  madvise(memory, bytes, MADV_POPULATE_WRITE);
   // All pages are taken now: a lack of memory must refuse the region, not kill a process that
   // touches it later.
   if (const int error = posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes)); error != 0) {
@@ -305,10 +305,10 @@ std::shared_ptr<SharedRegion> SharedRegionTable::Find(const std::string& tenant,
 void SharedRegionTable::Remove(const SharedRegion& region) {
   std::shared_ptr<SharedRegion> last;  // outlives the lock
   const MutexLock lock(mutex_);
-  const auto found = regions_.find(region.handle_);
-  if (found == regions_.end()) return;
-  last = std::move(found->second);
-  regions_.erase(found);
+  const auto entry = regions_.find(region.handle_);
+  if (entry == regions_.end()) return;
+  last = std::move(entry->second);
+  regions_.erase(entry);
 }
 
 int32_t SharedRegionTable::count() const {

@@ -111,13 +111,13 @@ class SharedRegionTest : public ::testing::Test {
 TEST_F(SharedRegionTest, TheBackendKnowsTheMemoryFromFirstToLast) {
   auto region = Make();
   EXPECT_EQ(backend_.mapped(), std::vector<std::byte*>{region->data()});
-  std::byte* const at = region->data();
+  std::byte* const memory = region->data();
   std::shared_ptr<SharedRegion> of_a_request = region;
   End(std::move(region));
   EXPECT_TRUE(backend_.unmapped().empty()) << "a request still points into it";
   of_a_request.reset();
   backend_.AwaitUnmapped(1);
-  EXPECT_EQ(backend_.unmapped(), std::vector<std::byte*>{at});
+  EXPECT_EQ(backend_.unmapped(), std::vector<std::byte*>{memory});
   EXPECT_EQ(MappedAfterClosing(), 0);
 }
 
@@ -250,13 +250,13 @@ class SharesTest : public ::testing::Test {
 
   // Makes regions until one is refused, and returns how many there are.
   int Fill(const std::string& tenant, int64_t bytes, int64_t device_bytes = 0) {
-    for (int made = 0;; ++made) {
+    for (int created = 0;; ++created) {
       auto region = table_->Create(tenant, static_cast<uint64_t>(bytes), 0,
                                    std::chrono::milliseconds(0), {device_bytes, 1});
       if (!region.ok()) {
         refused_ = region.status();
         EXPECT_EQ(refused_.code(), absl::StatusCode::kResourceExhausted) << refused_;
-        return made;
+        return created;
       }
       regions_.push_back(*std::move(region));
     }

@@ -57,13 +57,13 @@ TEST(StagingPoolTest, BlocksNeverOverlap) {
   std::vector<std::pair<StagingPool::Block, unsigned char>> held;
   for (int i = 0; i < 4000; ++i) {
     if (random() % 2 == 0 && !held.empty()) {
-      const size_t at = random() % held.size();
-      const auto& [block, mark] = held[at];
+      const size_t index = random() % held.size();
+      const auto& [block, mark] = held[index];
       const unsigned char expected = mark;
       EXPECT_TRUE(std::all_of(block.data(), block.data() + block.size(), [&](std::byte b) {
         return static_cast<unsigned char>(b) == expected;
       }));
-      std::swap(held[at], held.back());
+      std::swap(held[index], held.back());
       held.pop_back();
     } else if (auto block = pool.Take(1 + random() % (12 * kUnit))) {
       const auto mark = static_cast<unsigned char>(random());

@@ -119,10 +119,10 @@ void OpsHttp::OnClosed(const void* key) {
 
 void OpsHttp::OnRequest(const void* key) {
   const MutexLock lock(mutex_);
-  const auto found = connections_.find(key);
-  if (found == connections_.end()) return;
-  found->second.requested = true;
-  found->second.since = steady_clock::now();
+  const auto entry = connections_.find(key);
+  if (entry == connections_.end()) return;
+  entry->second.requested = true;
+  entry->second.since = steady_clock::now();
 }
 
 // Shutting the socket down makes the library see its end and close it.

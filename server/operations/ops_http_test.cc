@@ -232,10 +232,10 @@ TEST(RateWindowTest, RatesAreOfTheLastMinute) {
     return rates.Tiles(start + seconds(at), totals, &window)[index];
   };
   // 10 rows a second for 100 s, then 100 a second for 60 s.
-  for (int64_t at = 1; at <= 160; ++at) {
-    totals.rows_decode += at <= 100 ? 10 : 100;
-    rates.Note(start + seconds(at), totals);
-    if (at != 30) continue;
+  for (int64_t moment = 1; moment <= 160; ++moment) {
+    totals.rows_decode += moment <= 100 ? 10 : 100;
+    rates.Note(start + seconds(moment), totals);
+    if (moment != 30) continue;
     EXPECT_EQ(tile(30, 0).value, "10 /s");
     EXPECT_EQ(window, "Rates and times of the last 30 s");
   }

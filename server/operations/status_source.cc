@@ -200,10 +200,10 @@ void StatusSource::AddSections(const scheduler::EngineStats& stats,
   }
   if (options_.tls != nullptr) {
     const ReloadStats tls = options_.tls->status();
-    const int64_t left =
+    const int64_t remaining =
         options_.tls->current()->cert_expires - static_cast<int64_t>(std::time(nullptr));
     page->sections.push_back({"tls",
-                              {{"certificate days left", Count(left / kDaySeconds)},
+                              {{"certificate days left", Count(remaining / kDaySeconds)},
                                {"reloads", tls.reloads},
                                {"refused reloads", tls.refused},
                                {"why refused", tls.why}}});

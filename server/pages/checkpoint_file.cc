@@ -114,10 +114,10 @@ absl::Status CheckpointReader::Torn(const std::string& why) const {
                    {.reason = "checkpoint_damaged"});
 }
 
-absl::StatusOr<size_t> CheckpointReader::Read(char* to, size_t bytes) {
+absl::StatusOr<size_t> CheckpointReader::Read(char* buffer, size_t bytes) {
   size_t done = 0;
   while (done < bytes) {
-    const ssize_t some = read(file_, to + done, bytes - done);
+    const ssize_t some = read(file_, buffer + done, bytes - done);
     if (some < 0 && errno == EINTR) continue;
     if (some < 0) return SystemError(path_, "read");
     if (some == 0) break;

@@ -82,7 +82,7 @@ class CheckpointReader final {
  private:
   CheckpointReader(std::string path, int file, const CheckpointKey& key, const FrameBounds& bounds);
   // Returns the number of bytes read, which is smaller than wanted only at the end of the file.
-  absl::StatusOr<size_t> Read(char* to, size_t bytes);
+  absl::StatusOr<size_t> Read(char* buffer, size_t bytes);
   absl::Status Torn(const std::string& why) const;
 
   const std::string path_;

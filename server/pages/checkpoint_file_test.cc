@@ -98,16 +98,16 @@ TEST_F(CheckpointFileTest, EveryByteCounts) {
   Write(frames_);
   const std::string whole = Bytes();
   std::vector<std::string> read;
-  for (size_t at = 0; at < whole.size(); at += at < 60 ? 1 : 37) {
+  for (size_t offset = 0; offset < whole.size(); offset += offset < 60 ? 1 : 37) {
     std::string changed = whole;
-    changed[at] ^= 0x20;
+    changed[offset] ^= 0x20;
     Put(changed);
     const absl::Status status = Read(&read);
-    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << at << ": " << status;
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << offset << ": " << status;
     EXPECT_EQ(DetailOf(status).reason, "checkpoint_damaged");
     // Frames read before the damage must equal the written ones.
     ASSERT_LE(read.size(), frames_.size());
-    for (size_t i = 0; i < read.size(); ++i) EXPECT_EQ(read[i], frames_[i]) << at;
+    for (size_t i = 0; i < read.size(); ++i) EXPECT_EQ(read[i], frames_[i]) << offset;
   }
 }
 

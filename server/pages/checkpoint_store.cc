@@ -451,14 +451,15 @@ std::vector<CheckpointInfo> CheckpointStore::List(const std::string& tenant) {
   std::vector<CheckpointInfo> list;
   std::error_code failed;
   const std::string parent = absl::StrCat(options_.path, "/", FolderOf(tenant));
-  for (fs::directory_iterator at(parent, failed), end; !failed && at != end; at.increment(failed)) {
+  for (fs::directory_iterator entry(parent, failed), end; !failed && entry != end;
+       entry.increment(failed)) {
     CheckpointInfo info;
-    if (at->path().extension() != kSuffix ||
-        !absl::SimpleHexAtoi(at->path().stem().string(), &info.id)) {
+    if (entry->path().extension() != kSuffix ||
+        !absl::SimpleHexAtoi(entry->path().stem().string(), &info.id)) {
       continue;
     }
-    info.bytes = RoomOf(at->path()).bytes;
-    const auto file = OpenFile(at->path());
+    info.bytes = RoomOf(entry->path()).bytes;
+    const auto file = OpenFile(entry->path());
     const auto header = file.ok() ? ReadHeader(file->get(), tenant, info.id)
                                   : absl::StatusOr<v1::CheckpointHeader>(file.status());
     if (header.ok()) {

@@ -50,11 +50,12 @@ std::string NameOf(const v1::PagesPart& part) {
 }
 
 // Does what CheckRange does, for 64-bit fields.
-absl::Status TakeNumber(uint64_t value, int64_t low, int64_t high, const char* field, int64_t* to) {
+absl::Status TakeNumber(uint64_t value, int64_t low, int64_t high, const char* field,
+                        int64_t* result) {
   if (value > static_cast<uint64_t>(high) || static_cast<int64_t>(value) < low) {
     return RefuseField(field, absl::StrCat(value), absl::StrCat(low, "..", high), "out_of_range");
   }
-  *to = static_cast<int64_t>(value);
+  *result = static_cast<int64_t>(value);
   return absl::OkStatus();
 }
 

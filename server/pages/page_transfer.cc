@@ -75,10 +75,10 @@ int64_t Poison(const MovingPages& pages, const PagePlace& place,
   int64_t first = Engine::kAllFinite;
   for (const PlaneRows& rows : planes) {
     if (rows.plane != 0) continue;
-    const int64_t found = kernels::PoisonRows(rows.at, pages.tags.fp8, rows.bytes, rows.row_stride,
-                                              rows.page_rows, rows.count);
-    if (found == rows.count) continue;
-    const int64_t behind = (rows.first + found + 1) * rows.token_ratio;
+    const int64_t bad_row = kernels::PoisonRows(rows.at, pages.tags.fp8, rows.bytes,
+                                                rows.row_stride, rows.page_rows, rows.count);
+    if (bad_row == rows.count) continue;
+    const int64_t behind = (rows.first + bad_row + 1) * rows.token_ratio;
     first = std::min(first, place.group.first_row + behind - 1);
   }
   return first;
@@ -86,10 +86,10 @@ int64_t Poison(const MovingPages& pages, const PagePlace& place,
 
 // Converts to the kind of 8-bit floats in the pool. Scales of layers are the scales for kE4m3Fn on
 // every server.
-void Convert(kernels::Fp8Kind from, kernels::Fp8Kind to, const std::vector<PlaneRows>& planes) {
-  if (from == to) return;
+void Convert(kernels::Fp8Kind from, kernels::Fp8Kind target, const std::vector<PlaneRows>& planes) {
+  if (from == target) return;
   for (const PlaneRows& rows : planes) {
-    kernels::ConvertRows(rows.at, to, rows.bytes, rows.row_stride, rows.page_rows, rows.count);
+    kernels::ConvertRows(rows.at, target, rows.bytes, rows.row_stride, rows.page_rows, rows.count);
   }
 }
 

@@ -134,12 +134,12 @@ class PageTransferTest : public testing::TestWithParam<Case> {
     for (const kvcache::GroupPiece& piece : PiecesOf(pages, group)) {
       const kvcache::KvPlane& plane = layout.layers[piece.layer][piece.plane];
       const bool keys = piece.plane == 1;
-      const kernels::KvRowLayout at = kernels::MakeKvRowLayout(
+      const kernels::KvRowLayout layout = kernels::MakeKvRowLayout(
           plane.format, keys ? spec_.indexer.dim : spec_.geometry.kv_lora_rank,
           keys ? 0 : spec_.geometry.rope_dim);
       auto* const page = reinterpret_cast<std::byte*>(payload->data()) + piece.payload_offset;
       for (int32_t row = 0; row < group.rows / plane.token_ratio; ++row) {
-        visit(at, kernels::KvRowIn(at, page, plane.row_stride, plane.rows, row),
+        visit(layout, kernels::KvRowIn(layout, page, plane.row_stride, plane.rows, row),
               group.first_row + row, piece.layer, piece.plane);
       }
     }
@@ -159,16 +159,16 @@ class PageTransferTest : public testing::TestWithParam<Case> {
       digests.BeginGroup(group);
       std::string payload(kvcache::PayloadBytes(PiecesOf(pages, group)), '\0');
       EachRow(pages, group, &payload,
-              [&](const kernels::KvRowLayout& at, const kernels::KvRowPlace<std::byte>& place,
+              [&](const kernels::KvRowLayout& layout, const kernels::KvRowPlace<std::byte>& place,
                   int64_t position, int32_t layer, int32_t plane) {
-                std::vector<float> values(static_cast<size_t>(at.latent_dim + at.rope_dim));
+                std::vector<float> values(static_cast<size_t>(layout.latent_dim + layout.rope_dim));
                 for (size_t i = 0; i < values.size(); ++i) {
                   values[i] = ValueOf(position, layer, plane, i);
                 }
                 if (position == nan_at_ && plane == 0) {
                   values[1] = std::numeric_limits<float>::quiet_NaN();
                 }
-                kernels::EncodeKvRow(at, kind, values.data(), kernels::DType::kF32,
+                kernels::EncodeKvRow(layout, kind, values.data(), kernels::DType::kF32,
                                      Scale(layer, kind), place);
               });
       if (!payload.empty()) {
@@ -225,18 +225,19 @@ class PageTransferTest : public testing::TestWithParam<Case> {
     }
   }
 
-  void CheckRow(const kernels::KvRowLayout& at, const kernels::KvRowPlace<std::byte>& place,
+  void CheckRow(const kernels::KvRowLayout& layout, const kernels::KvRowPlace<std::byte>& place,
                 int64_t position, int32_t layer, int32_t plane) {
-    const auto dim = static_cast<size_t>(at.latent_dim + at.rope_dim);
+    const auto dim = static_cast<size_t>(layout.latent_dim + layout.rope_dim);
     std::vector<float> got(dim), want(dim);
-    kernels::DecodeKvRow(at, pool_, Scale(layer, pool_), {place.row, place.scales}, got.data());
+    kernels::DecodeKvRow(layout, pool_, Scale(layer, pool_), {place.row, place.scales}, got.data());
     for (size_t i = 0; i < dim; ++i) want[i] = ValueOf(position, layer, plane, i);
     if (position == nan_at_ && plane == 0) want[1] = std::numeric_limits<float>::quiet_NaN();
-    std::vector<std::byte> page(static_cast<size_t>(kernels::KvPageBytes(at, at.row_bytes, 1)));
-    const auto once = kernels::KvRowIn(at, page.data(), at.row_bytes, 1, 0);
-    kernels::EncodeKvRow(at, Fp8Kind::kE4m3Fn, want.data(), kernels::DType::kF32,
+    std::vector<std::byte> page(
+        static_cast<size_t>(kernels::KvPageBytes(layout, layout.row_bytes, 1)));
+    const auto once = kernels::KvRowIn(layout, page.data(), layout.row_bytes, 1, 0);
+    kernels::EncodeKvRow(layout, Fp8Kind::kE4m3Fn, want.data(), kernels::DType::kF32,
                          Scale(layer, Fp8Kind::kE4m3Fn), once);
-    kernels::DecodeKvRow(at, Fp8Kind::kE4m3Fn, Scale(layer, Fp8Kind::kE4m3Fn),
+    kernels::DecodeKvRow(layout, Fp8Kind::kE4m3Fn, Scale(layer, Fp8Kind::kE4m3Fn),
                          {once.row, once.scales}, want.data());
     for (size_t i = 0; i < dim; ++i) {
       EXPECT_TRUE(got[i] == want[i] || (std::isnan(got[i]) && std::isnan(want[i])))

@@ -61,25 +61,25 @@ absl::Status CheckSocketPath(const std::string& key, const std::string& path, bo
     return absl::InvalidArgumentError(absl::StrCat(key, ": ", path, ": ", what));
   };
   const std::string folder = FolderOf(path);
-  struct stat found {};
+  struct stat about {};
   if (folder == OwnFolder()) {
     // The folder lies where others may write, so its content may be theirs, a link for example.
-    if (lstat(folder.c_str(), &found) != 0 && errno == ENOENT) return absl::OkStatus();
-    if (!S_ISDIR(found.st_mode) || found.st_uid != uid ||
-        (found.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+    if (lstat(folder.c_str(), &about) != 0 && errno == ENOENT) return absl::OkStatus();
+    if (!S_ISDIR(about.st_mode) || about.st_uid != uid ||
+        (about.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
       return bad(absl::StrCat(folder, " must be a folder that only user ", uid, " may write to"));
     }
   }
-  if (stat(folder.c_str(), &found) != 0) {
+  if (stat(folder.c_str(), &about) != 0) {
     return bad(absl::StrCat("its folder ", folder, ": ", std::strerror(errno)));
   }
-  if (!S_ISDIR(found.st_mode)) return bad(absl::StrCat(folder, " is not a folder"));
+  if (!S_ISDIR(about.st_mode)) return bad(absl::StrCat(folder, " is not a folder"));
   struct stat place {};
   const bool exists = lstat(path.c_str(), &place) == 0;
   if (exists && !S_ISSOCK(place.st_mode)) {
     return bad(S_ISDIR(place.st_mode) ? "is a folder" : "is a file and not a socket");
   }
-  if ((found.st_mode & S_IWOTH) != 0 && !open_folder) {
+  if ((about.st_mode & S_IWOTH) != 0 && !open_folder) {
     return bad(absl::StrCat("every user may write to its folder ", folder,
                             " and so put another socket in its place; use a folder of the server's "
                             "own, or server.open_folder"));

@@ -59,10 +59,10 @@ TEST_F(SocketFilesTest, TheDefaultIsAFolderOfTheUsersOwn) {
   const std::string own = RuntimeFolder();
   EXPECT_EQ(own, "/tmp/mla-server-" + std::to_string(geteuid()));
   EXPECT_EQ(PrepareSocketFolder("server.unix_path", own + "/x", false), absl::OkStatus());
-  struct stat made {};
-  ASSERT_EQ(lstat(own.c_str(), &made), 0);
-  EXPECT_TRUE(S_ISDIR(made.st_mode));
-  EXPECT_EQ(made.st_mode & 0022, 0u);
+  struct stat about {};
+  ASSERT_EQ(lstat(own.c_str(), &about), 0);
+  EXPECT_TRUE(S_ISDIR(about.st_mode));
+  EXPECT_EQ(about.st_mode & 0022, 0u);
   // As if another user had made it first.
   EXPECT_TRUE(absl::IsInvalidArgument(
       CheckSocketPath("server.unix_path", own + "/x", false, geteuid() + 1)));

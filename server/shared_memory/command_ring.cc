@@ -511,10 +511,10 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
 absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
                                          AttendMessage* message) {
   const size_t length = entry.row_count;
-  const size_t most = MostHeaderBytes(options_.engine->limits());
-  if (length > most || !region_->Holds(entry.in_offset, length)) {
+  const size_t limit = MostHeaderBytes(options_.engine->limits());
+  if (length > limit || !region_->Holds(entry.in_offset, length)) {
     return RefuseField("in_offset", absl::StrCat(entry.in_offset, " + ", length),
-                       absl::StrCat("a message of at most ", most, " bytes within the arena"));
+                       absl::StrCat("a message of at most ", limit, " bytes within the arena"));
   }
   const size_t room = entry.num_heads;
   if (room > 0) {

@@ -184,10 +184,10 @@ void SharedMemoryListener::Run() {
         Accept();
       } else if (descriptor == introduced_event_) {
         TakeIntroduced();
-      } else if (const auto found = connections_.find(descriptor); found != connections_.end()) {
+      } else if (const auto entry = connections_.find(descriptor); entry != connections_.end()) {
         // Any event after the ConnectRequest ends the connection.
-        if (found->second.connect_request_ns == 0 && (events[i].events & EPOLLIN) != 0) {
-          Handshake(&found->second);
+        if (entry->second.connect_request_ns == 0 && (events[i].events & EPOLLIN) != 0) {
+          Handshake(&entry->second);
         } else {
           End(descriptor);
         }

@@ -49,11 +49,11 @@ TEST(TraceContextTest, RefusesEverythingElse) {
   for (size_t length = 0; length < good.size(); ++length) {
     EXPECT_FALSE(ParseTraceparent(good.substr(0, length)).valid()) << length;
   }
-  for (size_t at = 0; at < good.size(); ++at) {
+  for (size_t index = 0; index < good.size(); ++index) {
     for (const char c : {'G', 'A', '\0', ' '}) {
       std::string bad = good;
-      bad[at] = c;
-      EXPECT_FALSE(ParseTraceparent(bad).valid()) << at;
+      bad[index] = c;
+      EXPECT_FALSE(ParseTraceparent(bad).valid()) << index;
     }
   }
   std::string zeros = good;

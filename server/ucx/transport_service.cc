@@ -144,26 +144,26 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
   }
   auto relay = StartRelay(who, setup);
   if (!relay.ok()) return relay.status();
-  const relay::RelayReply& made = (*relay)->reply();
+  const relay::RelayReply& relay_reply = (*relay)->reply();
   Log(LogLevel::kDebug, "ucx_ring_opened", {{"tenant", who.tenant}, {"relay", (*relay)->pid()}});
   v1::OpenUcxReply reply;
   reply.set_boot_id(rpc_.boot_id);
-  reply.set_worker_address(std::string(made.address.Get()));
+  reply.set_worker_address(std::string(relay_reply.address.Get()));
   reply.set_token(std::string(setup.token.begin(), setup.token.end()));
-  reply.set_region_bytes(made.region_bytes);
-  reply.set_arena_offset(made.arena_offset);
-  reply.set_ring_entries(made.ring_entries);
-  reply.set_spin_us(made.spin_us);
+  reply.set_region_bytes(relay_reply.region_bytes);
+  reply.set_arena_offset(relay_reply.arena_offset);
+  reply.set_ring_entries(relay_reply.ring_entries);
+  reply.set_spin_us(relay_reply.spin_us);
   reply.set_batches(true);
   if (setup.encrypted) reply.set_secret(std::string(setup.secret.begin(), setup.secret.end()));
   if (setup.puts) {
-    reply.set_arena_address(made.arena.address);
-    reply.set_arena_key(std::string(made.arena.Get()));
+    reply.set_arena_address(relay_reply.arena.address);
+    reply.set_arena_key(std::string(relay_reply.arena.Get()));
   }
   if (setup.device_mib > 0) {
-    reply.set_device_address(made.device.address);
-    reply.set_device_key(std::string(made.device.Get()));
-    reply.set_device_bytes(made.device_bytes);
+    reply.set_device_address(relay_reply.device.address);
+    reply.set_device_key(std::string(relay_reply.device.Get()));
+    reply.set_device_bytes(relay_reply.device_bytes);
   }
   if (!writer->Write(reply)) return absl::CancelledError("the client has gone");
   const std::optional<absl::Status> ended = Watch(context, relay->get());

@@ -52,16 +52,17 @@ FrameSeal::FrameSeal(const UcxSecret& secret, Sender sender)
   OPENSSL_cleanse(base.data(), base.size());
 }
 
-void FrameSeal::Encrypt(uint64_t number, Part part, std::span<const std::byte> from, std::byte* to,
-                        unsigned char* tag) {
+void FrameSeal::Encrypt(uint64_t number, Part part, std::span<const std::byte> from,
+                        std::byte* destination, unsigned char* tag) {
   EVP_CIPHER_CTX* const context = encrypts_.get();
   const Nonce nonce = NonceOf(number, static_cast<uint8_t>(part));
   Require(EVP_EncryptInit_ex(context, nullptr, nullptr, nullptr, nonce.data()));
-  for (size_t at = 0; at < from.size();) {
+  for (size_t offset = 0; offset < from.size();) {
     int done = 0;
-    const int bytes = static_cast<int>(std::min(from.size() - at, kMostAtOnce));
-    Require(EVP_EncryptUpdate(context, Bytes(to + at), &done, Bytes(from.data() + at), bytes));
-    at += static_cast<size_t>(done);
+    const int bytes = static_cast<int>(std::min(from.size() - offset, kMostAtOnce));
+    Require(EVP_EncryptUpdate(context, Bytes(destination + offset), &done,
+                              Bytes(from.data() + offset), bytes));
+    offset += static_cast<size_t>(done);
   }
   int none = 0;
   unsigned char rest[16];
@@ -69,16 +70,17 @@ void FrameSeal::Encrypt(uint64_t number, Part part, std::span<const std::byte> f
   Require(EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_GCM_GET_TAG, kTagBytes, tag));
 }
 
-bool FrameSeal::Decrypt(uint64_t number, Part part, std::span<const std::byte> from, std::byte* to,
-                        const unsigned char* tag) {
+bool FrameSeal::Decrypt(uint64_t number, Part part, std::span<const std::byte> from,
+                        std::byte* destination, const unsigned char* tag) {
   EVP_CIPHER_CTX* const context = decrypts_.get();
   const Nonce nonce = NonceOf(number, static_cast<uint8_t>(part));
   Require(EVP_DecryptInit_ex(context, nullptr, nullptr, nullptr, nonce.data()));
-  for (size_t at = 0; at < from.size();) {
+  for (size_t offset = 0; offset < from.size();) {
     int done = 0;
-    const int bytes = static_cast<int>(std::min(from.size() - at, kMostAtOnce));
-    Require(EVP_DecryptUpdate(context, Bytes(to + at), &done, Bytes(from.data() + at), bytes));
-    at += static_cast<size_t>(done);
+    const int bytes = static_cast<int>(std::min(from.size() - offset, kMostAtOnce));
+    Require(EVP_DecryptUpdate(context, Bytes(destination + offset), &done,
+                              Bytes(from.data() + offset), bytes));
+    offset += static_cast<size_t>(done);
   }
   std::array<unsigned char, kTagBytes> expected;
   std::copy_n(tag, kTagBytes, expected.begin());

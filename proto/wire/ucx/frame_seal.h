@@ -50,9 +50,9 @@ class FrameSeal final {
  private:
   enum class Part : uint8_t { kHeader, kPayload };
   using Context = std::unique_ptr<EVP_CIPHER_CTX, decltype(&EVP_CIPHER_CTX_free)>;
-  void Encrypt(uint64_t number, Part part, std::span<const std::byte> from, std::byte* to,
+  void Encrypt(uint64_t number, Part part, std::span<const std::byte> from, std::byte* destination,
                unsigned char* tag);
-  bool Decrypt(uint64_t number, Part part, std::span<const std::byte> from, std::byte* to,
+  bool Decrypt(uint64_t number, Part part, std::span<const std::byte> from, std::byte* destination,
                const unsigned char* tag);
 
   Context encrypts_, decrypts_;

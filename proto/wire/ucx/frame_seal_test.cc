@@ -86,16 +86,16 @@ TEST_F(FrameSealTest, EveryChangedBitIsNoticed) {
   FrameSeal sends(secret_, FrameSeal::Sender::kServer);
   FrameSeal receives(secret_, FrameSeal::Sender::kServer);
   const Sealed frame = Seal(&sends, Noise(96, 1), Noise(64, 2));
-  for (size_t at = 0; at < frame.header.size(); ++at) {
+  for (size_t index = 0; index < frame.header.size(); ++index) {
     Sealed changed = frame;
-    changed.header[at] ^= std::byte{1};
-    EXPECT_FALSE(Opens(&receives, changed)) << at;
+    changed.header[index] ^= std::byte{1};
+    EXPECT_FALSE(Opens(&receives, changed)) << index;
   }
-  for (size_t at = 0; at < frame.payload.size(); ++at) {
+  for (size_t index = 0; index < frame.payload.size(); ++index) {
     Sealed changed = frame;
-    changed.payload[at] ^= std::byte{0x80};
+    changed.payload[index] ^= std::byte{0x80};
     std::vector<std::byte> header, payload;
-    EXPECT_FALSE(Opens(&receives, changed, &header, &payload)) << at;
+    EXPECT_FALSE(Opens(&receives, changed, &header, &payload)) << index;
     EXPECT_EQ(payload, std::vector<std::byte>(64)) << "what was not authentic is not left there";
   }
   for (size_t bytes = 0; bytes < frame.header.size(); ++bytes) {

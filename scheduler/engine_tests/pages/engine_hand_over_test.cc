@@ -86,10 +86,10 @@ TEST_F(EngineHandOverTest, ThePeerIsNamedForWhatIsThere) {
 
 // The latest of them are remembered, as many as may be open.
 TEST_F(EngineHandOverTest, WhereSequencesAreIsBounded) {
-  const size_t most = static_cast<size_t>(h_.core().limits().max_sequences);
+  const size_t limit = static_cast<size_t>(h_.core().limits().max_sequences);
   h_.core().draining().Start("peer:1");
   std::vector<SequenceId> moved;
-  for (size_t i = 0; i < most + 2; ++i) {
+  for (size_t i = 0; i < limit + 2; ++i) {
     h_.core().draining().Cancel();
     moved.push_back(h_.Open().id);
     h_.core().draining().Start("peer:1");
@@ -97,7 +97,7 @@ TEST_F(EngineHandOverTest, WhereSequencesAreIsBounded) {
     ASSERT_EQ(all.size(), 1u);
     ASSERT_EQ(h_.core().transfers().EndHandOver(all[0], "peer:1"), absl::OkStatus());
   }
-  EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), moved, ""}).moved.size(), most);
+  EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), moved, ""}).moved.size(), limit);
   EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), {moved[1]}, ""}).moved.size(), 0u);
   EXPECT_EQ(h_.core().sequences().Get({h_.tenant(), {moved[2]}, ""}).moved.size(), 1u);
 }

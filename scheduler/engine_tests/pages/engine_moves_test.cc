@@ -64,24 +64,24 @@ class EngineMovesTest : public testing::EngineCoreTest {
     return static_cast<int32_t>(std::min<int64_t>(kPage, pages.tags.rows - group * kPage));
   }
   static int64_t Groups(const MovingPages& pages) { return (pages.tags.rows + kPage - 1) / kPage; }
-  // All groups, in parts of `most` bytes.
-  absl::Status MoveAll(const MovingPages& pages, bool in, Payloads* payloads, int64_t most) {
+  // All groups, in parts of `limit` bytes.
+  absl::Status MoveAll(const MovingPages& pages, bool in, Payloads* payloads, int64_t limit) {
     payloads->resize(static_cast<size_t>(Groups(pages)));
     for (int64_t group = 0; group < Groups(pages); ++group) {
       const auto pieces = kvcache::GroupPieces(pages.layout, RowsOf(pages, group));
       auto& payload = (*payloads)[static_cast<size_t>(group)];
       payload.resize(static_cast<size_t>(kvcache::PayloadBytes(pieces)));
       const auto all = static_cast<int64_t>(payload.size());
-      for (int64_t at = 0, end = 0; at < all; at = end) {
-        end = kvcache::PartEnd(pieces, at, most);
+      for (int64_t offset = 0, end = 0; offset < all; offset = end) {
+        end = kvcache::PartEnd(pieces, offset, limit);
         PageMove move;
         move.id = pages.id;
         move.in = in;
         move.page = pages.tags.first_row / kPage + group;
         move.rows = RowsOf(pages, group);
-        move.offset = at;
-        move.bytes =
-            std::span(payload).subspan(static_cast<size_t>(at), static_cast<size_t>(end - at));
+        move.offset = offset;
+        move.bytes = std::span(payload).subspan(static_cast<size_t>(offset),
+                                                static_cast<size_t>(end - offset));
         if (absl::Status status = Move(&move); !status.ok()) return status;
       }
     }
@@ -99,10 +99,10 @@ class EngineMovesTest : public testing::EngineCoreTest {
   }
   absl::StatusOr<SequenceInfo> Import(const ImportArgs& args, Payloads payloads,
                                       int64_t not_finite = Engine::kAllFinite) {
-    absl::StatusOr<MovingPages> to = h_.core().sequences().BeginImport(args);
-    if (!to.ok()) return to.status();
-    if (absl::Status moved = MoveAll(*to, true, &payloads, 64); !moved.ok()) return moved;
-    return h_.core().transfers().EndImport(h_.tenant(), to->id, not_finite);
+    absl::StatusOr<MovingPages> target = h_.core().sequences().BeginImport(args);
+    if (!target.ok()) return target.status();
+    if (absl::Status moved = MoveAll(*target, true, &payloads, 64); !moved.ok()) return moved;
+    return h_.core().transfers().EndImport(h_.tenant(), target->id, not_finite);
   }
   // Appends a row to `rows` rows and compares its output with the dense one.
   void ExpectRows(const SequenceInfo& sequence, int rows, uint64_t key) {
@@ -167,20 +167,20 @@ TEST_F(EngineMovesTest, NothingCountsUntilTheEnd) {
   MovingPages pages;
   Payloads payloads = Export(source, &pages);
   const int64_t used = h_.core().Stats().page_groups_used;
-  const MovingPages to = h_.core().sequences().BeginImport(To(pages)).value();
-  EXPECT_EQ(h_.Get(to.id).length, 0);
-  EXPECT_TRUE(h_.Get(to.id).in_step);
+  const MovingPages target = h_.core().sequences().BeginImport(To(pages)).value();
+  EXPECT_EQ(h_.Get(target.id).length, 0);
+  EXPECT_TRUE(h_.Get(target.id).in_step);
   ForkArgs fork;
   fork.tenant = h_.tenant();
-  fork.parent = to.id;
+  fork.parent = target.id;
   fork.expected_epoch = 1;
   EXPECT_EQ(DetailOf(h_.core().sequences().Fork(fork).status()).reason, "in_step");
-  auto begin = h_.Begin(stream_, 8, {{to.id, 1, 0, 1}});
+  auto begin = h_.Begin(stream_, 8, {{target.id, 1, 0, 1}});
   ExpectCode(*begin, absl::StatusCode::kFailedPrecondition, "in_step");
-  ASSERT_TRUE(MoveAll(to, true, &payloads, 64).ok());
-  h_.core().transfers().AbortImport(h_.tenant(), to);
+  ASSERT_TRUE(MoveAll(target, true, &payloads, 64).ok());
+  h_.core().transfers().AbortImport(h_.tenant(), target);
   EXPECT_EQ(h_.core().Stats().page_groups_used, used);
-  EXPECT_EQ(h_.core().transfers().EndImport(h_.tenant(), to.id, 0).status().code(),
+  EXPECT_EQ(h_.core().transfers().EndImport(h_.tenant(), target.id, 0).status().code(),
             absl::StatusCode::kNotFound);
   // Stored rows stay if a later import fails.
   const SequenceInfo copy = Import(To(pages), payloads).value();
@@ -308,11 +308,11 @@ TEST_F(EngineMovesTest, AReleasedSequenceEndsItsImport) {
   Fill(source, 4, 50);
   MovingPages pages;
   Payloads payloads = Export(source, &pages);
-  const MovingPages to = h_.core().sequences().BeginImport(To(pages)).value();
+  const MovingPages target = h_.core().sequences().BeginImport(To(pages)).value();
   std::vector<SequenceId> absent;
-  h_.core().sequences().Release(h_.tenant(), std::vector{to.id}, &absent);
-  EXPECT_EQ(MoveAll(to, true, &payloads, 64).code(), absl::StatusCode::kNotFound);
-  h_.core().transfers().AbortImport(h_.tenant(), to);
+  h_.core().sequences().Release(h_.tenant(), std::vector{target.id}, &absent);
+  EXPECT_EQ(MoveAll(target, true, &payloads, 64).code(), absl::StatusCode::kNotFound);
+  h_.core().transfers().AbortImport(h_.tenant(), target);
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
 }
 

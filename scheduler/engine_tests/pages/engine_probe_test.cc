@@ -53,10 +53,10 @@ class EngineProbeTest : public testing::EngineCoreTest {
 
 TEST_F(EngineProbeTest, CountsWholePagesAlone) {
   Leave({.token_ids = Tokens(7)}, 7);
-  const ProbeAnswer found = Probe({.token_ids = Tokens(11)});
-  EXPECT_EQ(found.rows_asked, 9);
-  EXPECT_EQ(found.rows_in_pool, 6);
-  EXPECT_EQ(found.rows_in_host + found.rows_in_file, 0);
+  const ProbeAnswer answer = Probe({.token_ids = Tokens(11)});
+  EXPECT_EQ(answer.rows_asked, 9);
+  EXPECT_EQ(answer.rows_in_pool, 6);
+  EXPECT_EQ(answer.rows_in_host + answer.rows_in_file, 0);
   EXPECT_EQ(Probe({.token_ids = Tokens(11), .max_rows = 5}).rows_in_pool, 3);
   EXPECT_EQ(Probe({.token_ids = Tokens(11, 2)}).rows_in_pool, 0);
   EXPECT_EQ(Probe({.token_ids = Tokens(11), .salt = "other"}).rows_in_pool, 0);

@@ -75,21 +75,21 @@ class TierTenantsTest : public ::testing::Test {
     args.model_id = "model";
     args.tags = empty.tags;
     args.tags.rows = int64_t{pages} * kPageRows;
-    const MovingPages to = engine_->BeginImport(args).value();
+    const MovingPages target = engine_->BeginImport(args).value();
     std::vector<std::byte> payload(
-        static_cast<size_t>(kvcache::PayloadBytes(kvcache::GroupPieces(to.layout, kPageRows))));
+        static_cast<size_t>(kvcache::PayloadBytes(kvcache::GroupPieces(target.layout, kPageRows))));
     for (int64_t page = 0; page < pages; ++page) {
       std::memset(payload.data(), static_cast<int>(page), payload.size());
       PageMove move;
       move.tenant = tenant;
-      move.id = to.id;
+      move.id = target.id;
       move.in = true;
       move.page = page;
       move.rows = kPageRows;
       move.bytes = payload;
       ASSERT_TRUE(engine_->MovePart(&move).ok());
     }
-    const SequenceInfo ended = engine_->EndImport(tenant, to.id, Engine::kAllFinite).value();
+    const SequenceInfo ended = engine_->EndImport(tenant, target.id, Engine::kAllFinite).value();
     MatchArgs match;
     match.tenant = tenant;
     match.id = ended.id;

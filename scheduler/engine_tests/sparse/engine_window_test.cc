@@ -344,8 +344,8 @@ TEST_F(EngineWindowTest, ForksShareATailAndTruncationDropsIt) {
     return *h_.core().sequences().Fork(args);
   };
   EXPECT_EQ(TailOf(fork(7)), TailAt(6, 7));
-  const SequenceInfo at = fork(6), below = fork(5);
-  EXPECT_EQ(TailOf(at), TailAt(6, 7));
+  const SequenceInfo border_fork = fork(6), below = fork(5);
+  EXPECT_EQ(TailOf(border_fork), TailAt(6, 7));
   EXPECT_EQ(TailOf(below), TailAt(-1, 0));
   EXPECT_EQ(TailBytes(), kTailBytes);  // once
   const auto cut = h_.core().sequences().Truncate(h_.tenant(), text.info.id, 6, text.info.epoch);
@@ -354,7 +354,7 @@ TEST_F(EngineWindowTest, ForksShareATailAndTruncationDropsIt) {
   const auto again = h_.core().sequences().Truncate(h_.tenant(), cut->id, 5, cut->epoch);
   ASSERT_TRUE(again.ok()) << again.status();
   EXPECT_EQ(TailOf(*again), TailAt(-1, 0));
-  EXPECT_EQ(TailOf(at), TailAt(6, 7));
+  EXPECT_EQ(TailOf(border_fork), TailAt(6, 7));
   std::vector<SequenceId> ids, absent;
   for (const SequenceInfo& open : h_.core().sequences().Get({h_.tenant(), {}, ""}).sequences) {
     ids.push_back(open.id);

@@ -42,12 +42,12 @@ std::vector<GroupPiece> GroupPieces(const GroupLayout& layout, int32_t rows) {
   return pieces;
 }
 
-int64_t PartEnd(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t most) {
+int64_t PartEnd(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t limit) {
   int64_t end = offset;
   for (const GroupPiece& piece : pieces) {
     const int64_t piece_end = piece.payload_offset + piece.bytes;
     if (piece_end <= offset) continue;
-    const int64_t units = (std::min(piece_end, offset + most) - piece.payload_offset) / piece.unit;
+    const int64_t units = (std::min(piece_end, offset + limit) - piece.payload_offset) / piece.unit;
     end = std::max(end, piece.payload_offset + units * piece.unit);
     if (end == offset) return offset + piece.unit;
     if (end < piece_end) return end;

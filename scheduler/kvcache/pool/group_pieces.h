@@ -35,9 +35,9 @@ inline int64_t PayloadBytes(const std::vector<GroupPiece>& pieces) {
   return pieces.empty() ? 0 : pieces.back().payload_offset + pieces.back().bytes;
 }
 
-// Returns the end of the longest part that begins at `offset` and has at most `most` bytes. If one
+// Returns the end of the longest part that begins at `offset` and has at most `limit` bytes. If one
 // unit is longer than that, the end of this unit. REQUIRES: a unit begins at `offset`.
-int64_t PartEnd(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t most);
+int64_t PartEnd(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t limit);
 
 // Returns true if [offset, offset + bytes) begins and ends at bounds of units, inside the payload.
 bool IsPart(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t bytes);

@@ -35,17 +35,17 @@ TEST(GroupPiecesTest, RowsOfEveryPlaneAreThere) {
 TEST(GroupPiecesTest, PartsEndWhereRowsDo) {
   const auto pieces = GroupPieces(TwoPlanes(), 4);
   const int64_t all = PayloadBytes(pieces);
-  for (int64_t most = 1; most <= all + 5; ++most) {
+  for (int64_t limit = 1; limit <= all + 5; ++limit) {
     std::set<int64_t> cuts;
-    int64_t at = 0;
-    while (at < all) {
-      const int64_t end = PartEnd(pieces, at, most);
-      ASSERT_GT(end, at);
-      EXPECT_TRUE(IsPart(pieces, at, end - at)) << at << " " << end;
-      EXPECT_LE(end - at, std::max<int64_t>(most, 10));
-      at = end;
+    int64_t offset = 0;
+    while (offset < all) {
+      const int64_t end = PartEnd(pieces, offset, limit);
+      ASSERT_GT(end, offset);
+      EXPECT_TRUE(IsPart(pieces, offset, end - offset)) << offset << " " << end;
+      EXPECT_LE(end - offset, std::max<int64_t>(limit, 10));
+      offset = end;
     }
-    EXPECT_EQ(at, all);
+    EXPECT_EQ(offset, all);
   }
 }
 

@@ -151,10 +151,10 @@ bool SlabPool::Drop(uint32_t entry) {
   ++steps_;
   Group& group = GroupOf(entry);
   Require(group.references > 0, "a page group is freed twice");
-  const int32_t left = --group.references;
-  if (left == 1) --stats_.groups_shared;
+  const int32_t remaining = --group.references;
+  if (remaining == 1) --stats_.groups_shared;
   Settle(entry, group);
-  if (left > 0) return false;
+  if (remaining > 0) return false;
   CountPinned(entry, 1);
   if (group.pins == 0) Free(entry);
   return true;

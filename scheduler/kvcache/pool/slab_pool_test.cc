@@ -116,17 +116,17 @@ TEST(SlabPool, ABoundThatARunExceedsGetsAShorterOne) {
 // The most groups that fit ranges of free slabs, in runs no longer than the pool takes.
 int64_t MostGroups(const std::vector<int64_t>& slab_bytes, const std::vector<bool>& free,
                    int64_t size) {
-  int32_t most = 0;  // slabs of a run
+  int32_t slabs = 0;  // slabs of a run
   int64_t best_waste = 0;
   const auto least = static_cast<int32_t>((size + slab_bytes[0] - 1) / slab_bytes[0]);
   for (int32_t k = least; k <= std::max(least, SlabPool::kMostRunSlabs); ++k) {
     const int64_t waste = k * slab_bytes[0] % size;
-    if (most == 0 || waste * most < best_waste * k) {
-      most = k;
+    if (slabs == 0 || waste * slabs < best_waste * k) {
+      slabs = k;
       best_waste = waste;
     }
     if (waste * SlabPool::kRunWaste <= k * slab_bytes[0]) {
-      most = k;
+      slabs = k;
       break;
     }
   }
@@ -134,7 +134,7 @@ int64_t MostGroups(const std::vector<int64_t>& slab_bytes, const std::vector<boo
   for (size_t end = 1; end <= free.size(); ++end) {
     groups[end] = groups[end - 1];
     int64_t bytes = 0;
-    for (size_t begin = end; begin-- > 0 && free[begin] && end - begin <= size_t(most);) {
+    for (size_t begin = end; begin-- > 0 && free[begin] && end - begin <= size_t(slabs);) {
       bytes += slab_bytes[begin];
       groups[end] = std::max(groups[end], groups[begin] + bytes / size);
     }

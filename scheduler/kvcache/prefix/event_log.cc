@@ -94,23 +94,23 @@ EventLog::Cursor EventLog::Begin() const {
   return {Oldest()};
 }
 
-std::vector<Event> EventLog::Read(std::optional<TenantKey> tenant, size_t most,
+std::vector<Event> EventLog::Read(std::optional<TenantKey> tenant, size_t limit,
                                   Cursor* cursor) const {
   const MutexLock lock(mutex_);
   std::vector<Event> read;
   uint64_t& at = cursor->next;
-  for (at = std::max(at, Oldest()); at < added_ && read.size() < most; ++at) {
+  for (at = std::max(at, Oldest()); at < added_ && read.size() < limit; ++at) {
     const Event& event = events_[at % events_.size()];
     if (!tenant || event.tenant == *tenant) read.push_back(event);
   }
   return read;
 }
 
-std::vector<Miss> EventLog::Misses(std::optional<TenantKey> tenant, size_t most) const {
+std::vector<Miss> EventLog::Misses(std::optional<TenantKey> tenant, size_t limit) const {
   const MutexLock lock(mutex_);
   std::vector<Miss> misses;
   const uint64_t kept = std::min<uint64_t>(missed_, misses_.size());
-  for (uint64_t back = 1; back <= kept && misses.size() < most; ++back) {
+  for (uint64_t back = 1; back <= kept && misses.size() < limit; ++back) {
     const Miss& miss = misses_[(missed_ - back) % misses_.size()];
     if (!tenant || miss.tenant == *tenant) misses.push_back(miss);
   }

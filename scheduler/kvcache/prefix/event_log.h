@@ -109,10 +109,10 @@ class EventLog final {
   Cursor End() const;
   // Returns a cursor before all kept events.
   Cursor Begin() const;
-  // Returns the next events, at most `most`; moves the cursor past them.
-  std::vector<Event> Read(std::optional<TenantKey> tenant, size_t most, Cursor* cursor) const;
-  // Returns the latest misses, at most `most`, the latest first.
-  std::vector<Miss> Misses(std::optional<TenantKey> tenant, size_t most) const;
+  // Returns the next events, at most `limit`; moves the cursor past them.
+  std::vector<Event> Read(std::optional<TenantKey> tenant, size_t limit, Cursor* cursor) const;
+  // Returns the latest misses, at most `limit`, the latest first.
+  std::vector<Miss> Misses(std::optional<TenantKey> tenant, size_t limit) const;
 
  private:
   struct Layout {

@@ -113,11 +113,11 @@ TEST(EventLogTest, MissesAreTheLatestOfTheTenant) {
     miss.end = MatchEnd::kEvicted;
     log.Add(static_cast<LayoutId>(i % 2), std::move(miss));
   }
-  const std::vector<Miss> found = log.Misses(kOne, 100);
-  ASSERT_EQ(found.size(), 2u);  // the latest of four
-  EXPECT_EQ(found[0].rows_asked, 4);
-  EXPECT_EQ(found[1].rows_asked, 2);
-  EXPECT_EQ(*found[0].model, "a");
+  const std::vector<Miss> misses = log.Misses(kOne, 100);
+  ASSERT_EQ(misses.size(), 2u);  // the latest of four
+  EXPECT_EQ(misses[0].rows_asked, 4);
+  EXPECT_EQ(misses[1].rows_asked, 2);
+  EXPECT_EQ(*misses[0].model, "a");
   EXPECT_EQ(log.Misses(kTwo, 1).size(), 1u);
   EXPECT_TRUE(log.Misses(3, 100).empty());
 }

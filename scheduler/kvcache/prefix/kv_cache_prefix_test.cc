@@ -25,10 +25,10 @@ class KvCachePrefixTest : public KvCacheTest {
     cache_->Declare(sequence, book_.Chain(1, 0, 4, tokens), static_cast<int32_t>(tokens.size()));
   }
   // A sequence that declares the tokens and takes the cached rows among them.
-  SeqSlot OpenWith(const std::vector<uint32_t>& tokens, int32_t most = kAll) {
+  SeqSlot OpenWith(const std::vector<uint32_t>& tokens, int32_t limit = kAll) {
     const SeqSlot sequence = Open();
     Declare(sequence, tokens);
-    match_ = cache_->Match(sequence, most);
+    match_ = cache_->Match(sequence, limit);
     return sequence;
   }
   // Leaves rows of the tokens in the cache.

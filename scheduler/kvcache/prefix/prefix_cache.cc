@@ -64,11 +64,11 @@ MatchEnd PrefixCache::WhyAbsent(LayoutId layout, const PrefixChain& chain, int32
   return evicted_[low % kEvictedKept] == low ? MatchEnd::kEvicted : MatchEnd::kAbsent;
 }
 
-void PrefixCache::CountMatch(MatchEnd end, int32_t asked, int32_t found) {
+void PrefixCache::CountMatch(MatchEnd end, int32_t asked, int32_t matched) {
   ++stats_.ends[static_cast<size_t>(end)];
-  stats_.hits += found > 0;
+  stats_.hits += matched > 0;
   stats_.rows_asked += static_cast<uint64_t>(asked);
-  stats_.rows_found += static_cast<uint64_t>(found);
+  stats_.rows_found += static_cast<uint64_t>(matched);
 }
 
 bool PrefixCache::ReplaceContainedSibling(LayoutId layout, const PrefixKey& parent,

@@ -97,7 +97,7 @@ class PrefixCache final {
                  bool in_pool = false);
   // Returns the reason why Find has found nothing.
   MatchEnd WhyAbsent(LayoutId layout, const PrefixChain& chain, int32_t page) const;
-  void CountMatch(MatchEnd end, int32_t asked, int32_t found);
+  void CountMatch(MatchEnd end, int32_t asked, int32_t matched);
 
   // Offers a group that holds the page's first `rows` rows, committed at every layer. Returns false
   // and does nothing if the group is cached already or still has to be filled, or if another group

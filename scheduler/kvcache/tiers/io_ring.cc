@@ -52,19 +52,19 @@ bool IoRing::Submit(io_uring_sqe* entry, uint64_t tag) {
   return false;
 }
 
-bool IoRing::StartRead(int file, std::span<std::byte> to, int64_t at, uint64_t tag) {
+bool IoRing::StartRead(int file, std::span<std::byte> buffer, int64_t offset, uint64_t tag) {
   io_uring_sqe* const entry = Entry();
   if (entry == nullptr) return false;
-  io_uring_prep_read(entry, file, to.data(), static_cast<unsigned>(to.size()),
-                     static_cast<uint64_t>(at));
+  io_uring_prep_read(entry, file, buffer.data(), static_cast<unsigned>(buffer.size()),
+                     static_cast<uint64_t>(offset));
   return Submit(entry, tag);
 }
 
-bool IoRing::StartWrite(int file, std::span<const std::byte> from, int64_t at, uint64_t tag) {
+bool IoRing::StartWrite(int file, std::span<const std::byte> from, int64_t offset, uint64_t tag) {
   io_uring_sqe* const entry = Entry();
   if (entry == nullptr) return false;
   io_uring_prep_write(entry, file, from.data(), static_cast<unsigned>(from.size()),
-                      static_cast<uint64_t>(at));
+                      static_cast<uint64_t>(offset));
   return Submit(entry, tag);
 }
 

@@ -31,8 +31,8 @@ class IoRing final {
 
   // At most `entries` operations may run at a time. Returns false if the kernel does not take the
   // operation now; it is then not started later either. A tag must not have all bits set.
-  bool StartRead(int file, std::span<std::byte> to, int64_t at, uint64_t tag);
-  bool StartWrite(int file, std::span<const std::byte> from, int64_t at, uint64_t tag);
+  bool StartRead(int file, std::span<std::byte> buffer, int64_t offset, uint64_t tag);
+  bool StartWrite(int file, std::span<const std::byte> from, int64_t offset, uint64_t tag);
   // Ends at once.
   bool StartNothing(uint64_t tag);
   // Waits for the next operation that ends, and returns it.

@@ -115,10 +115,10 @@ TierFile::~TierFile() {
   if (file_ >= 0) close(file_);
 }
 
-absl::Status TierFile::Write(int64_t at, std::span<const std::byte> from) {
+absl::Status TierFile::Write(int64_t offset, std::span<const std::byte> from) {
   for (size_t done = 0; done < from.size();) {
     const ssize_t some =
-        pwrite(file_, from.data() + done, from.size() - done, at + static_cast<off_t>(done));
+        pwrite(file_, from.data() + done, from.size() - done, offset + static_cast<off_t>(done));
     if (some < 0 && errno == EINTR) continue;
     if (some <= 0) return Failed("write", some < 0 ? errno : ENOSPC);
     done += static_cast<size_t>(some);
@@ -126,16 +126,16 @@ absl::Status TierFile::Write(int64_t at, std::span<const std::byte> from) {
   return absl::OkStatus();
 }
 
-absl::Status TierFile::Read(int64_t at, std::span<std::byte> to) {
-  for (size_t done = 0; done < to.size();) {
+absl::Status TierFile::Read(int64_t offset, std::span<std::byte> buffer) {
+  for (size_t done = 0; done < buffer.size();) {
     const ssize_t some =
-        pread(file_, to.data() + done, to.size() - done, at + static_cast<off_t>(done));
+        pread(file_, buffer.data() + done, buffer.size() - done, offset + static_cast<off_t>(done));
     if (some < 0 && errno == EINTR) continue;
     if (some < 0) return Failed("read", errno);
     if (some == 0) {
       return MakeError(absl::StatusCode::kDataLoss,
                        absl::StrCat("tiers.file_path: ", path_, ": it ends at ",
-                                    at + static_cast<int64_t>(done), ", inside a page group"),
+                                    offset + static_cast<int64_t>(done), ", inside a page group"),
                        {.reason = "disk_failed"});
     }
     done += static_cast<size_t>(some);

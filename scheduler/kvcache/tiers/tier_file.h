@@ -42,10 +42,10 @@ class TierFile final {
   // Removes the file.
   ~TierFile();
 
-  // REQUIRES: `at`, and size and address of `from` or `to`, are multiples of kTierBlock.
-  absl::Status Write(int64_t at, std::span<const std::byte> from);
-  // Reads `to.size()` bytes from offset `at` on. A file that ends before is an error.
-  absl::Status Read(int64_t at, std::span<std::byte> to);
+  // REQUIRES: `offset`, and size and address of `from` or `buffer`, are multiples of kTierBlock.
+  absl::Status Write(int64_t offset, std::span<const std::byte> from);
+  // Reads `buffer.size()` bytes from `offset` on. A file that ends before is an error.
+  absl::Status Read(int64_t offset, std::span<std::byte> buffer);
   // Writes a block, reads it back and compares.
   absl::Status SelfTest();
   bool direct() const { return direct_; }

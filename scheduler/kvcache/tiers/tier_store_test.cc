@@ -82,11 +82,11 @@ class TierStoreTest : public ::testing::Test {
     while (store_->Collect().empty()) std::this_thread::yield();
     return job->status;
   }
-  void ChangeFile(int64_t at) {
+  void ChangeFile(int64_t offset) {
     std::fstream file(path_, std::ios::in | std::ios::out | std::ios::binary);
-    file.seekg(at);
+    file.seekg(offset);
     const auto byte = static_cast<char>(file.get() ^ 0x10);
-    file.seekp(at);
+    file.seekp(offset);
     file.put(byte);
   }
 

@@ -82,10 +82,10 @@ absl::StatusOr<const ExecutionPlan*> PlanCache::Pin(std::span<const PlanSegment>
     const bool with_rounds = traits.rounds.workspace_bytes > 0;
     entry = OldestUnpinned(with_rounds);
     if (entry == nullptr) {
-      const int32_t most =
+      const int32_t limit =
           with_rounds ? options_.round_plans : options_.plans - options_.round_plans;
       return absl::ResourceExhaustedError(
-          absl::StrCat("plans: all ", most, " are pinned by running launches"));
+          absl::StrCat("plans: all ", limit, " are pinned by running launches"));
     }
     const MonotonicNanos begin = Now();
     if (auto s = Build(segments, traits, entry); !s.ok()) return s;
