@@ -55,9 +55,7 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Open(const wire::UcxApi& api, Rela
   if (relay->options_.between_hosts && relay->options_.device && memory->has_device_memory()) {
     link_options.transports += memory->device()->nvidia() ? ",cuda_ipc" : ",rocm_ipc";
   }
-  auto link = wire::UcxLink::Open(api, link_options, relay.get());
-  if (!link.ok()) return link.status();
-  relay->link_ = *std::move(link);
+  MLA_ASSIGN_OR_RETURN(relay->link_, wire::UcxLink::Open(api, link_options, relay.get()));
   if (relay->options_.secret.has_value()) {
     relay->link_->Encrypt(*relay->options_.secret, wire::FrameSeal::Sender::kServer);
   }
@@ -208,7 +206,7 @@ absl::StatusOr<std::byte*> Relay::Place(std::span<const std::byte> header, size_
     return Broken("number", absl::StrCat(frame.number),
                   absl::StrCat("one of ", mask_ + 1, " from ", next_, " on, once each"));
   }
-  if (absl::Status status = CheckPlaces(frame, bytes); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckPlaces(frame, bytes));
   slot.state = SlotState::kArriving;
   slot.frame = frame;
   ++counts_.received_frames;

@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "base/status_macros.h"
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "relay/relay.h"
 #include "relay/relay_channel.h"
@@ -62,47 +63,42 @@ absl::Status Serve(const wire::UcxApi& api, const RelaySetup& setup, RelayOption
   region.connect_timeout_ms = static_cast<int32_t>(setup.ring_ms);
   region.device_mib = setup.device_mib;
   region.device = {client::DeviceRegionOptions::kTheServers, setup.gpu_library.Get()};
-  auto memory = client::SharedMemory::Attach(kRelayRing, region);
-  if (!memory.ok()) return memory.status();
-  options.spin = std::chrono::microseconds((*memory)->server_spin_us());
-  auto relay = Relay::Open(api, std::move(options), memory->get());
-  if (!relay.ok()) return relay.status();
-  if ((*relay)->handles_losses() != setup.handles_losses) {
+  MLA_ASSIGN_OR_RETURN(const auto memory, client::SharedMemory::Attach(kRelayRing, region));
+  options.spin = std::chrono::microseconds(memory->server_spin_us());
+  MLA_ASSIGN_OR_RETURN(auto relay, Relay::Open(api, std::move(options), memory.get()));
+  if (relay->handles_losses() != setup.handles_losses) {
     return absl::FailedPreconditionError(
         "UCX: server and client are in different modes; let both have the same version of UCX, or "
         "name the same transports for both (ucx.transports, UCX_TLS)");
   }
-  absl::Status status = (*relay)->Connect(setup.client.Get());
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(relay->Connect(setup.client.Get()));
   RelayReply reply{};
-  reply.ring_entries = (*memory)->ring_entries();
-  reply.boot_id = (*memory)->boot_id();
-  reply.region_bytes = (*memory)->region().size();
-  reply.arena_offset = (*memory)->arena_offset();
-  reply.spin_us = (*memory)->server_spin_us();
+  reply.ring_entries = memory->ring_entries();
+  reply.boot_id = memory->boot_id();
+  reply.region_bytes = memory->region().size();
+  reply.arena_offset = memory->arena_offset();
+  reply.spin_us = memory->server_spin_us();
   reply.text.Set(wire::UcxVersionText(api));
-  if (!reply.address.Set((*relay)->address())) {
+  if (!reply.address.Set(relay->address())) {
     return absl::UnavailableError("UCX: its address is too long");
   }
   if (setup.device_mib > 0) {
-    const auto device = (*relay)->OfferDevice();
-    if (!device.ok()) return device.status();
-    if (!reply.device.Set(device->address, device->key)) {
+    MLA_ASSIGN_OR_RETURN(const auto device, relay->OfferDevice());
+    if (!reply.device.Set(device.address, device.key)) {
       return absl::UnavailableError("UCX: its key is too long");
     }
-    reply.device_bytes = device->bytes;
+    reply.device_bytes = device.bytes;
   }
   if (setup.puts) {
-    const auto arena = (*relay)->Offer();
-    if (!arena.ok()) return arena.status();
-    if (!reply.arena.Set(arena->address, arena->key)) {
+    MLA_ASSIGN_OR_RETURN(const auto arena, relay->Offer());
+    if (!reply.arena.Set(arena.address, arena.key)) {
       return absl::UnavailableError("UCX: its key is too long");
     }
   }
   Send(reply);
-  status = (*relay)->Run(kRelayControl);
-  relay->reset();
-  (*memory)->Close(kCloseWait);
+  const absl::Status status = relay->Run(kRelayControl);
+  relay.reset();
+  memory->Close(kCloseWait);
   return status;
 }
 

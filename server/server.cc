@@ -125,15 +125,14 @@ absl::Status Server::Parts::OpenCheckpoints() {
   const Config::Checkpoint& config = options.config.checkpoint;
   if (config.path.empty()) return absl::OkStatus();
   const int64_t tenant = config.tenant_bytes > 0 ? config.tenant_bytes : config.bytes / 8 * 7;
-  auto opened = CheckpointStore::Open({.path = config.path,
-                                       .bytes = config.bytes,
-                                       .tenant_bytes = tenant,
-                                       .tenant_files = config.tenant_files,
-                                       .chunk_bytes = options.config.wire.weight_chunk_bytes,
-                                       .sequence_rows = options.config.limits.max_sequence_rows,
-                                       .counters = &metrics.checkpoints()});
-  if (!opened.ok()) return opened.status();
-  checkpoints = *std::move(opened);
+  MLA_ASSIGN_OR_RETURN(
+      checkpoints, CheckpointStore::Open({.path = config.path,
+                                          .bytes = config.bytes,
+                                          .tenant_bytes = tenant,
+                                          .tenant_files = config.tenant_files,
+                                          .chunk_bytes = options.config.wire.weight_chunk_bytes,
+                                          .sequence_rows = options.config.limits.max_sequence_rows,
+                                          .counters = &metrics.checkpoints()}));
   return absl::OkStatus();
 }
 

@@ -113,7 +113,7 @@ absl::Status WarmUp(scheduler::Engine* engine) {
   model.geometry.rope_dim = known.rope;
   model.layers = 1;
   model.softmax_scale = kScale;
-  if (auto made = engine->RegisterModel(kTenant, model); !made.ok()) return made.status();
+  MLA_RETURN_IF_ERROR(engine->RegisterModel(kTenant, model).status());
   const scheduler::StreamId stream = engine->OpenStream(kTenant);
   scheduler::OpenArgs open;
   open.tenant = kTenant;

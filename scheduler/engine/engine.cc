@@ -301,17 +301,15 @@ absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args) {
 
 absl::StatusOr<SequenceInfo> Engine::MatchSequence(const MatchArgs& args) {
   int64_t committed = 0;
-  absl::StatusOr<PrefixPlan> plan = impl_->WithRole(
-      [&](EngineCore& core) { return core.sequences().PlanMatch(args, &committed); });
-  if (!plan.ok()) return plan.status();
-  absl::Status status =
-      impl_->prefixes_.Fill(args.tenant, args.prefix, args.first_row, committed, &*plan);
-  if (!status.ok()) return status;
-  status = impl_->AwaitTiers(*plan, args.most_wait_ms, [&](EngineCore& core) {
-    return core.sequences().RestoreForMatch(args, *plan);
-  });
-  if (!status.ok()) return status;
-  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Match(args, *plan); });
+  MLA_ASSIGN_OR_RETURN(PrefixPlan plan, impl_->WithRole([&](EngineCore& core) {
+    return core.sequences().PlanMatch(args, &committed);
+  }));
+  MLA_RETURN_IF_ERROR(
+      impl_->prefixes_.Fill(args.tenant, args.prefix, args.first_row, committed, &plan));
+  MLA_RETURN_IF_ERROR(impl_->AwaitTiers(plan, args.most_wait_ms, [&](EngineCore& core) {
+    return core.sequences().RestoreForMatch(args, plan);
+  }));
+  return impl_->WithRole([&](EngineCore& core) { return core.sequences().Match(args, plan); });
 }
 
 absl::StatusOr<ProbeAnswer> Engine::Probe(const std::string& tenant, const std::string& model_id,

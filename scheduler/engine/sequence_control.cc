@@ -52,10 +52,9 @@ std::shared_ptr<TierWait> SequenceControl::RestorePrefix(const std::string& tena
 absl::StatusOr<Model*> SequenceControl::ModelToOpen(const OpenArgs& args,
                                                     const PrefixPlan& prefix) {
   if (draining_->on()) return draining_->Error(/*opens=*/true);
-  absl::StatusOr<Model*> model =
-      models_->Use(tenants_->Find(args.tenant), args.model_id, "model_id");
-  if (!model.ok()) return model.status();
-  if (!args.prefix.empty() && prefix.spec != (*model)->spec) return ModelChanged(args.model_id);
+  MLA_ASSIGN_OR_RETURN(Model* const model,
+                       models_->Use(tenants_->Find(args.tenant), args.model_id, "model_id"));
+  if (!args.prefix.empty() && prefix.spec != model->spec) return ModelChanged(args.model_id);
   return model;
 }
 

@@ -75,9 +75,8 @@ absl::StatusOr<std::unique_ptr<Launcher>> Launcher::Create(
   std::unique_ptr<Launcher> launcher(
       new Launcher(limits, backend, cache, page_tables, models, clock));
   for (size_t slot = 0; slot < launcher->launches_.size(); ++slot) {
-    absl::Status made =
-        launcher->launches_[slot].Create(limits, *backend, static_cast<int32_t>(slot));
-    if (!made.ok()) return made;
+    MLA_RETURN_IF_ERROR(
+        launcher->launches_[slot].Create(limits, *backend, static_cast<int32_t>(slot)));
   }
   PlanCacheOptions options;
   options.capacity = PlanCapacityOf(limits, *backend);

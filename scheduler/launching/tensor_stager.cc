@@ -110,11 +110,11 @@ absl::Status TensorStager::StageSinks(BatchLaunch* launch, const StreamRequest& 
   if (model.sinks.empty()) return absl::OkStatus();
   const AttendArgs& args = request.attend;
   const int64_t first = int64_t{args.layer} * model.spec->geometry.num_heads + args.head_offset;
-  absl::StatusOr<const void*> sinks =
+  MLA_ASSIGN_OR_RETURN(
+      const void* const sinks,
       launch->layout.Input(reinterpret_cast<const std::byte*>(model.sinks.data() + first),
-                           args.num_heads * int64_t{sizeof(float)});
-  if (!sinks.ok()) return sinks.status();
-  staged->sinks = static_cast<const float*>(*sinks);
+                           args.num_heads * int64_t{sizeof(float)}));
+  staged->sinks = static_cast<const float*>(sinks);
   return absl::OkStatus();
 }
 
@@ -127,14 +127,14 @@ absl::Status TensorStager::StageComparisons(BatchLaunch* launch) {
   }
   if (rows == 0) return absl::OkStatus();
   auto* const host = reinterpret_cast<int32_t*>(launch->compared->bytes().data());
-  absl::StatusOr<void*> staged = launch->layout.Output(host, rows * int64_t{sizeof(int32_t)});
-  if (!staged.ok()) return staged.status();
+  MLA_ASSIGN_OR_RETURN(void* const staged,
+                       launch->layout.Output(host, rows * int64_t{sizeof(int32_t)}));
   launch->differs.assign(requests.size(), nullptr);
   int64_t row = 0;
   for (size_t i = 0; i < requests.size(); ++i) {
     if (!requests[i]->engine.repeat) continue;
     launch->differs[i] = host + row;
-    requests_[i].differs = static_cast<int32_t*>(*staged) + row;
+    requests_[i].differs = static_cast<int32_t*>(staged) + row;
     row += ComparedRows(*requests[i]);
   }
   return absl::OkStatus();
@@ -187,21 +187,20 @@ absl::Status TensorStager::StageProjected(BatchLaunch* launch, const StreamReque
   hiddens.in_row_stride = int64_t{args.num_heads} * spec.o_dim(args.profile);
   if (rope > 0) {
     const int64_t row_bytes = rope * int64_t{sizeof(float)};
-    absl::StatusOr<const void*> rotations = launch->layout.Input(
-        step.rotations->data.get() + FirstRow(request) * row_bytes, rows * row_bytes);
-    if (!rotations.ok()) return rotations.status();
-    queries.rotations = static_cast<const float*>(*rotations);
+    MLA_ASSIGN_OR_RETURN(
+        const void* const rotations,
+        launch->layout.Input(step.rotations->data.get() + FirstRow(request) * row_bytes,
+                             rows * row_bytes));
+    queries.rotations = static_cast<const float*>(rotations);
   }
-  absl::StatusOr<void*> q =
-      launch->layout.Workspace(rows * queries.out_row_stride * int64_t(ElementSize(args.q_dtype)));
-  if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o =
-      launch->layout.Workspace(rows * hiddens.in_row_stride * int64_t(ElementSize(args.o_dtype)));
-  if (!o.ok()) return o.status();
-  queries.out = *q;
-  hiddens.in = *o;
-  staged->q = static_cast<const std::byte*>(*q);
-  staged->o = static_cast<std::byte*>(*o);
+  MLA_ASSIGN_OR_RETURN(void* const q, launch->layout.Workspace(rows * queries.out_row_stride *
+                                                               int64_t(ElementSize(args.q_dtype))));
+  MLA_ASSIGN_OR_RETURN(void* const o, launch->layout.Workspace(rows * hiddens.in_row_stride *
+                                                               int64_t(ElementSize(args.o_dtype))));
+  queries.out = q;
+  hiddens.in = o;
+  staged->q = static_cast<const std::byte*>(q);
+  staged->o = static_cast<std::byte*>(o);
   launch->queries.push_back(queries);
   launch->hiddens.push_back(hiddens);
   return absl::OkStatus();
@@ -266,10 +265,10 @@ absl::Status TensorStager::StageRequest(BatchLaunch* launch, size_t index, Stage
     return absl::OkStatus();
   }
   float* const own = args.lse + int64_t{request.engine.rows_done} * args.num_heads;
-  absl::StatusOr<void*> lse = launch->layout.Output(
-      own, int64_t{request.engine.rows_launched} * args.num_heads * int64_t{sizeof(float)});
-  if (!lse.ok()) return lse.status();
-  staged->lse = static_cast<float*>(*lse);
+  MLA_ASSIGN_OR_RETURN(void* const lse,
+                       launch->layout.Output(own, int64_t{request.engine.rows_launched} *
+                                                      args.num_heads * int64_t{sizeof(float)}));
+  staged->lse = static_cast<float*>(lse);
   seen.at = own;
   return absl::OkStatus();
 }

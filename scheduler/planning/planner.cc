@@ -156,32 +156,17 @@ absl::Status CheckTrait(const char* name, int64_t got, int64_t least, int64_t la
 
 absl::Status CheckTraits(const PlanTraits& traits) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 1;
-  if (auto s = CheckTrait("units", traits.units, 1, kMost); !s.ok()) return s;
-  if (auto s = CheckTrait("tile_rows", traits.tile_rows, 1, kMaxTileRows); !s.ok()) return s;
-  if (auto s = CheckTrait("max_heads_per_tile", traits.max_heads_per_tile, 0, kMost); !s.ok()) {
-    return s;
-  }
-  if (auto s = CheckTrait("max_q_rows_per_tile", traits.max_q_rows_per_tile, 0, kMost); !s.ok()) {
-    return s;
-  }
-  if (auto s = CheckTrait("kv_granularity", traits.kv_granularity, 1, kMost); !s.ok()) return s;
-  if (auto s = CheckTrait("item_overhead_rows", traits.item_overhead_rows, 0, kMost); !s.ok()) {
-    return s;
-  }
-  if (auto s = CheckTrait("min_charged_rows", traits.min_charged_rows, 0, traits.tile_rows);
-      !s.ok()) {
-    return s;
-  }
-  if (auto s = CheckTrait("small.blocks", traits.small.blocks, 0, kMost); !s.ok()) return s;
-  if (auto s = CheckTrait("small.block_rows", traits.small.block_rows, 1, kMaxTileRows); !s.ok()) {
-    return s;
-  }
-  if (auto s = CheckTrait("small.unit_kv_rows", traits.small.unit_kv_rows, 0, kMost); !s.ok()) {
-    return s;
-  }
-  if (auto s = CheckTrait("dealt_pieces", traits.dealt_pieces, 0, kMost / traits.units); !s.ok()) {
-    return s;
-  }
+  MLA_RETURN_IF_ERROR(CheckTrait("units", traits.units, 1, kMost));
+  MLA_RETURN_IF_ERROR(CheckTrait("tile_rows", traits.tile_rows, 1, kMaxTileRows));
+  MLA_RETURN_IF_ERROR(CheckTrait("max_heads_per_tile", traits.max_heads_per_tile, 0, kMost));
+  MLA_RETURN_IF_ERROR(CheckTrait("max_q_rows_per_tile", traits.max_q_rows_per_tile, 0, kMost));
+  MLA_RETURN_IF_ERROR(CheckTrait("kv_granularity", traits.kv_granularity, 1, kMost));
+  MLA_RETURN_IF_ERROR(CheckTrait("item_overhead_rows", traits.item_overhead_rows, 0, kMost));
+  MLA_RETURN_IF_ERROR(CheckTrait("min_charged_rows", traits.min_charged_rows, 0, traits.tile_rows));
+  MLA_RETURN_IF_ERROR(CheckTrait("small.blocks", traits.small.blocks, 0, kMost));
+  MLA_RETURN_IF_ERROR(CheckTrait("small.block_rows", traits.small.block_rows, 1, kMaxTileRows));
+  MLA_RETURN_IF_ERROR(CheckTrait("small.unit_kv_rows", traits.small.unit_kv_rows, 0, kMost));
+  MLA_RETURN_IF_ERROR(CheckTrait("dealt_pieces", traits.dealt_pieces, 0, kMost / traits.units));
   return CheckTrait("fixed_split_rows", traits.fixed_split_rows, 0, kMost);
 }
 
@@ -216,11 +201,11 @@ absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanSegment> segment
   Tally tally;
   const bool only_tiles = !kFixed && CountOnlyTiles(segments, traits, tally);
   if (!only_tiles) {
-    if (auto s = CheckSegments(segments); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(CheckSegments(segments));
     tally = Tally();
     for (const PlanSegment& segment : segments) Count<kFixed>(segment, traits, 1, tally);
   }
-  if (auto s = CheckFits(Needs(tally, traits), buffers.capacity()); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckFits(Needs(tally, traits), buffers.capacity()));
 
   const int32_t sharing = kFixed ? traits.units : SharingUnits(segments, traits, tally);
   PlanWriter<kFixed> writer(traits, tally, sharing, buffers);
@@ -257,7 +242,7 @@ double ImbalanceOf(const kernels::PlanView& view, const PlanTraits& traits, int6
 absl::StatusOr<kernels::PlanView> BuildDealt(std::span<const PlanSegment> segments,
                                              const PlanTraits& traits, MetadataBuffers& buffers,
                                              double& imbalance) {
-  if (auto s = CheckSegments(segments); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckSegments(segments));
   Tally tally;
   for (const PlanSegment& segment : segments) Count<false>(segment, traits, 1, tally);
   const auto for_each_tile = [&](const auto& visit) {
@@ -288,7 +273,7 @@ absl::StatusOr<kernels::PlanView> BuildDealt(std::span<const PlanSegment> segmen
     return needs.work_items;
   });
   cut(rows, needs);
-  if (auto s = CheckFits(needs, buffers.capacity()); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckFits(needs, buffers.capacity()));
   DealtWriter writer(traits.units, needs.work_items, rows, buffers);
   for_each_tile([&](const Tile& tile) { writer.Place(tile); });
   kernels::PlanView view = buffers.View(needs);
@@ -462,7 +447,7 @@ PlanCapacity Planner::Capacity(const PlanLimits& limits, const PlanTraits& trait
 absl::StatusOr<kernels::PlanView> Planner::Build(std::span<const PlanSegment> segments,
                                                  const PlanTraits& traits,
                                                  MetadataBuffers& buffers) {
-  if (auto s = CheckTraits(traits); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(CheckTraits(traits));
   if (traits.dealt_pieces > 0) return BuildDealt(segments, traits, buffers, last_imbalance_);
   return traits.fixed_split_rows > 0 ? BuildPlan<true>(segments, traits, buffers, last_imbalance_)
                                      : BuildPlan<false>(segments, traits, buffers, last_imbalance_);

@@ -48,11 +48,8 @@ absl::Status CheckWindow(const ModelSpec& spec) {
 absl::Status CheckProjected(const ModelSpec& spec, const Limits& limits) {
   const bool present = spec.projected.present();
   const int32_t largest = present ? limits.max_hidden_size : 0, least = present ? 1 : 0;
-  absl::Status status = CheckRange("model.q_lora_rank", spec.projected.q_lora_rank, least, largest);
-  if (status.ok()) {
-    status = CheckRange("model.hidden_size", spec.projected.hidden_size, least, largest);
-  }
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckRange("model.q_lora_rank", spec.projected.q_lora_rank, least, largest));
+  MLA_RETURN_IF_ERROR(CheckRange("model.hidden_size", spec.projected.hidden_size, least, largest));
   if (present != (spec.rope != kernels::RopeLayout::kNone)) {
     return RefuseField("model.rope_layout", absl::StrCat(static_cast<int>(spec.rope)),
                        "a layout exactly when the model has q_lora_rank", "inconsistent");
@@ -121,7 +118,7 @@ absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits) {
     return RefuseField("model.softmax_scale", absl::StrCat(spec.softmax_scale),
                        "a finite positive number: it is never defaulted", "out_of_range");
   }
-  if (absl::Status status = CheckProjected(spec, limits); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckProjected(spec, limits));
   return CheckWindow(spec);
 }
 
@@ -132,14 +129,11 @@ absl::Status CheckSinks(const ModelSpec& spec, std::span<const float> sinks,
                        "none: the attention has no window", "wrong_count");
   }
   const int64_t layers = spec.layers, heads = spec.geometry.num_heads;
-  absl::Status status = CheckRange("layer_begin", slice->layer_begin, 0, layers - 1);
-  if (status.ok()) status = CheckRange("head_begin", slice->head_begin, 0, heads - 1);
-  if (status.ok()) {
-    status = CheckRange("layer_count", slice->layer_count, 0, layers - slice->layer_begin);
-  }
-  if (status.ok())
-    status = CheckRange("head_count", slice->head_count, 0, heads - slice->head_begin);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckRange("layer_begin", slice->layer_begin, 0, layers - 1));
+  MLA_RETURN_IF_ERROR(CheckRange("head_begin", slice->head_begin, 0, heads - 1));
+  MLA_RETURN_IF_ERROR(
+      CheckRange("layer_count", slice->layer_count, 0, layers - slice->layer_begin));
+  MLA_RETURN_IF_ERROR(CheckRange("head_count", slice->head_count, 0, heads - slice->head_begin));
   if (slice->layer_count == 0) slice->layer_count = layers - slice->layer_begin;
   if (slice->head_count == 0) slice->head_count = heads - slice->head_begin;
   const int64_t wanted = slice->layer_count * slice->head_count;

@@ -89,28 +89,27 @@ absl::Status ModelWeights::CheckProjectedHeads(const Model& model, int32_t layer
 absl::Status ModelWeights::LoadProjected(Model& model, UploadId upload, kernels::ProjectedPart part,
                                          int32_t layer, int32_t head,
                                          std::span<const std::byte> weights) {
-  absl::Status status = CheckProjectedHeads(model, layer, head, 1);
-  if (status.ok()) status = CheckSize(weights.size(), model.spec->head_bytes(part, head));
-  if (status.ok()) status = Charge(model);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckProjectedHeads(model, layer, head, 1));
+  MLA_RETURN_IF_ERROR(CheckSize(weights.size(), model.spec->head_bytes(part, head)));
+  MLA_RETURN_IF_ERROR(Charge(model));
   ModelContents& contents = *model.contents;
   const int32_t heads = model.spec->geometry.num_heads;
   ModelContents::Head& own =
       contents.heads[size_t(layer) * contents.layer_heads + (1 + size_t(part)) * heads + head];
   const uint64_t digest = XXH3_64bits(weights.data(), weights.size());
-  const absl::StatusOr<bool> repeat = IsRepeat(own, digest, layer, head);
-  if (!repeat.ok() || *repeat) return repeat.status();
-  status = backend_->LoadProjected(table_->weights_slot(model, layer), model.spec->geometry,
-                                   model.spec->projected, part, head, weights.data());
-  if (status.ok()) own = {upload, digest};
-  return status;
+  MLA_ASSIGN_OR_RETURN(const bool repeat, IsRepeat(own, digest, layer, head));
+  if (repeat) return absl::OkStatus();
+  MLA_RETURN_IF_ERROR(backend_->LoadProjected(table_->weights_slot(model, layer),
+                                              model.spec->geometry, model.spec->projected, part,
+                                              head, weights.data()));
+  own = {upload, digest};
+  return absl::OkStatus();
 }
 
 absl::Status ModelWeights::Load(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
                                 int32_t head_count, std::span<const std::byte> bytes) {
-  absl::Status status = CheckChunk(model, layer, head_begin, head_count, bytes);
-  if (status.ok()) status = Charge(model);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckChunk(model, layer, head_begin, head_count, bytes));
+  MLA_RETURN_IF_ERROR(Charge(model));
   const kernels::Geometry& g = model.spec->geometry;
   const int64_t uk = int64_t{g.nope_dim} * g.kv_lora_rank;
   const int64_t uv = int64_t{g.kv_lora_rank} * g.v_dim;
@@ -120,12 +119,10 @@ absl::Status ModelWeights::Load(Model& model, UploadId upload, int32_t layer, in
       &model.contents->heads[size_t(layer) * model.contents->layer_heads + head_begin];
   for (int32_t h = 0; h < head_count; ++h) {
     const uint64_t digest = Digest(w_uk + h * uk, uk, Digest(w_uv + h * uv, uv, 0));
-    const absl::StatusOr<bool> repeat = IsRepeat(heads[h], digest, layer, head_begin + h);
-    if (!repeat.ok()) return repeat.status();
-    if (*repeat) continue;
-    status = backend_->LoadWeights(table_->weights_slot(model, layer), g, head_begin + h,
-                                   head_begin + h + 1, w_uk + h * uk, w_uv + h * uv);
-    if (!status.ok()) return status;
+    MLA_ASSIGN_OR_RETURN(const bool repeat, IsRepeat(heads[h], digest, layer, head_begin + h));
+    if (repeat) continue;
+    MLA_RETURN_IF_ERROR(backend_->LoadWeights(table_->weights_slot(model, layer), g, head_begin + h,
+                                              head_begin + h + 1, w_uk + h * uk, w_uv + h * uv));
     heads[h] = {upload, digest};
   }
   return absl::OkStatus();

@@ -175,9 +175,8 @@ absl::StatusOr<Sequence*> SequenceTable::CheckOpenArgs(TenantKey tenant, const M
 
 absl::Status SequenceTable::TakeForOpen(const Model& model, int64_t declared) {
   Tenant& account = *model.account;
-  absl::Status status = tenants_->Take(account, Resource::kSequences, CountOf(model), "sequence");
-  if (!status.ok()) return status;
-  status = tenants_->Take(account, Resource::kPrefixTokens, declared, "prefix");
+  MLA_RETURN_IF_ERROR(tenants_->Take(account, Resource::kSequences, CountOf(model), "sequence"));
+  absl::Status status = tenants_->Take(account, Resource::kPrefixTokens, declared, "prefix");
   if (!status.ok()) tenants_->Return(account, Resource::kSequences, CountOf(model));
   return status;
 }
@@ -224,9 +223,7 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   MLA_ASSIGN_OR_RETURN(int64_t lease, LeaseNanos(args.lease_ms));
   absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, OriginOf(args));
   if (!repeat.ok() || *repeat != nullptr) return repeat;
-  absl::StatusOr<Sequence*> found = FindOrRefuse(tenant, args.parent, "sequence_id");
-  if (!found.ok()) return found;
-  Sequence* parent = *found;
+  MLA_ASSIGN_OR_RETURN(Sequence* const parent, FindOrRefuse(tenant, args.parent, "sequence_id"));
   if (parent->epoch != args.expected_epoch) {
     return OtherEpoch(*parent, args.expected_epoch);
   }
@@ -270,12 +267,10 @@ absl::StatusOr<Sequence*> SequenceTable::FindForMatch(TenantKey tenant, Sequence
 
 absl::StatusOr<Sequence*> SequenceTable::FindIdle(TenantKey tenant, SequenceId id,
                                                   uint64_t expected_epoch) const {
-  absl::StatusOr<Sequence*> sequence_or = FindOrRefuse(tenant, id, "sequence_id");
-  if (!sequence_or.ok()) return sequence_or;
-  const Sequence& sequence = **sequence_or;
-  if (sequence.epoch != expected_epoch) return OtherEpoch(sequence, expected_epoch);
-  if (sequence.busy()) return InStep(sequence);
-  return sequence_or;
+  MLA_ASSIGN_OR_RETURN(Sequence* const sequence, FindOrRefuse(tenant, id, "sequence_id"));
+  if (sequence->epoch != expected_epoch) return OtherEpoch(*sequence, expected_epoch);
+  if (sequence->busy()) return InStep(*sequence);
+  return sequence;
 }
 
 absl::Status SequenceTable::TakeForMatch(const Sequence& sequence, const PrefixPlan& prefix,
@@ -338,9 +333,7 @@ void SequenceTable::Redeclare(Sequence* sequence, const SequenceState& state) {
 
 absl::StatusOr<Sequence*> SequenceTable::Truncate(TenantKey tenant, SequenceId id, int64_t length,
                                                   uint64_t expected_epoch) {
-  absl::StatusOr<Sequence*> found = FindOrRefuse(tenant, id, "sequence_id");
-  if (!found.ok()) return found;
-  Sequence* sequence = *found;
+  MLA_ASSIGN_OR_RETURN(Sequence* const sequence, FindOrRefuse(tenant, id, "sequence_id"));
   const int64_t committed = cache_->length(sequence->slot);
   const bool repeat = sequence->truncated_length == length && committed == length &&
                       sequence->truncated_from_epoch == expected_epoch &&

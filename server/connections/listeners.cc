@@ -151,9 +151,8 @@ absl::StatusOr<Listeners> Listen(const Config& config, const CompletionPollerOpt
   listeners.unix_path = ServedUnixPath(config);
   const std::string& unix_path = listeners.unix_path;
   if (!unix_path.empty()) {
-    const absl::Status placed =
-        PrepareSocketFolder("server.unix_path", unix_path, config.listen.open_folder);
-    if (!placed.ok()) return placed;
+    MLA_RETURN_IF_ERROR(
+        PrepareSocketFolder("server.unix_path", unix_path, config.listen.open_folder));
     if (IsServed(unix_path, SOCK_STREAM)) {
       return absl::UnavailableError(absl::StrCat("unix:", unix_path, ": another server is there"));
     }

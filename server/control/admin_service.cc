@@ -440,14 +440,12 @@ grpc::Status AdminService::GetQuota(grpc::ServerContext* context,
         const scheduler::TenantTable& tenants = *rpc_.engine->tenants();
         const bool own =
             !request->all() && (request->tenant().empty() || request->tenant() == who.tenant);
-        absl::Status status = absl::OkStatus();
-        if (!request->tenant().empty()) status = CheckTenant(request->tenant());
-        if (status.ok() && request->all() && !request->tenant().empty()) {
-          status = RefuseField("tenant", request->tenant(), "empty together with all");
+        if (!request->tenant().empty()) MLA_RETURN_IF_ERROR(CheckTenant(request->tenant()));
+        if (request->all() && !request->tenant().empty()) {
+          return RefuseField("tenant", request->tenant(), "empty together with all");
         }
         const absl::Status allowed = rpc_.live->CheckOperator(who);
-        if (status.ok() && !own) status = allowed;
-        if (!status.ok()) return status;
+        if (!own) MLA_RETURN_IF_ERROR(allowed);
         if (request->all()) {
           // The server's own tenants, as of the warm-up, have names that no client can have.
           const auto most = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
@@ -468,12 +466,11 @@ grpc::Status AdminService::GetQuota(grpc::ServerContext* context,
 grpc::Status AdminService::SetQuota(grpc::ServerContext* context,
                                     const v1::SetQuotaRequest* request, v1::SetQuotaReply* reply) {
   return rpc_.ServeOperator(context, "Admin.SetQuota", [&](const Identity& who) {
-    absl::Status status = CheckTenant(request->tenant());
+    MLA_RETURN_IF_ERROR(CheckTenant(request->tenant()));
     scheduler::TenantQuota quota;
-    if (status.ok()) status = ParseQuota(*request, &quota);
+    MLA_RETURN_IF_ERROR(ParseQuota(*request, &quota));
     scheduler::TenantTable& tenants = *rpc_.engine->tenants();
-    if (status.ok()) status = tenants.SetQuota(request->tenant(), quota, request->reset());
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(tenants.SetQuota(request->tenant(), quota, request->reset()));
     LogOperator("quota_set", who, request->tenant(), request->ShortDebugString());
     Fill(tenants.Usage(request->tenant()), reply->mutable_quota());
     reply->set_boot_id(rpc_.boot_id);
@@ -486,20 +483,19 @@ grpc::Status AdminService::EvictSequences(grpc::ServerContext* context,
                                           v1::EvictSequencesReply* reply) {
   return rpc_.ServeOperator(context, "Admin.EvictSequences", [&](const Identity& who) {
     const scheduler::Limits& limits = rpc_.engine->limits();
-    absl::Status status = CheckTenant(request->tenant());
-    if (status.ok()) status = CheckName(request->client_id(), "client_id", true, limits);
-    if (status.ok() && request->sequence_ids_size() > limits.max_sequences) {
-      status = RefuseField("sequence_ids", absl::StrCat(request->sequence_ids_size()),
-                           absl::StrCat("at most ", limits.max_sequences, " entries"));
+    MLA_RETURN_IF_ERROR(CheckTenant(request->tenant()));
+    MLA_RETURN_IF_ERROR(CheckName(request->client_id(), "client_id", true, limits));
+    if (request->sequence_ids_size() > limits.max_sequences) {
+      return RefuseField("sequence_ids", absl::StrCat(request->sequence_ids_size()),
+                         absl::StrCat("at most ", limits.max_sequences, " entries"));
     }
     // Everything of a tenant is released only if the request says so explicitly.
     const int ways =
         (request->sequence_ids_size() > 0) + !request->client_id().empty() + request->all();
-    if (status.ok() && ways != 1) {
-      status = RefuseField("sequence_ids", absl::StrCat(ways, " of them"),
-                           "given, or client_id given, or all: one of the three", "inconsistent");
+    if (ways != 1) {
+      return RefuseField("sequence_ids", absl::StrCat(ways, " of them"),
+                         "given, or client_id given, or all: one of the three", "inconsistent");
     }
-    if (!status.ok()) return status;
     scheduler::SequenceSelection selection;
     selection.tenant = request->tenant();
     selection.ids.assign(request->sequence_ids().begin(), request->sequence_ids().end());

@@ -119,8 +119,7 @@ grpc::Status CacheService::Export(grpc::ServerContext* context, const v1::Export
   return rpc_.Serve(context, "Cache.Export", [&](const Identity& who) {
     scheduler::ExportArgs args;
     args.tenant = who.tenant;
-    absl::Status status = ParseExport(*request, rpc_.engine->limits(), &args);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(ParseExport(*request, rpc_.engine->limits(), &args));
     return AsUpload(who.tenant, context, [&] {
       MLA_ASSIGN_OR_RETURN(const MovingPages pages, rpc_.engine->BeginExport(args));
       const absl::Cleanup release = [&] {
@@ -145,8 +144,7 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       UploadReader reader(context, in, idle_);
       uint64_t attempt = 0;
       DigestKind digests = DigestKind::kSha256;
-      absl::Status status = ReadHead(who, &reader, &args, &attempt, &digests);
-      if (!status.ok()) return status;
+      MLA_RETURN_IF_ERROR(ReadHead(who, &reader, &args, &attempt, &digests));
       v1::ImportRequest message;
       v1::PagesPart chunk;
       UploadPayload rows = {.path = kImportRowsPath,
@@ -223,22 +221,20 @@ absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
                                     scheduler::ImportArgs* args, uint64_t* attempt,
                                     DigestKind* digests) {
   v1::ImportRequest message;
-  absl::StatusOr<bool> read = in->Read(&message);
-  if (!read.ok()) return read.status();
-  if (!*read || !message.has_target()) {
+  MLA_ASSIGN_OR_RETURN(bool read, in->Read(&message));
+  if (!read || !message.has_target()) {
     return RefuseField("target", "nothing", "the first message of the call", "missing");
   }
-  absl::Status status = ParseTarget(message.target(), rpc_.engine->limits(), args);
-  if (status.ok()) status = SetOwner(who, message.target(), args);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(ParseTarget(message.target(), rpc_.engine->limits(), args));
+  MLA_RETURN_IF_ERROR(SetOwner(who, message.target(), args));
   const bool registers = !message.target().tenant().empty();
   *attempt = message.target().attempt();
-  read = in->Read(&message);
-  if (!read.ok()) return read.status();
-  if (!*read || !message.part().has_header()) {
+  MLA_ASSIGN_OR_RETURN(read, in->Read(&message));
+  if (!read || !message.part().has_header()) {
     return RefuseField("part.header", "nothing", "the first part", "missing");
   }
-  status = ParseHeader(message.part().header(), rpc_.engine->limits(), &args->tags);
+  const absl::Status status =
+      ParseHeader(message.part().header(), rpc_.engine->limits(), &args->tags);
   *digests = DigestsOf(message.part().header().version());
   if (!status.ok() || !registers) return status;
   return RegisterFor(*args, message.part().header());
@@ -257,8 +253,7 @@ grpc::Status CacheService::Checkpoint(grpc::ServerContext* context,
                                       const v1::CheckpointRequest* request,
                                       v1::CheckpointReply* reply) {
   return rpc_.Serve(context, "Cache.Checkpoint", [&](const Identity& who) {
-    absl::Status status = CheckCheckpoints(request->sequence_ids_size());
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(CheckCheckpoints(request->sequence_ids_size()));
     return AsUpload(who.tenant, context, [&]() -> absl::Status {
       scheduler::SequenceSelection named;
       named.tenant = who.tenant;
@@ -282,10 +277,9 @@ grpc::Status CacheService::Restore(grpc::ServerContext* context, const v1::Resto
                                    v1::RestoreReply* reply) {
   return rpc_.Serve(context, "Cache.Restore", [&](const Identity& who) {
     const scheduler::Limits& limits = rpc_.engine->limits();
-    absl::Status status = CheckCheckpoints(request->sequence_ids_size());
-    if (status.ok()) status = CheckName(request->client_id(), "client_id", true, limits);
-    if (status.ok()) status = CheckRange("lease_ms", request->lease_ms(), 0, limits.max_lease_ms);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(CheckCheckpoints(request->sequence_ids_size()));
+    MLA_RETURN_IF_ERROR(CheckName(request->client_id(), "client_id", true, limits));
+    MLA_RETURN_IF_ERROR(CheckRange("lease_ms", request->lease_ms(), 0, limits.max_lease_ms));
     return AsUpload(who.tenant, context, [&]() -> absl::Status {
       for (const uint64_t id : request->sequence_ids()) {
         if (context->IsCancelled()) return Broken();
@@ -320,8 +314,7 @@ grpc::Status CacheService::DropCheckpoints(grpc::ServerContext* context,
                                            const v1::DropCheckpointsRequest* request,
                                            v1::DropCheckpointsReply* reply) {
   return rpc_.Serve(context, "Cache.DropCheckpoints", [&](const Identity& who) {
-    absl::Status status = CheckCheckpoints(request->sequence_ids_size());
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(CheckCheckpoints(request->sequence_ids_size()));
     for (const uint64_t id : request->sequence_ids()) {
       if (checkpoints_->Drop(who.tenant, id)) {
         reply->set_dropped(reply->dropped() + 1);
@@ -330,7 +323,7 @@ grpc::Status CacheService::DropCheckpoints(grpc::ServerContext* context,
       }
     }
     reply->set_boot_id(rpc_.boot_id);
-    return status;
+    return absl::OkStatus();
   });
 }
 
@@ -382,8 +375,7 @@ grpc::Status CacheService::Hint(grpc::ServerContext* context, const v1::HintRequ
   return rpc_.Serve(context, "Cache.Hint", [&](const Identity& who) {
     scheduler::HintArgs args;
     args.tenant = who.tenant;
-    absl::Status status = ParseHint(*request, rpc_.engine->limits(), &args);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(ParseHint(*request, rpc_.engine->limits(), &args));
     args.prefix.hashed = PrefixTurns::End;
     MLA_ASSIGN_OR_RETURN(const scheduler::HintAnswer answer, rpc_.engine->Hint(args));
     reply->set_outcome(static_cast<v1::HintOutcome>(answer.outcome));
@@ -392,7 +384,7 @@ grpc::Status CacheService::Hint(grpc::ServerContext* context, const v1::HintRequ
     reply->set_rows_deferred(static_cast<uint64_t>(answer.rows_deferred));
     reply->set_reason(answer.reason);
     reply->set_boot_id(rpc_.boot_id);
-    return status;
+    return absl::OkStatus();
   });
 }
 

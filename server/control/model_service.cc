@@ -29,20 +29,18 @@ grpc::Status ModelService::Register(grpc::ServerContext* context,
                                     const v1::RegisterRequest* request, v1::RegisterReply* reply) {
   return rpc_.Serve(context, "Models.Register", [&](const Identity& who) {
     scheduler::ModelSpec spec;
-    absl::Status status = ParseModelSpec(request->model(), rpc_.engine->limits(), &spec);
-    if (!status.ok()) return status;
-    const auto info =
-        rpc_.engine->RegisterModel(who.tenant, spec, int64_t{request->lease_ms()},
-                                   Span(request->kv_scales()), Span(request->sinks()));
-    if (!info.ok()) return info.status();
-    FillModel(info->spec, reply->mutable_model());
-    reply->set_scales_complete(info->scales_complete);
-    reply->set_sinks_complete(info->sinks_complete);
-    reply->set_page_group_bytes(static_cast<uint64_t>(info->page_group_bytes));
-    reply->set_page_groups_max(static_cast<uint64_t>(info->page_groups_max));
-    reply->set_max_sequence_rows(static_cast<uint64_t>(info->max_sequence_rows));
-    reply->set_lease_ms(static_cast<uint32_t>(info->lease_ms));
-    reply->set_instance(info->instance);
+    MLA_RETURN_IF_ERROR(ParseModelSpec(request->model(), rpc_.engine->limits(), &spec));
+    MLA_ASSIGN_OR_RETURN(const auto info, rpc_.engine->RegisterModel(
+                                              who.tenant, spec, int64_t{request->lease_ms()},
+                                              Span(request->kv_scales()), Span(request->sinks())));
+    FillModel(info.spec, reply->mutable_model());
+    reply->set_scales_complete(info.scales_complete);
+    reply->set_sinks_complete(info.sinks_complete);
+    reply->set_page_group_bytes(static_cast<uint64_t>(info.page_group_bytes));
+    reply->set_page_groups_max(static_cast<uint64_t>(info.page_groups_max));
+    reply->set_max_sequence_rows(static_cast<uint64_t>(info.max_sequence_rows));
+    reply->set_lease_ms(static_cast<uint32_t>(info.lease_ms));
+    reply->set_instance(info.instance);
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });
@@ -75,9 +73,8 @@ absl::Status ModelService::ServeUpload(const Identity& who, grpc::ServerContext*
 absl::Status ModelService::Upload(const Identity& who, UploadReader* in,
                                   v1::UploadWeightsReply* reply) {
   v1::UploadWeightsRequest message;
-  absl::StatusOr<bool> read = in->Read(&message);
-  if (!read.ok()) return read.status();
-  if (!*read || !message.has_header()) {
+  MLA_ASSIGN_OR_RETURN(const bool read, in->Read(&message));
+  if (!read || !message.has_header()) {
     return RefuseField("header", "nothing", "the first message of the call", "missing");
   }
   const v1::UploadWeightsRequest::Header header = message.header();

@@ -57,8 +57,7 @@ grpc::Status SequenceService::Open(grpc::ServerContext* context, const v1::OpenR
   return rpc_.Serve(context, "Sequences.Open", [&](const Identity& who) {
     scheduler::OpenArgs args;
     args.tenant = who.tenant;
-    absl::Status status = ParseOpen(*request, rpc_.engine->limits(), &args);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(ParseOpen(*request, rpc_.engine->limits(), &args));
     args.most_wait_ms = MostWaitMs(*context);
     args.prefix.hashed = PrefixTurns::End;
     MLA_ASSIGN_OR_RETURN(const auto opened, rpc_.engine->OpenSequence(args));
@@ -74,8 +73,7 @@ grpc::Status SequenceService::Match(grpc::ServerContext* context, const v1::Matc
   return rpc_.Serve(context, "Sequences.Match", [&](const Identity& who) {
     scheduler::MatchArgs args;
     args.tenant = who.tenant;
-    absl::Status status = ParseMatch(*request, rpc_.engine->limits(), &args);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(ParseMatch(*request, rpc_.engine->limits(), &args));
     args.most_wait_ms = MostWaitMs(*context);
     args.prefix.hashed = PrefixTurns::End;
     MLA_ASSIGN_OR_RETURN(const auto matched, rpc_.engine->MatchSequence(args));
@@ -90,8 +88,7 @@ grpc::Status SequenceService::Probe(grpc::ServerContext* context, const v1::Prob
                                     v1::ProbeReply* reply) {
   return rpc_.Serve(context, "Sequences.Probe", [&](const Identity& who) {
     scheduler::PrefixArgs prefix;
-    absl::Status status = ParseProbe(*request, rpc_.engine->limits(), &prefix);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(ParseProbe(*request, rpc_.engine->limits(), &prefix));
     prefix.hashed = PrefixTurns::End;
     MLA_ASSIGN_OR_RETURN(const auto probed,
                          rpc_.engine->Probe(who.tenant, request->model_id(), prefix));
@@ -149,8 +146,7 @@ grpc::Status SequenceService::Fork(grpc::ServerContext* context, const v1::ForkR
   return rpc_.Serve(context, "Sequences.Fork", [&](const Identity& who) {
     scheduler::ForkArgs args;
     args.tenant = who.tenant;
-    absl::Status status = ParseFork(*request, rpc_.engine->limits(), &args);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(ParseFork(*request, rpc_.engine->limits(), &args));
     MLA_ASSIGN_OR_RETURN(const auto forked, rpc_.engine->ForkSequence(args));
     Fill(forked, reply->mutable_sequence());
     reply->set_boot_id(rpc_.boot_id);
@@ -163,8 +159,7 @@ grpc::Status SequenceService::Truncate(grpc::ServerContext* context,
                                        v1::TruncateReply* reply) {
   return rpc_.Serve(context, "Sequences.Truncate", [&](const Identity& who) {
     int64_t length = 0;
-    absl::Status status = ParseTruncate(*request, &length);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(ParseTruncate(*request, &length));
     MLA_ASSIGN_OR_RETURN(const auto truncated,
                          rpc_.engine->TruncateSequence(who.tenant, request->sequence_id(), length,
                                                        request->expected_epoch()));

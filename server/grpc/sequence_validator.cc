@@ -33,11 +33,8 @@ absl::Status CheckIds(int count, const Limits& limits) {
 absl::Status ParsePrefix(const v1::Prefix& message, const Limits& limits,
                          scheduler::PrefixArgs* args) {
   const int64_t tokens = message.token_ids_size(), keys = message.page_keys_size();
-  absl::Status status = CheckCount("prefix.token_ids", tokens, limits.max_sequence_rows);
-  if (status.ok()) {
-    status = CheckCount("prefix.page_keys", keys, limits.max_pages_per_sequence);
-  }
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckCount("prefix.token_ids", tokens, limits.max_sequence_rows));
+  MLA_RETURN_IF_ERROR(CheckCount("prefix.page_keys", keys, limits.max_pages_per_sequence));
   if (tokens > 0 && keys > 0) {
     return RefuseField("prefix.page_keys", "keys together with token_ids", "one of both",
                        "conflict");

@@ -114,11 +114,10 @@ absl::Status PeerServer::Ask(HandOverPeer& stream) const {
 
 absl::Status PeerServer::CheckAnswer(const scheduler::SequenceInfo& sequence,
                                      const v1::ImportReply& reply) const {
-  absl::Status same = CheckBootId(reply.boot_id());
-  if (!same.ok()) return same;
+  MLA_RETURN_IF_ERROR(CheckBootId(reply.boot_id()));
   const v1::SequenceInfo& there = reply.sequence();
   if (there.sequence_id() == sequence.id && std::cmp_equal(there.length(), sequence.length)) {
-    return same;
+    return absl::OkStatus();
   }
   return Refuse(
       absl::StatusCode::kDataLoss,

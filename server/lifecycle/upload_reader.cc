@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "proto/wire/nested_payload.h"
 
 namespace mla::server {
@@ -103,8 +104,7 @@ absl::StatusOr<bool> UploadReader::Read(google::protobuf::Message* message, Uplo
   idle_->Works(call_);
   if (!read) return false;
   if (bulk != nullptr && (bulk->found = TakePayload(bytes, bulk))) return true;
-  absl::Status status = CheckUnknownFields(bytes, *message->GetDescriptor());
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckUnknownFields(bytes, *message->GetDescriptor()));
   grpc::ProtoBufferReader reader(&bytes);
   if (!reader.status().ok() || !message->ParseFromZeroCopyStream(&reader)) {
     return RefuseField("request", "undecodable bytes",

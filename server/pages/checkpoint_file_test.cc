@@ -16,6 +16,7 @@
 
 #include "absl/strings/escaping.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "server/pages/checkpoint_store.h"
 
 namespace {
@@ -55,12 +56,10 @@ class CheckpointFileTest : public ::testing::Test {
   // The frames, until one is refused.
   absl::Status Read(std::vector<std::string>* frames, const std::string& name = "a.ckpt") {
     frames->clear();
-    auto file = CheckpointReader::Open(File(name), key_, {5000, 4000});
-    if (!file.ok()) return file.status();
+    MLA_ASSIGN_OR_RETURN(const auto file, CheckpointReader::Open(File(name), key_, {5000, 4000}));
     for (std::string frame;;) {
-      const auto next = (*file)->Next(&frame);
-      if (!next.ok()) return next.status();
-      if (!*next) return absl::OkStatus();
+      MLA_ASSIGN_OR_RETURN(const bool next, file->Next(&frame));
+      if (!next) return absl::OkStatus();
       frames->push_back(frame);
     }
   }

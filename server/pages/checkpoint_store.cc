@@ -143,7 +143,7 @@ CheckpointStore::~CheckpointStore() {
 
 absl::Status CheckpointStore::Prepare() {
   const std::string& path = options_.path;
-  if (const absl::StatusOr<bool> made = MakeFolder(path); !made.ok()) return made.status();
+  MLA_RETURN_IF_ERROR(MakeFolder(path).status());
   lock_ = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (lock_ < 0) return SystemError(path, "open", errno);
   if (flock(lock_, LOCK_EX | LOCK_NB) != 0) return Unfit(path, "another server uses it");
@@ -340,14 +340,13 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointStore::OpenFile(
 
 absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const std::string& tenant,
                                                          SequenceId id, uint64_t epoch) {
-  const absl::StatusOr<scheduler::MovingPages> pages =
-      engine->BeginExport({tenant, id, epoch, 0, std::nullopt});
-  if (!pages.ok()) return pages.status();
+  MLA_ASSIGN_OR_RETURN(const scheduler::MovingPages pages,
+                       engine->BeginExport({tenant, id, epoch, 0, std::nullopt}));
   const absl::Cleanup release = [&] {
     std::vector<SequenceId> absent;
-    engine->ReleaseSequences(tenant, std::vector{pages->id}, &absent);
+    engine->ReleaseSequences(tenant, std::vector{pages.id}, &absent);
   };
-  const scheduler::PageTags& tags = pages->tags;
+  const scheduler::PageTags& tags = pages.tags;
   if (tags.rows == 0) {
     return RefuseField("sequence_ids", "a sequence without rows", "sequences with committed rows",
                        "nothing_to_save", absl::StatusCode::kFailedPrecondition);
@@ -355,25 +354,23 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const s
   const std::string folder = FolderOf(tenant);
   const std::string parent = absl::StrCat(options_.path, "/", folder);
   const std::string path = FileOf(tenant, id);
-  const int64_t chain = pages->state.chain == nullptr ? 0 : pages->state.chain->rows();
-  Room room = {MostPayloadBytes(*pages) + GroupCount(*pages) * kGroupSpareBytes +
+  const int64_t chain = pages.state.chain == nullptr ? 0 : pages.state.chain->rows();
+  Room room = {MostPayloadBytes(pages) + GroupCount(pages) * kGroupSpareBytes +
                    chain * kTokenBytes + kSpareBytes,
                RoomOf(path).files == 0 ? 1 : 0};
-  absl::Status status = TakeRoom(folder, room);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(TakeRoom(folder, room));
   const absl::Cleanup give_back = [&] { ReturnRoom(folder, room); };
   MLA_ASSIGN_OR_RETURN(const bool made, MakeFolder(parent));
   if (made) fsync(lock_);
   const std::string aside = absl::StrCat(path, ".", next_aside_.fetch_add(1), kAside);
   MLA_ASSIGN_OR_RETURN(auto file,
                        CheckpointWriter::Create(path, aside, DeriveKey(key_, kFilePurpose)));
-  MLA_ASSIGN_OR_RETURN(const v1::CheckpointHeader header,
-                       Write(engine, tenant, *pages, file.get()));
+  MLA_ASSIGN_OR_RETURN(const v1::CheckpointHeader header, Write(engine, tenant, pages, file.get()));
   // Makes the entry of the tenant's folder durable, whichever call has made the folder.
   if (fsync(lock_) != 0) return SystemError(parent, "fsync", errno);
   const MutexLock lock(names_);
   const Room before = RoomOf(path);
-  status = file->Publish();
+  const absl::Status status = file->Publish();
   // The file is counted even if Publish failed, because it may have got its name.
   const Room after = RoomOf(path);
   room.bytes -= after.bytes - before.bytes;
@@ -421,8 +418,7 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::RestoreFile(Engine* eng
   args.client_id = client_id.empty() ? header.client_id() : client_id;
   args.lease_ms = lease_ms;
   args.restored_id = id;
-  absl::Status status = ParseHeader(header.pages(), engine->limits(), &args.tags);
-  if (!status.ok()) return status;
+  MLA_RETURN_IF_ERROR(ParseHeader(header.pages(), engine->limits(), &args.tags));
   MLA_ASSIGN_OR_RETURN(const scheduler::MovingPages pages, engine->BeginImport(args));
   scheduler::SequenceState state;
   if (header.has_not_finite_from()) {

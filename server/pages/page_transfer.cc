@@ -176,13 +176,11 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
   while (true) {
     MLA_ASSIGN_OR_RETURN(v1::PagesPart* const part, source());
     if (part == nullptr) return parts->Finish();
-    absl::Status status = parts->Add(*part, &place);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(parts->Add(*part, &place));
     if (!place) continue;
     std::string* const payload = part->mutable_chunk()->mutable_payload();
     if (place->group.content == v1::PAGE_CONTENT_TAIL) {
-      status = TakeTailPart(engine, tenant, pages, place->offset, *payload, brought);
-      if (!status.ok()) return status;
+      MLA_RETURN_IF_ERROR(TakeTailPart(engine, tenant, pages, place->offset, *payload, brought));
       continue;
     }
     // Rows are found after the digests were computed, because digests cover the bytes as sent.
@@ -194,8 +192,7 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
     move.rows = place->group.rows;
     move.offset = place->offset;
     move.bytes = BytesOf(payload);
-    status = engine->MovePart(&move);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(engine->MovePart(&move));
   }
 }
 

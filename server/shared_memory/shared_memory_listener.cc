@@ -396,9 +396,7 @@ absl::Status SharedMemoryListener::MakeRegion(const wire::ConnectRequest& connec
     if (may_wait && absl::IsResourceExhausted(region.status())) return region.status();
     WriteMessage(region.status(), connect_reply);
   }
-  auto region = make(ring, {});
-  if (!region.ok()) return region.status();
-  connection->region = *std::move(region);
+  MLA_ASSIGN_OR_RETURN(connection->region, make(ring, {}));
   return absl::OkStatus();
 }
 

@@ -142,10 +142,9 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
   if (!FillRandom(&setup.token) || !FillRandom(&setup.secret)) {
     return absl::InternalError("UCX: no random bytes");
   }
-  auto relay = StartRelay(who, setup);
-  if (!relay.ok()) return relay.status();
-  const relay::RelayReply& relay_reply = (*relay)->reply();
-  Log(LogLevel::kDebug, "ucx_ring_opened", {{"tenant", who.tenant}, {"relay", (*relay)->pid()}});
+  MLA_ASSIGN_OR_RETURN(const auto relay, StartRelay(who, setup));
+  const relay::RelayReply& relay_reply = relay->reply();
+  Log(LogLevel::kDebug, "ucx_ring_opened", {{"tenant", who.tenant}, {"relay", relay->pid()}});
   v1::OpenUcxReply reply;
   reply.set_boot_id(rpc_.boot_id);
   reply.set_worker_address(std::string(relay_reply.address.Get()));
@@ -166,7 +165,7 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
     reply.set_device_bytes(relay_reply.device_bytes);
   }
   if (!writer->Write(reply)) return absl::CancelledError("the client has gone");
-  const std::optional<absl::Status> ended = Watch(context, relay->get());
+  const std::optional<absl::Status> ended = Watch(context, relay.get());
   if (!ended.has_value()) return absl::OkStatus();
   Log(LogLevel::kWarning, "ucx_ring_ended",
       {{"tenant", who.tenant}, {"why", std::string(ended->message())}});

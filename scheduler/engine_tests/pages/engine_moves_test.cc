@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "gtest/gtest.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
@@ -54,8 +55,7 @@ class EngineMovesTest : public testing::EngineCoreTest {
       done = true;
       answer = status;
     };
-    absl::Status status = h_.core().transfers().Start(move);
-    if (!status.ok()) return status;
+    MLA_RETURN_IF_ERROR(h_.core().transfers().Start(move));
     h_.Run();
     EXPECT_TRUE(done);
     return answer;
@@ -82,7 +82,7 @@ class EngineMovesTest : public testing::EngineCoreTest {
         move.offset = offset;
         move.bytes = std::span(payload).subspan(static_cast<size_t>(offset),
                                                 static_cast<size_t>(end - offset));
-        if (absl::Status status = Move(&move); !status.ok()) return status;
+        MLA_RETURN_IF_ERROR(Move(&move));
       }
     }
     return absl::OkStatus();
@@ -99,10 +99,9 @@ class EngineMovesTest : public testing::EngineCoreTest {
   }
   absl::StatusOr<SequenceInfo> Import(const ImportArgs& args, Payloads payloads,
                                       int64_t not_finite = Engine::kAllFinite) {
-    absl::StatusOr<MovingPages> target = h_.core().sequences().BeginImport(args);
-    if (!target.ok()) return target.status();
-    if (absl::Status moved = MoveAll(*target, true, &payloads, 64); !moved.ok()) return moved;
-    return h_.core().transfers().EndImport(h_.tenant(), target->id, not_finite);
+    MLA_ASSIGN_OR_RETURN(const MovingPages target, h_.core().sequences().BeginImport(args));
+    MLA_RETURN_IF_ERROR(MoveAll(target, true, &payloads, 64));
+    return h_.core().transfers().EndImport(h_.tenant(), target.id, not_finite);
   }
   // Appends a row to `rows` rows and compares its output with the dense one.
   void ExpectRows(const SequenceInfo& sequence, int rows, uint64_t key) {

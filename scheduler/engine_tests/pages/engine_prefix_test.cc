@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "gtest/gtest.h"
 #include "scheduler/testing/engine_fixture.h"
 
@@ -50,10 +51,9 @@ class EnginePrefixTest : public EngineCoreTest {
     args.first_row = first_row;
     args.prefix.token_ids = std::move(tokens);
     int64_t committed = 0;
-    absl::StatusOr<PrefixPlan> plan = h_.core().sequences().PlanMatch(args, &committed);
-    if (!plan.ok()) return plan.status();
-    absl::Status status = planner_.Fill(args.tenant, args.prefix, first_row, committed, &*plan);
-    return status.ok() ? h_.core().sequences().Match(args, *plan) : status;
+    MLA_ASSIGN_OR_RETURN(PrefixPlan plan, h_.core().sequences().PlanMatch(args, &committed));
+    MLA_RETURN_IF_ERROR(planner_.Fill(args.tenant, args.prefix, first_row, committed, &plan));
+    return h_.core().sequences().Match(args, plan);
   }
   void Release(const SequenceInfo& sequence) {
     std::vector<SequenceId> absent;

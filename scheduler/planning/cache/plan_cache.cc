@@ -33,7 +33,7 @@ absl::Status Check(const PlanCacheOptions& options) {
 
 absl::StatusOr<std::unique_ptr<PlanCache>> PlanCache::Create(const PlanCacheOptions& options,
                                                              kernels::AttentionBackend& backend) {
-  if (auto s = Check(options); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Check(options));
   std::vector<std::unique_ptr<MetadataBuffers>> buffers;
   for (int32_t i = 0; i < options.plans; ++i) {
     MLA_ASSIGN_OR_RETURN(auto made, MetadataBuffers::Create(options.capacity, backend));
@@ -44,7 +44,7 @@ absl::StatusOr<std::unique_ptr<PlanCache>> PlanCache::Create(const PlanCacheOpti
 
 absl::StatusOr<std::unique_ptr<PlanCache>> PlanCache::Create(
     const PlanCacheOptions& options, std::vector<std::unique_ptr<MetadataBuffers>> buffers) {
-  if (auto s = Check(options); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Check(options));
   if (buffers.size() != static_cast<size_t>(options.plans)) {
     return absl::InvalidArgumentError(absl::StrCat("plan cache.buffers: got ", buffers.size(),
                                                    ", limit exactly ", options.plans));
@@ -88,7 +88,7 @@ absl::StatusOr<const ExecutionPlan*> PlanCache::Pin(std::span<const PlanSegment>
           absl::StrCat("plans: all ", limit, " are pinned by running launches"));
     }
     const MonotonicNanos begin = Now();
-    if (auto s = Build(segments, traits, entry); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Build(segments, traits, entry));
     stats_.build_ns += Now() - begin;
     ++stats_.misses;
   }
