@@ -43,7 +43,7 @@ struct RelayAddress {
   uint32_t size;
   char bytes[wire::kUcxMostAddressBytes];
 
-  // False if the address is too long.
+  // Returns true if the address is not too long.
   bool Set(std::string_view address) {
     if (address.size() > sizeof(bytes)) return false;
     size = static_cast<uint32_t>(address.size());
@@ -59,7 +59,7 @@ struct RelayKey {
   uint32_t size;
   char bytes[wire::kUcxMostKeyBytes];
 
-  // False if the key is too long.
+  // Returns true if the key is not too long.
   bool Set(uint64_t memory, std::string_view key) {
     if (key.size() > sizeof(bytes)) return false;
     address = memory;

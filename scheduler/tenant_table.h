@@ -209,10 +209,10 @@ class TenantTable {
   // Returns the tenant's weight when the scheduler divides service; 1 if no tenant has the key.
   int32_t weight(TenantKey key) const;
 
-  // Adds `amount` (>= 0) to the tenant's use, or refuses and changes nothing. `reserve`: both
-  // bounds may be exceeded by this amount, for calls that must succeed when others have used
-  // everything. REQUIRES for TryTake and Take: a TenantRef, or something in use, keeps the row
-  // alive.
+  // Adds `amount` (>= 0) to the tenant's use. Returns true if the bounds allow it; else nothing has
+  // changed. `reserve`: both bounds may be exceeded by this amount, for calls that must succeed
+  // when others have used everything. REQUIRES for TryTake and Take: a TenantRef, or something in
+  // use, keeps the row alive.
   bool TryTake(Tenant& tenant, Resource resource, int64_t amount, int64_t reserve = 0);
   // As TryTake, with a status: RESOURCE_EXHAUSTED names the wanted amount, the free amount, the
   // bound and its owner. `field`: the path of the request's field, may be empty.

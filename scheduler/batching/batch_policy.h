@@ -136,7 +136,7 @@ class BatchPolicy {
   // Takes decodes while they fit. Returns false if all of them were the last rows of longer
   // requests.
   bool TakeDecodes(Round& round);
-  // Takes the page work that the request waits for; false if only a part of it fits.
+  // Takes the page work that the request waits for. Returns true if all of it fits.
   bool TakePages(const StreamRequest& request, int32_t rows, Round& round);
   bool TakeCopies(const StreamRequest& request, int32_t rows, kvcache::WorkRoom& room,
                   Round& round);
@@ -147,7 +147,7 @@ class BatchPolicy {
   Fit FitTime(const StreamRequest& request, int32_t limit, int32_t heads, const Round& round) const;
   Fit FitWhole(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
   bool FitsTime(const Round& round, const LaunchUnits& units) const;
-  // Takes the request and the rest of its group out of the queues; false if none of their rows fit.
+  // Takes the request and the rest of its group out of the queues. Returns true if any row fits.
   bool Take(StreamRequest* request, Stage stage, Round& round);
   static void TakeRows(StreamRequest* request, int32_t rows, WaitingRequests& waiting,
                        Batch& batch);

@@ -12,7 +12,7 @@ namespace {
 // Queues work and runs launches of limited room.
 class PageWorkTest : public KvCacheTest {
  protected:
-  // Takes work of the tenant into a launch; true if none is left.
+  // Takes work of the tenant into a launch. Returns true if none is left.
   bool Take(TenantKey tenant, LaunchWork* work, int64_t places = 100) {
     WorkRoom room{.places = places, .bytes = INT64_MAX};
     return cache_->work().Take(tenant, cache_->work().last(), &room, work);

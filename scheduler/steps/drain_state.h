@@ -1,4 +1,4 @@
-// Whether the engine drains, and the errors of calls that a drain refuses.
+// The state of the engine's drain, and the errors of calls that a drain refuses.
 //
 // Threading: the engine role.
 #ifndef MLA_SCHEDULER_STEPS_DRAIN_STATE_H_

@@ -92,8 +92,8 @@ class PeerServer final {
   // It has had no room, or has not answered: the others are asked before it from now on.
   void SetFull();
 
-  // True: the caller must send these weights there and then call EndWeights. False: it has been
-  // done, or the drain has ended. Waits while another thread sends them.
+  // Returns true if the caller must send these weights there and then call EndWeights: it has not
+  // been done, and the drain has not ended. Waits while another thread sends them.
   bool BeginWeights(const scheduler::HeldWeights& model);
   void EndWeights(const scheduler::HeldWeights& model);
 

@@ -26,8 +26,8 @@ bool Fits(const FieldDescriptor& field, WireFormatLite::WireType type) {
   return type == WireFormat::WireTypeForFieldType(field.type());
 }
 
-// Takes the unknown fields of a message from `remaining`; false when there are more. The count ends
-// at malformed bytes.
+// Takes the unknown fields of a message from `remaining`. Returns true if there are no more than
+// that. The count ends at malformed bytes.
 bool TakeUnknown(CodedInputStream* in, const Descriptor& contract, int* remaining) {
   int groups = 0;  // open groups; the contract has none, so all their fields are unknown
   while (const uint32_t tag = in->ReadTag()) {

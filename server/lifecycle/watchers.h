@@ -44,7 +44,7 @@ class Watchers final {
 
   const ServerState& state() const { return *state_; }
   // Waits for `pause`, or until the call is over if that comes first: its client has ended it, or
-  // the server stops.
+  // the server stops. Returns true if it is over.
   bool OverAfter(const grpc::ServerContext& call, std::chrono::milliseconds pause) const;
 
  private:

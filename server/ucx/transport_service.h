@@ -35,7 +35,7 @@ class TransportService final : public v1::Transports::Service {
   // outlives the service.
   TransportService(const RpcContext& rpc, TransportOptions options, const ServerState* state);
 
-  // True if UCX is offered and can be used here.
+  // Returns true if UCX is offered and can be used here.
   bool usable() const { return usable_.ok(); }
   // Connections are made through `listener` from now on; it must exist until Withdraw returns.
   // Null: rings are refused.

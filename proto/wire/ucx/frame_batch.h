@@ -34,7 +34,7 @@ static_assert(kMostBatchedPayload < kPayloadFollows);
 
 class FrameBatch final {
  public:
-  // Adds a frame with a copy of its payload. False if it does not fit; nothing has changed then.
+  // Adds a frame with a copy of its payload. Returns true if it fits; else nothing has changed.
   // REQUIRES: the payload has at most kMostBatchedPayload bytes.
   bool Add(std::span<const std::byte> header, std::span<const std::byte> payload) {
     return Append(header, payload, static_cast<uint16_t>(payload.size()));

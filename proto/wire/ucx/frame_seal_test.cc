@@ -30,7 +30,7 @@ class FrameSealTest : public testing::Test {
     seal->Seal(header, payload, sealed.header.data(), sealed.payload.data());
     return sealed;
   }
-  // True if the whole frame opens, as header and payload.
+  // Returns true if the whole frame opens, as header and payload.
   static bool Opens(FrameSeal* seal, Sealed sealed, std::vector<std::byte>* header,
                     std::vector<std::byte>* payload) {
     if (sealed.header.size() < FrameSeal::kOverhead) return false;
