@@ -29,13 +29,13 @@ class Head {
     GatherBytes(fragments, 0, size_, bytes_.data());
   }
 
-  size_t at() const { return at_; }
-  size_t left() const { return total_ - at_; }
+  size_t at() const { return position_; }
+  size_t left() const { return total_ - position_; }
   // Longer encodings than necessary are left to protobuf, which accepts some and refuses others.
   bool Varint(int most_bytes, uint64_t* value) {
     *value = 0;
-    for (int i = 0; i < most_bytes && at_ < size_; ++i) {
-      const auto byte = std::to_integer<uint8_t>(bytes_[at_++]);
+    for (int i = 0; i < most_bytes && position_ < size_; ++i) {
+      const auto byte = std::to_integer<uint8_t>(bytes_[position_++]);
       *value |= static_cast<uint64_t>(byte & 0x7f) << (7 * i);
       if ((byte & 0x80) == 0) return byte != 0 || i == 0;
     }
@@ -47,7 +47,7 @@ class Head {
 
  private:
   std::array<std::byte, kMostNestedHeader> bytes_;
-  size_t size_ = 0, at_ = 0;
+  size_t size_ = 0, position_ = 0;
   const size_t total_;
 };
 

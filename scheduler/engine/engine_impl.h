@@ -130,26 +130,26 @@ class Engine::Impl {
         return;
       }
       const bool unfinished = work_left || sooner || !impl_.inbox_.empty();
-      if (unfinished && left_ == nullptr) impl_.inbox_.Wake();
+      if (unfinished && more_work_ == nullptr) impl_.inbox_.Wake();
       impl_.answers_.Deliver(answers);
       impl_.Observe(reports);
       // Requests that arrived during the delivery were left in the inbox, to share a launch.
       const bool came = !answers.empty() && !impl_.inbox_.empty();
-      if (left_ != nullptr) {
-        *left_ = unfinished || came;
+      if (more_work_ != nullptr) {
+        *more_work_ = unfinished || came;
       } else if (came) {
         impl_.inbox_.Wake();
       }
     }
-    // Makes the destructor set `left` to true if work is left, instead of waking the engine's
+    // Makes the destructor set `more_work` to true if work is left, instead of waking the engine's
     // thread. This is for a caller that goes on with that work itself.
-    void ComeBack(bool* left) { left_ = left; }
+    void ComeBack(bool* more_work) { more_work_ = more_work; }
     Role(const Role&) = delete;
     Role& operator=(const Role&) = delete;
 
    private:
     Impl& impl_;
-    bool* left_ = nullptr;
+    bool* more_work_ = nullptr;
   };
 
   // Runs `fn(core)` with the role, after all requests submitted before have been accepted.

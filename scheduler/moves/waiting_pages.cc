@@ -9,13 +9,13 @@ namespace mla::scheduler {
 
 void TierWait::CountDown() {
   const MutexLock lock(mutex_);
-  if (--left_ == 0) changed_.NotifyAll();
+  if (--remaining_ == 0) changed_.NotifyAll();
 }
 
 void TierWait::WaitFor(int64_t ms) {
   MutexLock lock(mutex_);
   changed_.WaitFor(lock, std::chrono::milliseconds(ms),
-                   [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return left_ <= 0; });
+                   [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return remaining_ <= 0; });
 }
 
 size_t WaitingPages::room(TenantKey tenant) const {

@@ -28,14 +28,14 @@ using kvcache::TenantKey;
 // Waits until the requested page groups are back or have been given up. Any thread may wait.
 class TierWait final {
  public:
-  explicit TierWait(int32_t groups) : left_(groups) {}
+  explicit TierWait(int32_t groups) : remaining_(groups) {}
   void CountDown();
   void WaitFor(int64_t ms);
 
  private:
   Mutex mutex_;
   CondVar changed_;
-  int32_t left_ ABSL_GUARDED_BY(mutex_);
+  int32_t remaining_ ABSL_GUARDED_BY(mutex_);
 };
 
 struct WaitingPage {

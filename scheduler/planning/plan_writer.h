@@ -134,22 +134,22 @@ class PlanWriter final {
         overhead_(int64_t{traits.item_overhead_rows} * ChargeScale(traits)),
         split_rows_(SplitRows(traits)) {
     payload_ = kFixed ? DivideUp(Charge(tally), units_) : BalancedPayload(tally, traits, sharing);
-    at_.item = buffers.work_info().data();
-    at_.unit_end = buffers.work_indptr().data();
-    at_.partial = buffers.reduce_partial_map().data();
-    at_.final_map = buffers.reduce_final_map().data();
-    at_.reduce_end = buffers.reduce_indptr().data();
-    last_unit_end_ = at_.unit_end + units_ - 1;
-    *at_.unit_end = 0;
-    *at_.reduce_end = 0;
-    OpenUnit(at_, 0);
+    cursor_.item = buffers.work_info().data();
+    cursor_.unit_end = buffers.work_indptr().data();
+    cursor_.partial = buffers.reduce_partial_map().data();
+    cursor_.final_map = buffers.reduce_final_map().data();
+    cursor_.reduce_end = buffers.reduce_indptr().data();
+    last_unit_end_ = cursor_.unit_end + units_ - 1;
+    *cursor_.unit_end = 0;
+    *cursor_.reduce_end = 0;
+    OpenUnit(cursor_, 0);
   }
 
   void Place(const Tile& tile) {
     if constexpr (kFixed) {
-      PlaceFixed(at_, tile);
+      PlaceFixed(cursor_, tile);
     } else {
-      PlaceBalanced(at_, tile);
+      PlaceBalanced(cursor_, tile);
     }
   }
 
@@ -157,7 +157,7 @@ class PlanWriter final {
   void PlaceOnlyTiles(std::span<const PlanSegment> segments)
     requires(!kFixed)
   {
-    Cursor cursor = at_;
+    Cursor cursor = cursor_;
     const auto count = static_cast<int32_t>(segments.size());
     for (int32_t i = 0; i < count; ++i) {
       const PlanSegment& segment = segments[static_cast<size_t>(i)];
@@ -171,17 +171,17 @@ class PlanWriter final {
         PlaceBalanced(cursor, OnlyTile(segment, i));
       }
     }
-    at_ = cursor;
+    cursor_ = cursor;
   }
 
   // Closes all units and returns the view; the caller sets its generation.
   kernels::PlanView Finish() {
-    NoteUnit(at_);
-    const auto items = static_cast<int32_t>(at_.item - buffers_.work_info().data());
-    std::fill(at_.unit_end + 1, last_unit_end_ + 2, items);
-    const auto tiles = at_.final_map - buffers_.reduce_final_map().data();
-    const auto partials = at_.partial - buffers_.reduce_partial_map().data();
-    return buffers_.View({units_, items, tiles, partials, at_.partial_row});
+    NoteUnit(cursor_);
+    const auto items = static_cast<int32_t>(cursor_.item - buffers_.work_info().data());
+    std::fill(cursor_.unit_end + 1, last_unit_end_ + 2, items);
+    const auto tiles = cursor_.final_map - buffers_.reduce_final_map().data();
+    const auto partials = cursor_.partial - buffers_.reduce_partial_map().data();
+    return buffers_.View({units_, items, tiles, partials, cursor_.partial_row});
   }
 
   // Returns the charge of the KV rows only, without overheads.
@@ -331,7 +331,7 @@ class PlanWriter final {
   const int32_t split_rows_;
   int32_t* last_unit_end_;
   int64_t payload_;
-  Cursor at_;
+  Cursor cursor_;
   int64_t room_at_open_ = 0;
   int64_t busiest_charge_ = 0;
 };

@@ -166,9 +166,9 @@ void HandOver::Run() {
   // The list is complete, because calls that open sequences are refused while the server drains.
   // Listing 10,000 sequences takes the engine's role for 4 ms; checking the few that are in a step
   // takes 0.3 us.
-  left_ = engine_->AllSequences();
+  remaining_ = engine_->AllSequences();
   auto pause = kLeastPause;
-  while (!left_.empty() && !Stopping()) {
+  while (!remaining_.empty() && !Stopping()) {
     if (Pass()) {
       pause = kLeastPause;
       continue;
@@ -177,8 +177,8 @@ void HandOver::Run() {
     changed_.WaitFor(lock, pause, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; });
     pause = std::min(2 * pause, kMostPause);
   }
-  RefreshLeft();
-  for (const SequenceInfo& sequence : left_) {
+  RefreshRemaining();
+  for (const SequenceInfo& sequence : remaining_) {
     outcomes_.push_back(Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT, Stopped()));
   }
   for (const auto& peer : peers_) peer->RecallAtLast(options_.counters);
@@ -195,18 +195,18 @@ std::vector<SequenceInfo> HandOver::Find(const std::string& tenant,
   return found;
 }
 
-void HandOver::RefreshLeft() {
+void HandOver::RefreshRemaining() {
   std::vector<SequenceInfo> now;
-  for (auto first = left_.begin(); first != left_.end();) {
+  for (auto first = remaining_.begin(); first != remaining_.end();) {
     std::vector<scheduler::SequenceId> ids;
     auto end = first;
-    for (; end != left_.end() && end->tenant == first->tenant; ++end) ids.push_back(end->id);
+    for (; end != remaining_.end() && end->tenant == first->tenant; ++end) ids.push_back(end->id);
     for (SequenceInfo& sequence : Find(first->tenant, std::move(ids))) {
       now.push_back(std::move(sequence));
     }
     first = end;
   }
-  left_ = std::move(now);
+  remaining_ = std::move(now);
 }
 
 void HandOver::OnThreads(size_t count, const std::function<void(size_t)>& work) {
@@ -358,15 +358,15 @@ void HandOver::SendPart(PeerServer& peer, PeerServer::Use& stream, OutgoingWeigh
 // ----------------------------------------------------------------------------------- Sequences
 
 bool HandOver::Pass() {
-  RefreshLeft();
-  std::vector<uint8_t> untried(left_.size(), 1);  // each is one thread's until all have ended
-  OnThreads(left_.size(), [&](size_t i) { untried[i] = TryOne(left_[i]) ? 0 : 1; });
-  std::vector<SequenceInfo> remaining;
-  for (size_t i = 0; i < left_.size(); ++i) {
-    if (untried[i] != 0) remaining.push_back(std::move(left_[i]));
+  RefreshRemaining();
+  std::vector<uint8_t> untried(remaining_.size(), 1);  // each is one thread's until all have ended
+  OnThreads(remaining_.size(), [&](size_t i) { untried[i] = TryOne(remaining_[i]) ? 0 : 1; });
+  std::vector<SequenceInfo> rest;
+  for (size_t i = 0; i < remaining_.size(); ++i) {
+    if (untried[i] != 0) rest.push_back(std::move(remaining_[i]));
   }
-  const bool any = remaining.size() < left_.size();
-  left_ = std::move(remaining);
+  const bool any = rest.size() < remaining_.size();
+  remaining_ = std::move(rest);
   return any;
 }
 

@@ -149,7 +149,7 @@ class HandOver final {
   bool TryOne(const scheduler::SequenceInfo& listed);
   // Updates the remaining sequences and removes closed ones; one call of the engine for each
   // tenant.
-  void RefreshLeft();
+  void RefreshRemaining();
   std::vector<scheduler::SequenceInfo> Find(const std::string& tenant,
                                             std::vector<scheduler::SequenceId> ids);
   // Offers it to one peer after another. Returns the outcome.
@@ -178,7 +178,7 @@ class HandOver final {
   bool begun_ ABSL_GUARDED_BY(mutex_) = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
-  std::vector<scheduler::SequenceInfo> left_;  // the thread's: not tried yet, by tenant and id
+  std::vector<scheduler::SequenceInfo> remaining_;  // the thread's: not tried yet, by tenant and id
   // Filled by all threads under mutex_; the caller reads it once they have ended.
   std::vector<v1::HandedOver> outcomes_;
 };

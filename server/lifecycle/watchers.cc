@@ -11,7 +11,7 @@ Watchers::Place::Place(Watchers* watchers, std::string tenant)
     : watchers_(watchers), tenant_(std::move(tenant)) {
   const MutexLock lock(watchers_->mutex_);
   int32_t& watchers_of_tenant = watchers_->of_tenant_[tenant_];
-  taken_ = watchers_->open_ < watchers_->most_ && watchers_of_tenant < (watchers_->most_ + 1) / 2;
+  taken_ = watchers_->open_ < watchers_->limit_ && watchers_of_tenant < (watchers_->limit_ + 1) / 2;
   if (taken_) {
     ++watchers_of_tenant;
     ++watchers_->open_;
@@ -32,8 +32,8 @@ absl::Status Watchers::Place::Check(const char* call) const {
   if (taken_) return absl::OkStatus();
   return RefuseField({.field = "call",
                       .got = absl::StrCat("one more ", call),
-                      .limit = absl::StrCat("at most ", (watchers_->most_ + 1) / 2,
-                                            " of a tenant, ", watchers_->most_, " in all"),
+                      .limit = absl::StrCat("at most ", (watchers_->limit_ + 1) / 2,
+                                            " of a tenant, ", watchers_->limit_, " in all"),
                       .reason = "too_many_watchers",
                       .retry_after_ms = 1000},
                      absl::StatusCode::kResourceExhausted);

@@ -22,8 +22,9 @@ namespace mla::server {
 
 class Watchers final {
  public:
-  // At most `most` calls may watch at a time (wire.max_watchers). `state` must outlive this object.
-  Watchers(const ServerState* state, int32_t most) : state_(state), most_(most) {}
+  // At most `limit` calls may watch at a time (wire.max_watchers). `state` must outlive this
+  // object.
+  Watchers(const ServerState* state, int32_t limit) : state_(state), limit_(limit) {}
 
   // The place of one watching call; the destructor returns it.
   class Place final {
@@ -49,7 +50,7 @@ class Watchers final {
 
  private:
   const ServerState* const state_;
-  const int32_t most_;
+  const int32_t limit_;
   Mutex mutex_;
   int32_t open_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::flat_hash_map<std::string, int32_t> of_tenant_ ABSL_GUARDED_BY(mutex_);

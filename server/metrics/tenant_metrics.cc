@@ -18,26 +18,26 @@ double ShareOf(const scheduler::TenantUsage& usage) {
 
 }  // namespace
 
-void TenantMetrics::Watch(std::shared_ptr<const scheduler::TenantTable> table, int32_t most) {
+void TenantMetrics::Watch(std::shared_ptr<const scheduler::TenantTable> table, int32_t limit) {
   table_ = std::move(table);
-  most_ = static_cast<size_t>(most);
+  limit_ = static_cast<size_t>(limit);
 }
 
 void TenantMetrics::Show(const scheduler::TenantUsage& usage, bool with_bounds) {
   for (const scheduler::ResourceRow& row : scheduler::ResourceRows()) {
     const prometheus::Labels labels = {{"tenant", usage.name}, {"resource", row.name}};
-    used_shown_.push_back(&to_.used->Add(labels));
+    used_shown_.push_back(&families_.used->Add(labels));
     used_shown_.back()->Set(static_cast<double>(usage.used[row.resource]));
     if (!with_bounds || usage.bound[row.resource] == scheduler::kUnbounded) continue;
-    bound_shown_.push_back(&to_.bound->Add(labels));
+    bound_shown_.push_back(&families_.bound->Add(labels));
     bound_shown_.back()->Set(static_cast<double>(usage.bound[row.resource]));
   }
 }
 
 void TenantMetrics::Update() {
   if (table_ == nullptr) return;
-  for (prometheus::Gauge* gauge : used_shown_) to_.used->Remove(gauge);
-  for (prometheus::Gauge* gauge : bound_shown_) to_.bound->Remove(gauge);
+  for (prometheus::Gauge* gauge : used_shown_) families_.used->Remove(gauge);
+  for (prometheus::Gauge* gauge : bound_shown_) families_.bound->Remove(gauge);
   used_shown_.clear();
   bound_shown_.clear();
   const scheduler::TenantTable& table = *table_;
@@ -50,12 +50,12 @@ void TenantMetrics::Update() {
     const bool first = table.Configured(a.name), second = table.Configured(b.name);
     return first != second ? first : ShareOf(a) > ShareOf(b);
   });
-  to_.tenants->Set(static_cast<double>(
+  families_.tenants->Set(static_cast<double>(
       std::count_if(usages.begin(), usages.end(), [](const auto& u) { return ShareOf(u) > 0; })));
   scheduler::TenantUsage other;
   other.name = "other";
   for (size_t i = 0; i < usages.size(); ++i) {
-    if (i < most_) {
+    if (i < limit_) {
       Show(usages[i], true);
       continue;
     }
@@ -63,15 +63,17 @@ void TenantMetrics::Update() {
       other.used[row.resource] += usages[i].used[row.resource];
     }
   }
-  if (usages.size() > most_) Show(other, false);
-  to_.staging_used->Set(static_cast<double>(table.server_used(scheduler::Resource::kStagedBytes)));
-  to_.staging->Set(static_cast<double>(table.server_bound(scheduler::Resource::kStagedBytes)));
+  if (usages.size() > limit_) Show(other, false);
+  families_.staging_used->Set(
+      static_cast<double>(table.server_used(scheduler::Resource::kStagedBytes)));
+  families_.staging->Set(
+      static_cast<double>(table.server_bound(scheduler::Resource::kStagedBytes)));
   for (const scheduler::ResourceRow& row : scheduler::ResourceRows()) {
     const scheduler::TenantTable::Refusals total = table.refusals(row.resource);
     for (const auto& [owner, count] :
          {std::pair("tenant", total.by_tenant_bound), std::pair("server", total.by_server_bound)}) {
       prometheus::Counter& counter =
-          to_.refusals->Add({{"resource", row.name}, {"bound_of", owner}});
+          families_.refusals->Add({{"resource", row.name}, {"bound_of", owner}});
       counter.Increment(std::max(0.0, static_cast<double>(count) - counter.Value()));
     }
   }

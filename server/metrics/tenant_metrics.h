@@ -29,18 +29,18 @@ class TenantMetrics final {
     prometheus::Gauge* staging;
   };
 
-  explicit TenantMetrics(const Families& families) : to_(families) {}
-  // At most `most` tenants are shown by name.
-  void Watch(std::shared_ptr<const scheduler::TenantTable> table, int32_t most);
+  explicit TenantMetrics(const Families& families) : families_(families) {}
+  // At most `limit` tenants are shown by name.
+  void Watch(std::shared_ptr<const scheduler::TenantTable> table, int32_t limit);
   // Sets the metrics to the table's present values. Does nothing before Watch.
   void Update();
 
  private:
   void Show(const scheduler::TenantUsage& usage, bool with_bounds);
 
-  const Families to_;
+  const Families families_;
   std::shared_ptr<const scheduler::TenantTable> table_;
-  size_t most_ = 0;
+  size_t limit_ = 0;
   // Series of the last update: they are removed when their tenant is gone.
   std::vector<prometheus::Gauge*> used_shown_, bound_shown_;
 };

@@ -108,7 +108,7 @@ struct OpsHttpCallbacks {
 
 void OpsHttp::OnOpened(const void* key, int descriptor) {
   const MutexLock lock(mutex_);
-  if (connections_.size() >= most_) Displace();
+  if (connections_.size() >= limit_) Displace();
   connections_[key] = {descriptor, false, steady_clock::now()};
 }
 

@@ -68,15 +68,15 @@ class OpsHttp final {
     std::chrono::steady_clock::time_point since;
   };
 
-  OpsHttp(size_t most, std::map<std::string, HttpHandler> paths)
-      : most_(most), paths_(std::move(paths)), sweeper_([this] { Sweep(); }) {}
+  OpsHttp(size_t limit, std::map<std::string, HttpHandler> paths)
+      : limit_(limit), paths_(std::move(paths)), sweeper_([this] { Sweep(); }) {}
   void OnOpened(const void* key, int descriptor);
   void OnClosed(const void* key);
   void OnRequest(const void* key);
   void Displace() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Sweep();
 
-  const size_t most_;  // connections, the reserve among them
+  const size_t limit_;  // connections, the reserve among them
   const std::map<std::string, HttpHandler> paths_;
   Mutex mutex_;
   CondVar stopped_;

@@ -123,7 +123,7 @@ absl::StatusOr<size_t> CheckpointReader::Read(char* buffer, size_t bytes) {
     if (some == 0) break;
     done += static_cast<size_t>(some);
   }
-  left_ -= static_cast<int64_t>(done);
+  remaining_ -= static_cast<int64_t>(done);
   return done;
 }
 
@@ -140,7 +140,7 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(
   struct stat about;
   if (fstat(file, &about) != 0) return SystemError(path, "stat");
   if (!S_ISREG(about.st_mode)) return reader->Torn("it is not a regular file");
-  reader->left_ = about.st_size;
+  reader->remaining_ = about.st_size;
   const std::string want = Beginning();
   std::string have(want.size(), '\0');
   MLA_ASSIGN_OR_RETURN(const size_t read, reader->Read(have.data(), have.size()));
@@ -161,7 +161,7 @@ absl::StatusOr<bool> CheckpointReader::Next(std::string* frame) {
   absl::StatusOr<size_t> read = Read(reinterpret_cast<char*>(&size), sizeof(size));
   if (!read.ok()) return read.status();
   if (*read == 0) return false;
-  if (*read < sizeof(size) || int64_t{size} + int64_t{FrameMac::kBytes} > left_) {
+  if (*read < sizeof(size) || int64_t{size} + int64_t{FrameMac::kBytes} > remaining_) {
     return Torn("it ends inside a frame");
   }
   // The size is not authenticated yet, so the memory for it must be bounded.

@@ -90,7 +90,7 @@ class CheckpointReader final {
   const FrameBounds bounds_;
   bool first_ = true;  // the next frame is the first
   FrameMac mac_;
-  int64_t left_ = 0;  // bytes of the file not read yet
+  int64_t remaining_ = 0;  // bytes of the file not read yet
 };
 
 }  // namespace mla::server

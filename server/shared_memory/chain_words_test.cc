@@ -17,7 +17,7 @@ constexpr uint64_t kEntries = 4;
 
 class Words final : public kernels::SharedDeviceMemory {
  public:
-  std::span<std::byte> bytes() const override { return std::as_writable_bytes(std::span(at_)); }
+  std::span<std::byte> bytes() const override { return std::as_writable_bytes(std::span(words_)); }
   const Export& exported() const override { return exported_; }
   absl::StatusOr<bool> Done(size_t) override { return true; }
   bool StoresWords() const override { return true; }
@@ -29,7 +29,7 @@ class Words final : public kernels::SharedDeviceMemory {
   std::function<void()> on_store;
 
  private:
-  alignas(64) mutable std::array<uint32_t, 64> at_{};
+  alignas(64) mutable std::array<uint32_t, 64> words_{};
   Export exported_;
 };
 

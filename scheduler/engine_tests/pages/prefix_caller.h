@@ -78,10 +78,10 @@ class PrefixCaller {
     }
     std::vector<SequenceId> absent;
     engine_.core().sequences().Release(tenant_, std::vector{sequence.id}, &absent);
-    found_ += sequence.length;
+    rows_found_ += sequence.length;
     return work;
   }
-  int64_t found() const { return found_; }  // rows, in all
+  int64_t found() const { return rows_found_; }  // rows, in all
 
  private:
   static constexpr int kLayers = 2;
@@ -123,7 +123,7 @@ class PrefixCaller {
   TenantRef account_;
   StreamId stream_ = 0;
   std::vector<kernels::Bf16> rows_;
-  int64_t found_ = 0;
+  int64_t rows_found_ = 0;
 };
 
 }  // namespace mla::scheduler::testing
