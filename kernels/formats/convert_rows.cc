@@ -20,31 +20,33 @@ std::byte ExponentToKind(std::byte exponent, Fp8Kind to) {
   return std::byte{static_cast<uint8_t>(byte == 0 ? 0 : byte - 1)};
 }
 
-void ConvertScales(const KvRowLayout& at, Fp8Kind to, std::byte* scales) {
-  const bool bytes = at.traits.scales == KvScales::kInPage && at.traits.page_scale_bytes == 1;
-  for (int32_t group = 0; group < at.groups; ++group) {
+void ConvertScales(const KvRowLayout& layout, Fp8Kind target, std::byte* scales) {
+  const bool bytes =
+      layout.traits.scales == KvScales::kInPage && layout.traits.page_scale_bytes == 1;
+  for (int32_t group = 0; group < layout.groups; ++group) {
     if (bytes) {
-      scales[group] = ExponentToKind(scales[group], to);
+      scales[group] = ExponentToKind(scales[group], target);
       continue;
     }
     float scale;
     std::memcpy(&scale, scales + int64_t{group} * 4, sizeof(scale));
-    scale = ScaleToKind(scale, to);
+    scale = ScaleToKind(scale, target);
     std::memcpy(scales + int64_t{group} * 4, &scale, sizeof(scale));
   }
 }
 
 }  // namespace
 
-void ConvertRows(const KvRowLayout& at, Fp8Kind to, std::byte* rows, int64_t row_stride,
+void ConvertRows(const KvRowLayout& layout, Fp8Kind target, std::byte* rows, int64_t row_stride,
                  int32_t page_rows, int64_t count) {
-  const KvScales scales = at.traits.scales;
+  const KvScales scales = layout.traits.scales;
   for (int64_t row = 0; row < count; ++row) {
-    const auto place = KvRowIn(at, rows, row_stride, page_rows, static_cast<int32_t>(row));
-    if (at.traits.latent == DType::kFp8E4m3) ConvertCodes(to, place.row, at.latent_dim);
-    if (at.traits.rope == DType::kFp8E4m3) ConvertCodes(to, place.row + at.rope_at, at.rope_dim);
+    const auto place = KvRowIn(layout, rows, row_stride, page_rows, static_cast<int32_t>(row));
+    if (layout.traits.latent == DType::kFp8E4m3) ConvertCodes(target, place.row, layout.latent_dim);
+    if (layout.traits.rope == DType::kFp8E4m3)
+      ConvertCodes(target, place.row + layout.rope_at, layout.rope_dim);
     if (scales == KvScales::kInRow || scales == KvScales::kInPage) {
-      ConvertScales(at, to, place.scales);
+      ConvertScales(layout, target, place.scales);
     }
   }
 }

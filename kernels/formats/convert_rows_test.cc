@@ -15,7 +15,7 @@ constexpr int32_t kLatent = 130, kRope = 6, kRows = 5;
 
 class ConvertRowsTest : public testing::TestWithParam<std::tuple<KvFormat, Fp8Kind>> {
  protected:
-  ConvertRowsTest() : bytes_(static_cast<size_t>(KvPageBytes(at_, at_.row_bytes, kRows))) {
+  ConvertRowsTest() : bytes_(static_cast<size_t>(KvPageBytes(layout_, layout_.row_bytes, kRows))) {
     std::vector<float> values(kLatent + kRope);
     for (int32_t row = 0; row < kRows; ++row) {
       for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i) - 60.5f;
@@ -23,20 +23,20 @@ class ConvertRowsTest : public testing::TestWithParam<std::tuple<KvFormat, Fp8Ki
     }
   }
   void Encode(int32_t row, const std::vector<float>& values) {
-    EncodeKvRow(at_, kind_, values.data(), DType::kF32, 1.0f, Place(row));
+    EncodeKvRow(layout_, kind_, values.data(), DType::kF32, 1.0f, Place(row));
   }
   KvRowPlace<std::byte> Place(int32_t row) {
-    return KvRowIn(at_, bytes_.data(), at_.row_bytes, kRows, row);
+    return KvRowIn(layout_, bytes_.data(), layout_.row_bytes, kRows, row);
   }
   std::byte* Row(int32_t row) { return Place(row).row; }
   std::vector<float> Decoded(int32_t row) {
     std::vector<float> values(kLatent + kRope);
-    DecodeKvRow(at_, kind_, 1.0f, {Place(row).row, Place(row).scales}, values.data());
+    DecodeKvRow(layout_, kind_, 1.0f, {Place(row).row, Place(row).scales}, values.data());
     return values;
   }
 
   const Fp8Kind kind_ = std::get<1>(GetParam());
-  const KvRowLayout at_ = MakeKvRowLayout(std::get<0>(GetParam()), kLatent, kRope);
+  const KvRowLayout layout_ = MakeKvRowLayout(std::get<0>(GetParam()), kLatent, kRope);
   std::vector<std::byte> bytes_;
 };
 
@@ -52,10 +52,10 @@ TEST_P(ConvertRowsTest, RowsOfTheOtherKindStandForTheSameValues) {
   for (int32_t row = 0; row < kRows; ++row) original.push_back(Decoded(row));
   const std::vector<std::byte> bytes = bytes_;
   const float layer_scale = ScaleToKind(1.0f, target_kind);
-  ConvertRows(at_, target_kind, bytes_.data(), at_.row_bytes, kRows, kRows);
+  ConvertRows(layout_, target_kind, bytes_.data(), layout_.row_bytes, kRows, kRows);
   for (int32_t row = 0; row < kRows; ++row) {
     std::vector<float> converted(kLatent + kRope);
-    DecodeKvRow(at_, target_kind, layer_scale, {Place(row).row, Place(row).scales},
+    DecodeKvRow(layout_, target_kind, layer_scale, {Place(row).row, Place(row).scales},
                 converted.data());
     for (size_t i = 0; i < converted.size(); ++i) {
       const float want = original[static_cast<size_t>(row)][i];
@@ -63,19 +63,19 @@ TEST_P(ConvertRowsTest, RowsOfTheOtherKindStandForTheSameValues) {
           << row << " " << i << ": " << converted[i] << ", want " << want;
     }
   }
-  EXPECT_EQ(bytes_ != bytes, at_.traits.latent == DType::kFp8E4m3);
-  ConvertRows(at_, kind_, bytes_.data(), at_.row_bytes, kRows, kRows);
+  EXPECT_EQ(bytes_ != bytes, layout_.traits.latent == DType::kFp8E4m3);
+  ConvertRows(layout_, kind_, bytes_.data(), layout_.row_bytes, kRows, kRows);
   EXPECT_EQ(bytes_, bytes);
 }
 
 // A page with two valid rows of five: no other byte of the page changes.
 TEST_P(ConvertRowsTest, OnlyTheRowsThatAreThereAreConverted) {
   const std::vector<std::byte> bytes = bytes_;
-  ConvertRows(at_, kind_, bytes_.data(), at_.row_bytes, kRows, 2);
+  ConvertRows(layout_, kind_, bytes_.data(), layout_.row_bytes, kRows, 2);
   std::vector<bool> theirs(bytes.size());
   for (int32_t row = 0; row < 2; ++row) {
-    std::fill_n(theirs.begin() + (Place(row).row - bytes_.data()), at_.row_bytes, true);
-    std::fill_n(theirs.begin() + (Place(row).scales - bytes_.data()), at_.groups, true);
+    std::fill_n(theirs.begin() + (Place(row).row - bytes_.data()), layout_.row_bytes, true);
+    std::fill_n(theirs.begin() + (Place(row).scales - bytes_.data()), layout_.groups, true);
   }
   for (size_t i = 0; i < bytes.size(); ++i) {
     EXPECT_TRUE(theirs[i] || bytes_[i] == bytes[i]) << i;

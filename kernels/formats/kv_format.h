@@ -129,9 +129,10 @@ constexpr KvRowLayout MakeKvRowLayout(KvFormat format, int32_t latent_dim, int32
 }
 
 // Returns the number of bytes of a page of `rows` rows that lie `row_stride` >= row_bytes apart.
-constexpr int64_t KvPageBytes(const KvRowLayout& at, int64_t row_stride, int64_t rows) {
-  const int64_t bytes = rows * (row_stride + at.page_scales_bytes);
-  return (bytes + at.traits.page_multiple - 1) / at.traits.page_multiple * at.traits.page_multiple;
+constexpr int64_t KvPageBytes(const KvRowLayout& layout, int64_t row_stride, int64_t rows) {
+  const int64_t bytes = rows * (row_stride + layout.page_scales_bytes);
+  return (bytes + layout.traits.page_multiple - 1) / layout.traits.page_multiple *
+         layout.traits.page_multiple;
 }
 
 // Addresses one row in memory. `Byte` is std::byte or const std::byte.
@@ -142,13 +143,13 @@ struct KvRowPlace {
 };
 
 template <typename Byte>
-constexpr KvRowPlace<Byte> KvRowIn(const KvRowLayout& at, Byte* page, int64_t row_stride,
+constexpr KvRowPlace<Byte> KvRowIn(const KvRowLayout& layout, Byte* page, int64_t row_stride,
                                    int32_t page_rows, int32_t row) {
   Byte* const first = page + row * row_stride;
-  if (at.traits.scales == KvScales::kInPage) {
-    return {first, page + page_rows * row_stride + int64_t{row} * at.page_scales_bytes};
+  if (layout.traits.scales == KvScales::kInPage) {
+    return {first, page + page_rows * row_stride + int64_t{row} * layout.page_scales_bytes};
   }
-  return {first, first + at.scales_at};
+  return {first, first + layout.scales_at};
 }
 
 // Bounds of the scales of kE4m3Fn; scales of kE4m3Fnuz are twice as large (ScaleToKind). Within
@@ -201,15 +202,15 @@ constexpr bool IsPoison(float value) {
 
 // Stores one row of latent_dim + rope_dim elements of `dtype` (bf16 or fp32). `layer_scale` is used
 // by kLayer and is of the kind in use. Bytes between the parts of a row are not written.
-void EncodeKvRow(const KvRowLayout& at, Fp8Kind kind, const void* values, DType dtype,
+void EncodeKvRow(const KvRowLayout& layout, Fp8Kind kind, const void* values, DType dtype,
                  float layer_scale, const KvRowPlace<std::byte>& place);
 
 // Reads the values of a row, latent_dim + rope_dim of them.
-void DecodeKvRow(const KvRowLayout& at, Fp8Kind kind, float layer_scale,
+void DecodeKvRow(const KvRowLayout& layout, Fp8Kind kind, float layer_scale,
                  const KvRowPlace<const std::byte>& place, float* values);
 
 // Returns true if two rows have the same bytes, padding excepted.
-bool SameKvRow(const KvRowLayout& at, const KvRowPlace<const std::byte>& a,
+bool SameKvRow(const KvRowLayout& layout, const KvRowPlace<const std::byte>& a,
                const KvRowPlace<const std::byte>& b);
 
 }  // namespace mla::kernels

@@ -124,30 +124,31 @@ class KvRowTest : public testing::TestWithParam<std::tuple<KvFormat, Fp8Kind, DT
   static DType Source() { return std::get<2>(GetParam()); }
 
   // Stores a row, reads it back, and checks that nothing else of the page was written.
-  static std::vector<float> Through(const KvRowLayout& at, const std::vector<float>& values,
+  static std::vector<float> Through(const KvRowLayout& layout, const std::vector<float>& values,
                                     float layer_scale) {
     constexpr int32_t kRows = 3, kAt = 1;
-    const int64_t stride = at.row_bytes + 8;
-    std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(at, stride, kRows)), kUntouched);
-    const KvRowPlace<std::byte> place = KvRowIn(at, page.data(), stride, kRows, kAt);
+    const int64_t stride = layout.row_bytes + 8;
+    std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(layout, stride, kRows)),
+                                kUntouched);
+    const KvRowPlace<std::byte> place = KvRowIn(layout, page.data(), stride, kRows, kAt);
     std::vector<Bf16> narrow(values.size());
     std::transform(values.begin(), values.end(), narrow.begin(), ToBf16);
     const void* const source = Source() == DType::kBf16 ? static_cast<const void*>(narrow.data())
                                                         : static_cast<const void*>(values.data());
-    EncodeKvRow(at, Kind(), source, Source(), layer_scale, place);
+    EncodeKvRow(layout, Kind(), source, Source(), layer_scale, place);
     for (size_t i = 0; i < page.size(); ++i) {
       const std::byte* const byte = page.data() + i;
-      const bool in_row = byte >= place.row && byte < place.row + at.row_bytes;
-      const bool in_scales = at.page_scales_bytes > 0 && byte >= place.scales &&
-                             byte < place.scales + at.page_scales_bytes;
+      const bool in_row = byte >= place.row && byte < place.row + layout.row_bytes;
+      const bool in_scales = layout.page_scales_bytes > 0 && byte >= place.scales &&
+                             byte < place.scales + layout.page_scales_bytes;
       if (in_row || in_scales) continue;
       EXPECT_EQ(*byte, kUntouched) << i;
     }
     std::vector<float> read(values.size());
     const std::byte* const first = page.data();
-    const KvRowPlace<const std::byte> there = KvRowIn(at, first, stride, kRows, kAt);
-    DecodeKvRow(at, Kind(), layer_scale, there, read.data());
-    EXPECT_TRUE(SameKvRow(at, there, there));
+    const KvRowPlace<const std::byte> there = KvRowIn(layout, first, stride, kRows, kAt);
+    DecodeKvRow(layout, Kind(), layer_scale, there, read.data());
+    EXPECT_TRUE(SameKvRow(layout, there, there));
     return read;
   }
 };

@@ -10,31 +10,31 @@ namespace {
 // Returns true if one of the codes stands for NaN. The loops here have no branch, so compilers
 // vectorise them: every byte of a hand-over comes through one.
 bool AnyFp8NaN(Fp8Kind kind, const std::byte* codes, int32_t count) {
-  uint8_t found = 0;
+  uint8_t flags = 0;
   if (kind == Fp8Kind::kE4m3Fn) {
     // Only the magnitude 0x7f carries into the upper bit.
     for (int32_t i = 0; i < count; ++i) {
-      found |= static_cast<uint8_t>((std::to_integer<uint8_t>(codes[i]) & 0x7f) + 1);
+      flags |= static_cast<uint8_t>((std::to_integer<uint8_t>(codes[i]) & 0x7f) + 1);
     }
-    return (found & 0x80) != 0;
+    return (flags & 0x80) != 0;
   }
   for (int32_t i = 0; i < count; ++i) {
-    found |= static_cast<uint8_t>(codes[i] == std::byte{Fp8NaN(Fp8Kind::kE4m3Fnuz)});
+    flags |= static_cast<uint8_t>(codes[i] == std::byte{Fp8NaN(Fp8Kind::kE4m3Fnuz)});
   }
-  return found != 0;
+  return flags != 0;
 }
 
 // Returns true if a row cannot hold one of the values.
 bool AnyBeyondBound(const std::byte* values, int32_t count) {
   // Magnitudes have 15 bits. With this added, those from the bound on carry into the upper bit.
   constexpr uint32_t kCarry = 0x8000u - kStoredBound;
-  uint16_t found = 0;
+  uint16_t flags = 0;
   for (int32_t i = 0; i < count; ++i) {
     Bf16 value;
     std::memcpy(&value, values + i * sizeof(value), sizeof(value));
-    found |= static_cast<uint16_t>((value & 0x7fffu) + kCarry);
+    flags |= static_cast<uint16_t>((value & 0x7fffu) + kCarry);
   }
-  return (found & 0x8000u) != 0;
+  return (flags & 0x8000u) != 0;
 }
 
 // Makes 16-bit values NaN if they are beyond the bound of stored values (Stored); 8-bit codes stay
@@ -51,29 +51,29 @@ bool Poison(DType dtype, Fp8Kind kind, std::byte* values, int32_t count) {
   return true;
 }
 
-bool PoisonRow(const KvRowLayout& at, Fp8Kind kind, const KvRowPlace<std::byte>& place,
+bool PoisonRow(const KvRowLayout& layout, Fp8Kind kind, const KvRowPlace<std::byte>& place,
                std::vector<float>* values) {
-  bool has_poison = Poison(at.traits.rope, kind, place.row + at.rope_at, at.rope_dim);
-  const KvScales scales = at.traits.scales;
+  bool has_poison = Poison(layout.traits.rope, kind, place.row + layout.rope_at, layout.rope_dim);
+  const KvScales scales = layout.traits.scales;
   if (scales == KvScales::kNone || scales == KvScales::kLayer) {
-    return Poison(at.traits.latent, kind, place.row, at.latent_dim) || has_poison;
+    return Poison(layout.traits.latent, kind, place.row, layout.latent_dim) || has_poison;
   }
   // Either a code or its scale may stand for NaN, so the decoded values are looked at.
-  values->resize(static_cast<size_t>(at.latent_dim + at.rope_dim));
-  DecodeKvRow(at, kind, 1.0f, {place.row, place.scales}, values->data());
-  return has_poison || std::any_of(values->begin(), values->begin() + at.latent_dim,
+  values->resize(static_cast<size_t>(layout.latent_dim + layout.rope_dim));
+  DecodeKvRow(layout, kind, 1.0f, {place.row, place.scales}, values->data());
+  return has_poison || std::any_of(values->begin(), values->begin() + layout.latent_dim,
                                    [](float value) { return value != value; });
 }
 
 }  // namespace
 
-int64_t PoisonRows(const KvRowLayout& at, Fp8Kind kind, std::byte* rows, int64_t row_stride,
+int64_t PoisonRows(const KvRowLayout& layout, Fp8Kind kind, std::byte* rows, int64_t row_stride,
                    int32_t page_rows, int64_t count) {
   std::vector<float> values;
   int64_t first = count;
   for (int64_t row = count; row-- > 0;) {
-    const auto place = KvRowIn(at, rows, row_stride, page_rows, static_cast<int32_t>(row));
-    if (PoisonRow(at, kind, place, &values)) first = row;
+    const auto place = KvRowIn(layout, rows, row_stride, page_rows, static_cast<int32_t>(row));
+    if (PoisonRow(layout, kind, place, &values)) first = row;
   }
   return first;
 }

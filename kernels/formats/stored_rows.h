@@ -13,7 +13,7 @@ namespace mla::kernels {
 // the index of the first of `count` rows, `row_stride` bytes apart, that holds a NaN, or `count` if
 // none does. In formats that keep scales after the rows of a page, `rows` is a page with room for
 // `page_rows`.
-int64_t PoisonRows(const KvRowLayout& at, Fp8Kind kind, std::byte* rows, int64_t row_stride,
+int64_t PoisonRows(const KvRowLayout& layout, Fp8Kind kind, std::byte* rows, int64_t row_stride,
                    int32_t page_rows, int64_t count);
 
 }  // namespace mla::kernels

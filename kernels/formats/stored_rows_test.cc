@@ -13,7 +13,7 @@ constexpr int32_t kLatent = 130, kRope = 6, kRows = 5;
 
 class StoredRowsTest : public testing::TestWithParam<std::tuple<KvFormat, Fp8Kind>> {
  protected:
-  StoredRowsTest() : bytes_(static_cast<size_t>(KvPageBytes(at_, at_.row_bytes, kRows))) {
+  StoredRowsTest() : bytes_(static_cast<size_t>(KvPageBytes(layout_, layout_.row_bytes, kRows))) {
     std::vector<float> values(kLatent + kRope);
     for (int32_t row = 0; row < kRows; ++row) {
       for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i) - 60.5f;
@@ -21,21 +21,23 @@ class StoredRowsTest : public testing::TestWithParam<std::tuple<KvFormat, Fp8Kin
     }
   }
   void Encode(int32_t row, const std::vector<float>& values) {
-    EncodeKvRow(at_, kind_, values.data(), DType::kF32, 1.0f, Place(row));
+    EncodeKvRow(layout_, kind_, values.data(), DType::kF32, 1.0f, Place(row));
   }
   KvRowPlace<std::byte> Place(int32_t row) {
-    return KvRowIn(at_, bytes_.data(), at_.row_bytes, kRows, row);
+    return KvRowIn(layout_, bytes_.data(), layout_.row_bytes, kRows, row);
   }
   std::byte* Row(int32_t row) { return Place(row).row; }
-  int64_t Poisoned() { return PoisonRows(at_, kind_, bytes_.data(), at_.row_bytes, kRows, kRows); }
+  int64_t Poisoned() {
+    return PoisonRows(layout_, kind_, bytes_.data(), layout_.row_bytes, kRows, kRows);
+  }
   std::vector<float> Decoded(int32_t row) {
     std::vector<float> values(kLatent + kRope);
-    DecodeKvRow(at_, kind_, 1.0f, {Place(row).row, Place(row).scales}, values.data());
+    DecodeKvRow(layout_, kind_, 1.0f, {Place(row).row, Place(row).scales}, values.data());
     return values;
   }
 
   const Fp8Kind kind_ = std::get<1>(GetParam());
-  const KvRowLayout at_ = MakeKvRowLayout(std::get<0>(GetParam()), kLatent, kRope);
+  const KvRowLayout layout_ = MakeKvRowLayout(std::get<0>(GetParam()), kLatent, kRope);
   std::vector<std::byte> bytes_;
 };
 
@@ -46,12 +48,12 @@ TEST_P(StoredRowsTest, WhatWasEncodedStays) {
 }
 
 TEST_P(StoredRowsTest, TheFirstRowWithNaNIsFoundWhereverItStands) {
-  for (const int32_t at : {0, kLatent - 1, kLatent, kLatent + kRope - 1}) {
+  for (const int32_t column : {0, kLatent - 1, kLatent, kLatent + kRope - 1}) {
     for (const int32_t row : {kRows - 1, 2, 0}) {
       std::vector<float> values(kLatent + kRope, 1.0f);
-      values[static_cast<size_t>(at)] = std::numeric_limits<float>::quiet_NaN();
+      values[static_cast<size_t>(column)] = std::numeric_limits<float>::quiet_NaN();
       Encode(row, values);
-      EXPECT_EQ(Poisoned(), row) << at;
+      EXPECT_EQ(Poisoned(), row) << column;
     }
     Encode(0, std::vector<float>(kLatent + kRope, 1.0f));
     Encode(2, std::vector<float>(kLatent + kRope, 1.0f));
@@ -60,22 +62,22 @@ TEST_P(StoredRowsTest, TheFirstRowWithNaNIsFoundWhereverItStands) {
 }
 
 TEST_P(StoredRowsTest, ABf16ValueBeyondTheBoundBecomesNaN) {
-  if (at_.traits.rope != DType::kBf16) return;
+  if (layout_.traits.rope != DType::kBf16) return;
   for (const Bf16 value : {Bf16{0x7f80}, Bf16{0xff80}, Bf16{kStoredBound}, Bf16{0x7fff}}) {
-    std::memcpy(Row(3) + at_.rope_at, &value, sizeof(value));
+    std::memcpy(Row(3) + layout_.rope_at, &value, sizeof(value));
     EXPECT_EQ(Poisoned(), 3);
     const float stored = Decoded(3)[kLatent];
     EXPECT_NE(stored, stored);
   }
   const Bf16 largest = kStoredBound - 1;
-  std::memcpy(Row(3) + at_.rope_at, &largest, sizeof(largest));
+  std::memcpy(Row(3) + layout_.rope_at, &largest, sizeof(largest));
   EXPECT_EQ(Poisoned(), kRows);
 }
 
 TEST_P(StoredRowsTest, AScaleThatStandsForNaNIsFound) {
-  if (at_.traits.scales != KvScales::kInRow) return;
+  if (layout_.traits.scales != KvScales::kInRow) return;
   for (const float scale : {-1.0f, std::numeric_limits<float>::quiet_NaN(), 0x1p74f}) {
-    std::memcpy(Row(1) + at_.scales_at + sizeof(float), &scale, sizeof(scale));
+    std::memcpy(Row(1) + layout_.scales_at + sizeof(float), &scale, sizeof(scale));
     EXPECT_EQ(Poisoned(), 1) << scale;
   }
 }

@@ -41,16 +41,16 @@ std::vector<uint32_t> Table(int32_t pages, int64_t bytes) {
 }
 
 // Returns the values that rows of `values` have after encoding and decoding.
-std::vector<float> Stored(const KvRowLayout& at, const std::vector<Bf16>& values) {
+std::vector<float> Stored(const KvRowLayout& layout, const std::vector<Bf16>& values) {
   constexpr auto kKind = Fp8Kind::kE4m3Fn;
-  const auto dim = static_cast<size_t>(at.latent_dim + at.rope_dim);
-  std::vector<std::byte> row(static_cast<size_t>(at.row_bytes + at.page_scales_bytes));
+  const auto dim = static_cast<size_t>(layout.latent_dim + layout.rope_dim);
+  std::vector<std::byte> row(static_cast<size_t>(layout.row_bytes + layout.page_scales_bytes));
   const std::byte* const bytes = row.data();
   std::vector<float> stored(values.size());
   for (size_t i = 0; i < values.size(); i += dim) {
-    EncodeKvRow(at, kKind, &values[i], DType::kBf16, 1.0f,
-                KvRowIn(at, row.data(), at.row_bytes, 1, 0));
-    DecodeKvRow(at, kKind, 1.0f, KvRowIn(at, bytes, at.row_bytes, 1, 0), &stored[i]);
+    EncodeKvRow(layout, kKind, &values[i], DType::kBf16, 1.0f,
+                KvRowIn(layout, row.data(), layout.row_bytes, 1, 0));
+    DecodeKvRow(layout, kKind, 1.0f, KvRowIn(layout, bytes, layout.row_bytes, 1, 0), &stored[i]);
   }
   return stored;
 }
