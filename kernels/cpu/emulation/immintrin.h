@@ -383,26 +383,26 @@ MLA_UNPACK(64)
 
 template <int kOrder>
 static inline __m512i EmulatedShuffle128(__m512i a, __m512i b) {
-  __m512i to;
+  __m512i result;
   for (int lane = 0; lane < 4; ++lane) {
     const int from = kOrder >> (2 * lane) & 3;
     const __m512i& source = lane < 2 ? a : b;
-    to[2 * lane] = source[2 * from];
-    to[2 * lane + 1] = source[2 * from + 1];
+    result[2 * lane] = source[2 * from];
+    result[2 * lane + 1] = source[2 * from + 1];
   }
-  return to;
+  return result;
 }
 #define _mm512_shuffle_i32x4(a, b, order) EmulatedShuffle128<order>(a, b)
 
 // --- bf16
 
 MLA_EMULATED __m512bh _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
-  MLA_NS::I16 to;
+  MLA_NS::I16 result;
   for (int i = 0; i < 16; ++i) {
-    to.at[i] = MLA_NS::RoundToBf16(low[i]);
-    to.at[16 + i] = MLA_NS::RoundToBf16(high[i]);
+    result.at[i] = MLA_NS::RoundToBf16(low[i]);
+    result.at[16 + i] = MLA_NS::RoundToBf16(high[i]);
   }
-  return MLA_NS::Cast<__m512bh>(to);
+  return MLA_NS::Cast<__m512bh>(result);
 }
 MLA_EMULATED __m256bh _mm512_cvtneps_pbh(__m512 v) {
   MLA_NS::Lanes<uint16_t, 16> to;

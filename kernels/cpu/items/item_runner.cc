@@ -40,7 +40,7 @@ class ItemState {
             std::byte* scratch)
       : context_(context),
         kernels_(*context.kernels),
-        at_(context.layout),
+        layout_(context.layout),
         segment_(context.params->segments[static_cast<size_t>(work.segment)]),
         work_(work),
         scratch_(scratch),
@@ -73,7 +73,7 @@ class ItemState {
 
   const RunContext& context_;
   const KernelSet& kernels_;
-  const RunLayout& at_;
+  const RunLayout& layout_;
   const SegmentRecord& segment_;
   const WorkInfo& work_;
   std::byte* scratch_;
@@ -91,20 +91,20 @@ const void* ItemState::QueryRow(const Group& group, int32_t n, int32_t place) co
       size * (group.query_row(n) * segment_.q_row_stride + group.head(n) * segment_.q_head_stride);
   const auto* const pieces = FragmentsOf(context_.params->q_fragments, work_.segment);
   if (pieces == nullptr) return static_cast<const std::byte*>(segment_.q) + begin;
-  return ReadFragments(*pieces, begin, at_.key_dim * size,
-                       scratch_ + at_.query_rows + place * at_.query_row_bytes);
+  return ReadFragments(*pieces, begin, layout_.key_dim * size,
+                       scratch_ + layout_.query_rows + place * layout_.query_row_bytes);
 }
 
 void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, std::byte* out) {
   const AttentionParams& params = *context_.params;
-  if (bf16() && at_.q_terms == 1) {
-    for (int32_t n = 0; n < rows; n += kPanel, out += at_.q_panel_bytes) {
+  if (bf16() && layout_.q_terms == 1) {
+    for (int32_t n = 0; n < rows; n += kPanel, out += layout_.q_panel_bytes) {
       const uint16_t* columns[kPanel] = {};
       const int32_t count = std::min(kPanel, rows - n);
       for (int32_t i = 0; i < count; ++i) {
         columns[i] = static_cast<const uint16_t*>(QueryRow(group, first + n + i, i));
       }
-      kernels_.pack_rows(columns, count, at_.key_dim, reinterpret_cast<uint16_t*>(out));
+      kernels_.pack_rows(columns, count, layout_.key_dim, reinterpret_cast<uint16_t*>(out));
     }
     return;
   }
@@ -113,11 +113,11 @@ void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, 
     return;
   }
   const int32_t panels = (rows + kPanel - 1) / kPanel;
-  std::memset(out, 0, static_cast<size_t>(panels * at_.q_panel_bytes));
+  std::memset(out, 0, static_cast<size_t>(panels * layout_.q_panel_bytes));
   for (int32_t n = 0; n < rows; ++n) {
     const void* const row = QueryRow(group, first + n, 0);
-    auto* to = reinterpret_cast<float*>(out + n / kPanel * at_.q_panel_bytes) + n % kPanel;
-    for (int32_t i = 0; i < at_.key_dim; ++i) {
+    auto* to = reinterpret_cast<float*>(out + n / kPanel * layout_.q_panel_bytes) + n % kPanel;
+    for (int32_t i = 0; i < layout_.key_dim; ++i) {
       to[static_cast<int64_t>(i) * kPanel] = LoadElement(row, params.desc.q_dtype, i);
     }
   }
@@ -125,35 +125,35 @@ void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, 
 
 // bf16 levels split fp32 queries: a block of high parts is followed by a block of low parts.
 void ItemState::PackSplitQueries(const Group& group, int32_t first, int32_t rows, std::byte* out) {
-  auto* high = As<uint16_t>(at_.split_rows);
-  uint16_t* low = high + kPanel * at_.split_ld;
-  for (int32_t n = 0; n < rows; n += kPanel, out += at_.q_panel_bytes) {
+  auto* high = As<uint16_t>(layout_.split_rows);
+  uint16_t* low = high + kPanel * layout_.split_ld;
+  for (int32_t n = 0; n < rows; n += kPanel, out += layout_.q_panel_bytes) {
     const uint16_t *high_rows[kPanel] = {}, *low_rows[kPanel] = {};
     const int32_t count = std::min(kPanel, rows - n);
     for (int32_t i = 0; i < count; ++i) {
-      kernels_.split(static_cast<const float*>(QueryRow(group, first + n + i, i)), at_.key_dim,
-                     high + i * at_.split_ld, low + i * at_.split_ld);
-      high_rows[i] = high + i * at_.split_ld;
-      low_rows[i] = low + i * at_.split_ld;
+      kernels_.split(static_cast<const float*>(QueryRow(group, first + n + i, i)), layout_.key_dim,
+                     high + i * layout_.split_ld, low + i * layout_.split_ld);
+      high_rows[i] = high + i * layout_.split_ld;
+      low_rows[i] = low + i * layout_.split_ld;
     }
-    kernels_.pack_rows(high_rows, count, at_.key_dim, reinterpret_cast<uint16_t*>(out));
-    kernels_.pack_rows(low_rows, count, at_.key_dim,
-                       reinterpret_cast<uint16_t*>(out + at_.q_block_bytes));
+    kernels_.pack_rows(high_rows, count, layout_.key_dim, reinterpret_cast<uint16_t*>(out));
+    kernels_.pack_rows(low_rows, count, layout_.key_dim,
+                       reinterpret_cast<uint16_t*>(out + layout_.q_block_bytes));
   }
 }
 
 void ItemState::PackQueries(const Group& group) {
-  std::byte* out = As<std::byte>(at_.queries);
+  std::byte* out = As<std::byte>(layout_.queries);
   for (int32_t first = 0; first < group.rows; first += kTileRows) {
     PackQueryBlock(group, first, std::min(kTileRows, group.rows - first), out);
-    out += at_.q_terms * at_.q_block_bytes;
+    out += layout_.q_terms * layout_.q_block_bytes;
   }
 }
 
 // Sets visible[n] so that packed row n sees KV rows [0, visible[n]) of the segment, or this many
 // places of its index list or window; cut at the item's end. Returns the largest.
 int32_t ItemState::SetVisible(const Group& group) {
-  int32_t* visible = As<int32_t>(at_.visible);
+  int32_t* visible = As<int32_t>(layout_.visible);
   int32_t largest = 0;
   few_keys_ = false;
   for (int32_t n = 0; n < group.rows; ++n) {
@@ -172,8 +172,8 @@ void ItemState::AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_r
   const bool with_rest = softmax.p_rest != nullptr;
   SoftmaxArgs of_rest = softmax;
   of_rest.p = softmax.p_rest;
-  for (int32_t n = 0; n < packed_rows; ++n, o += at_.o_ld) {
-    for (int32_t d = 0; d < at_.value_dim; ++d) {
+  for (int32_t n = 0; n < packed_rows; ++n, o += layout_.o_ld) {
+    for (int32_t d = 0; d < layout_.value_dim; ++d) {
       float sum = first ? 0.0f : o[d] * softmax.alpha[n];
       for (int32_t r = 0; r < std::min(rows, softmax.visible[n]); ++r) {
         float p = kernels_.probability(softmax, r, n);
@@ -193,7 +193,7 @@ void ItemState::AddLowTerm(GemmArgs gemm, const std::byte* low_queries) {
   gemm.b = low_queries;
   gemm.next_count = 0;
   gemm.value_panels = nullptr;
-  gemm.c = As<float>(at_.probabilities);
+  gemm.c = As<float>(layout_.probabilities);
   kernels_.gemm(gemm);
   for (int64_t i = 0; i < count; ++i) {
     const float sum = logits[i] + gemm.c[i];
@@ -206,24 +206,25 @@ void ItemState::AddLowTerm(GemmArgs gemm, const std::byte* low_queries) {
 void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows,
                         int32_t position, bool masked, bool few_keys, bool first) {
   const int32_t columns = (packed_rows + kPanel - 1) / kPanel * kPanel;
-  const std::byte* queries = As<std::byte>(at_.queries + block * at_.q_terms * at_.q_block_bytes);
+  const std::byte* queries =
+      As<std::byte>(layout_.queries + block * layout_.q_terms * layout_.q_block_bytes);
   GemmArgs gemm{};
   gemm.a_rows = kv_.keys() + row;
   gemm.rows = rows;
-  gemm.k = at_.key_dim;
-  gemm.panel_bytes = at_.q_panel_bytes;
+  gemm.k = layout_.key_dim;
+  gemm.panel_bytes = layout_.q_panel_bytes;
   gemm.panels = columns / kPanel;
-  gemm.c = As<float>(at_.logits);
+  gemm.c = As<float>(layout_.logits);
   gemm.ldc = columns + kPanel;  // see MakeRunLayout on strides
   gemm.b = queries;
   gemm.next_rows = kv_.next_rows();
   gemm.next_count = kv_.next_count();
-  gemm.next_bytes = at_.kv.row_bytes;
+  gemm.next_bytes = layout_.kv.row_bytes;
   const bool careful = masked && !kv_.ValuesFinite(row, rows);
   if (packs_in_product_ && !careful) {
     gemm.value_panels = kv_.value_panels(row);
-    gemm.value_panel_bytes = at_.v_panel_bytes;
-    gemm.value_dim = at_.value_dim;
+    gemm.value_panel_bytes = layout_.v_panel_bytes;
+    gemm.value_dim = layout_.value_dim;
   }
   SoftmaxArgs softmax{};
   softmax.s = gemm.c;
@@ -231,15 +232,15 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   softmax.rows = rows;
   softmax.columns = columns;
   softmax.scale2 = segment_.softmax_scale * kv_.scale() * kLog2E;
-  softmax.m = As<float>(at_.m) + block * kTileRows;
-  softmax.l = As<float>(at_.l) + block * kTileRows;
-  if (bf16()) softmax.norm = As<float>(at_.norm) + block * kTileRows;
-  softmax.alpha = As<float>(at_.alpha);
-  softmax.p = As<float>(at_.probabilities);
-  if (few_keys && bf16() && at_.expanded) softmax.p_rest = As<float>(at_.rests);
+  softmax.m = As<float>(layout_.m) + block * kTileRows;
+  softmax.l = As<float>(layout_.l) + block * kTileRows;
+  if (bf16()) softmax.norm = As<float>(layout_.norm) + block * kTileRows;
+  softmax.alpha = As<float>(layout_.alpha);
+  softmax.p = As<float>(layout_.probabilities);
+  if (few_keys && bf16() && layout_.expanded) softmax.p_rest = As<float>(layout_.rests);
   if (masked) {
-    int32_t* visible = As<int32_t>(at_.tile_visible);
-    const int32_t* seen = As<int32_t>(at_.visible) + block * kTileRows;
+    int32_t* visible = As<int32_t>(layout_.tile_visible);
+    const int32_t* seen = As<int32_t>(layout_.visible) + block * kTileRows;
     for (int32_t n = 0; n < columns; ++n) visible[n] = n < packed_rows ? seen[n] - position : 0;
     softmax.visible = visible;
   }
@@ -250,16 +251,16 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   accumulate.packed_rows = packed_rows;
   accumulate.v = kv_.values(row);
   accumulate.ldv = kv_.values_ld();
-  accumulate.panels = at_.value_panels;
-  accumulate.o = As<float>(at_.o) + static_cast<int64_t>(block) * kTileRows * at_.o_ld;
-  accumulate.ldo = at_.o_ld;
+  accumulate.panels = layout_.value_panels;
+  accumulate.o = As<float>(layout_.o) + static_cast<int64_t>(block) * kTileRows * layout_.o_ld;
+  accumulate.ldo = layout_.o_ld;
   accumulate.alpha = first ? nullptr : softmax.alpha;
   if (whole_tiles_ && !careful) {
     kernels_.attend({gemm, softmax, accumulate});
     return;
   }
   kernels_.gemm(gemm);
-  if (at_.q_terms == 2) AddLowTerm(gemm, queries + at_.q_block_bytes);
+  if (layout_.q_terms == 2) AddLowTerm(gemm, queries + layout_.q_block_bytes);
   kernels_.softmax(softmax);
   if (careful) {
     AccumulateCarefully(softmax, packed_rows, row, rows, accumulate.o, first);
@@ -279,14 +280,14 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
 // Runs the chunk's tiles that some row of the block sees.
 void ItemState::RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin,
                          int32_t chunk_rows, bool first_chunk) {
-  const int32_t* seen = As<int32_t>(at_.visible) + block * kTileRows;
-  const auto [least, most] = std::minmax_element(seen, seen + packed_rows);
-  for (int32_t row = 0; row < chunk_rows; row += at_.tile_rows) {
+  const int32_t* seen = As<int32_t>(layout_.visible) + block * kTileRows;
+  const auto [least, largest] = std::minmax_element(seen, seen + packed_rows);
+  for (int32_t row = 0; row < chunk_rows; row += layout_.tile_rows) {
     const int32_t position = chunk_begin + row;
     const bool first = first_chunk && row == 0;
     // The first tile is run even if no query sees it, because it initialises O.
-    if (*most <= position && !first) return;
-    const int32_t rows = std::min(at_.tile_rows, chunk_rows - row);
+    if (*largest <= position && !first) return;
+    const int32_t rows = std::min(layout_.tile_rows, chunk_rows - row);
     RunTile(block, packed_rows, row, rows, position, *least < position + rows,
             *least <= kTileRows && position < 2 * kTileRows, first);
   }
@@ -294,11 +295,11 @@ void ItemState::RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin
 
 void ItemState::Finish(const Group& group) {
   const AttentionParams& params = *context_.params;
-  const float* o = As<float>(at_.o);
-  const float* m = As<float>(at_.m);
-  const float* l = As<float>(at_.l);
-  const float* norm = bf16() ? As<float>(at_.norm) : l;
-  for (int32_t n = 0; n < group.rows; ++n, o += at_.o_ld) {
+  const float* o = As<float>(layout_.o);
+  const float* m = As<float>(layout_.m);
+  const float* l = As<float>(layout_.l);
+  const float* norm = bf16() ? As<float>(layout_.norm) : l;
+  for (int32_t n = 0; n < group.rows; ++n, o += layout_.o_ld) {
     const bool empty = l[n] == 0.0f;
     const float inverse = empty ? 0.0f : kv_.scale() / norm[n];
     const float lse =
@@ -306,7 +307,7 @@ void ItemState::Finish(const Group& group) {
               : static_cast<float>((static_cast<double>(m[n]) + std::log2(l[n])) * kLn2);
     const int64_t query_row = group.query_row(n), head = group.head(n);
     if (work_.partial_row == kUnsplit) {
-      StoreRow(kernels_, o, at_.value_dim, inverse * kv_.SinkFactorOf(head, lse),
+      StoreRow(kernels_, o, layout_.value_dim, inverse * kv_.SinkFactorOf(head, lse),
                params.desc.o_dtype, segment_.o,
                query_row * segment_.o_row_stride + head * segment_.o_head_stride);
       if (segment_.lse != nullptr) {
@@ -315,7 +316,7 @@ void ItemState::Finish(const Group& group) {
       continue;
     }
     const int64_t partial = work_.partial_row + group.partial(n, work_.q_begin);
-    StoreRow(kernels_, o, at_.value_dim, inverse, DType::kF32, context_.partials.o,
+    StoreRow(kernels_, o, layout_.value_dim, inverse, DType::kF32, context_.partials.o,
              partial * context_.partials.o_ld);
     context_.partials.lse[partial] = lse;
   }
@@ -325,30 +326,30 @@ void ItemState::Finish(const Group& group) {
 // the products.
 bool ItemState::FetchesAhead() const {
   const bool listed = context_.params->desc.attention == AttentionKind::kSparse;
-  return !at_.expanded && (!listed || at_.widens || kernels_.fetches_listed_rows);
+  return !layout_.expanded && (!listed || layout_.widens || kernels_.fetches_listed_rows);
 }
 
 void ItemState::RunGroup(const Group& group) {
   const int32_t end = SetVisible(group);
   // Columns that pad the last panel are computed as well, so their state is initialised.
   const int32_t padded = (group.rows + kPanel - 1) / kPanel * kPanel;
-  std::fill_n(As<float>(at_.m), padded, -kInfinity);
-  std::fill_n(As<float>(at_.l), padded, 0.0f);
-  std::fill_n(As<float>(at_.norm), padded, 0.0f);
+  std::fill_n(As<float>(layout_.m), padded, -kInfinity);
+  std::fill_n(As<float>(layout_.l), padded, 0.0f);
+  std::fill_n(As<float>(layout_.norm), padded, 0.0f);
   if (end > work_.kv_begin) PackQueries(group);
   const int32_t panels = padded / kPanel;
-  whole_tiles_ = kernels_.attend != nullptr && panels > kernels_.packs_in_gemm && !at_.expanded &&
-                 at_.q_terms == 1;
-  packs_in_product_ = whole_tiles_ ? !at_.widens : kv_.PacksInProduct(panels);
+  whole_tiles_ = kernels_.attend != nullptr && panels > kernels_.packs_in_gemm &&
+                 !layout_.expanded && layout_.q_terms == 1;
+  packs_in_product_ = whole_tiles_ ? !layout_.widens : kv_.PacksInProduct(panels);
   bool first = true;
-  for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
-    const int32_t entries = std::min(at_.chunk_rows, end - begin);
+  for (int32_t begin = work_.kv_begin; begin < end; begin += layout_.chunk_rows) {
+    const int32_t entries = std::min(layout_.chunk_rows, end - begin);
     // A tile with few_keys lies within this bound: its rows are of one head, so they see at most
     // kTileRows more.
     const int32_t rows =
         kv_.Prepare(begin, entries, few_keys_ && begin < 2 * kTileRows, !packs_in_product_);
     if (FetchesAhead()) {
-      kv_.FindNext(begin + entries, std::min(at_.tile_rows, end - begin - entries));
+      kv_.FindNext(begin + entries, std::min(layout_.tile_rows, end - begin - entries));
     }
     if (rows == 0) continue;
     for (int32_t row = 0; row < group.rows; row += kTileRows) {
@@ -357,8 +358,9 @@ void ItemState::RunGroup(const Group& group) {
     first = false;
   }
   if (first) {
-    std::memset(As<float>(at_.o), 0,
-                static_cast<size_t>(group.rows) * static_cast<size_t>(at_.o_ld) * sizeof(float));
+    std::memset(
+        As<float>(layout_.o), 0,
+        static_cast<size_t>(group.rows) * static_cast<size_t>(layout_.o_ld) * sizeof(float));
   }
   Finish(group);
 }

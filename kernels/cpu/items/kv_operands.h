@@ -20,7 +20,7 @@ class KvOperands {
              std::byte* scratch)
       : context_(context),
         kernels_(*context.kernels),
-        at_(context.layout),
+        layout_(context.layout),
         segment_(context.params->segments[static_cast<size_t>(work.segment)]),
         window_(WindowOf(context, work)),
         q_row_(work.q_begin),
@@ -39,14 +39,16 @@ class KvOperands {
   // Finds rows that products may fetch into a cache while they run.
   void FindNext(int32_t begin, int32_t count);
 
-  const void* const* keys() const { return As<const void*>(at_.key_ptrs); }  // rows of the chunk
-  const void* const* next_rows() const { return As<const void*>(at_.next_rows); }
+  const void* const* keys() const {
+    return As<const void*>(layout_.key_ptrs);
+  }  // rows of the chunk
+  const void* const* next_rows() const { return As<const void*>(layout_.next_rows); }
   int32_t next_count() const { return next_count_; }
   // Returns the values of the tile that begins at row `row` of the chunk, in the form that
   // AccumulateArgs takes.
   const void* values(int32_t row) const;
   uint16_t* value_panels(int32_t row) const {  // bf16 levels: storage of `values`
-    return As<uint16_t>(at_.value_panels_at + row / at_.tile_rows * at_.v_tile_bytes);
+    return As<uint16_t>(layout_.value_panels_at + row / layout_.tile_rows * layout_.v_tile_bytes);
   }
   const void* value_rests(int32_t row) const;
   int64_t values_ld() const;
@@ -82,8 +84,8 @@ class KvOperands {
   struct Found {
     int32_t rows, of_segment;
   };
-  Found Find(int32_t begin, int32_t count, const FoundRows& to) const;
-  Found FindWindow(int32_t begin, int32_t count, const FoundRows& to) const;
+  Found Find(int32_t begin, int32_t count, const FoundRows& places) const;
+  Found FindWindow(int32_t begin, int32_t count, const FoundRows& places) const;
   void WidenRows(int32_t first, int32_t count);
   void WidenPart(const KvRowLayout& kv, int32_t first, int32_t count);
   void PackValues(const uint16_t* const* values, int32_t first, int32_t count);
@@ -93,7 +95,7 @@ class KvOperands {
 
   const RunContext& context_;
   const KernelSet& kernels_;
-  const RunLayout& at_;
+  const RunLayout& layout_;
   const SegmentRecord& segment_;
   const WindowRecord* const window_;
   const int32_t q_row_;

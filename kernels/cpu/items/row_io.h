@@ -42,21 +42,21 @@ struct FoundRows {
 };
 
 // Finds where rows [begin, begin + count) lie in their pages.
-inline void FindRows(const PoolView& pool, const RowPages& at, int32_t begin, int32_t count,
-                     const FoundRows& found) {
-  const uint32_t* table = pool.page_tables + at.page_table;
+inline void FindRows(const PoolView& pool, const RowPages& pages, int32_t begin, int32_t count,
+                     const FoundRows& places) {
+  const uint32_t* table = pool.page_tables + pages.page_table;
   for (int32_t i = 0; i < count;) {
     const int32_t position = begin + i;
-    const int32_t slot = position % at.page_size;
-    const int32_t run = std::min(count - i, at.page_size - slot);
+    const int32_t slot = position % pages.page_size;
+    const int32_t run = std::min(count - i, pages.page_size - slot);
     const std::byte* page =
-        pool.base + table[position / at.page_size] * kPageGranuleBytes + at.layer_offset;
-    for (int32_t k = 0; k < run; ++k) found.rows[i + k] = page + (slot + k) * at.row_stride;
-    if (found.scales != nullptr) {
+        pool.base + table[position / pages.page_size] * kPageGranuleBytes + pages.layer_offset;
+    for (int32_t k = 0; k < run; ++k) places.rows[i + k] = page + (slot + k) * pages.row_stride;
+    if (places.scales != nullptr) {
       const auto* const scales =
-          reinterpret_cast<const uint8_t*>(page + at.page_size * at.row_stride);
+          reinterpret_cast<const uint8_t*>(page + pages.page_size * pages.row_stride);
       for (int32_t k = 0; k < run; ++k) {
-        found.scales[i + k] = scales + int64_t{slot + k} * at.page_scales_bytes;
+        places.scales[i + k] = scales + int64_t{slot + k} * pages.page_scales_bytes;
       }
     }
     i += run;
@@ -65,20 +65,20 @@ inline void FindRows(const PoolView& pool, const RowPages& at, int32_t begin, in
 
 // Finds the rows that `count` entries of an index list name; skips entries that are not below
 // `bound`. Returns how many it found.
-inline int32_t FindListedRows(const PoolView& pool, const RowPages& at, const int32_t* list,
-                              int32_t count, int32_t bound, const FoundRows& found) {
-  const uint32_t* const table = pool.page_tables + at.page_table;
+inline int32_t FindListedRows(const PoolView& pool, const RowPages& pages, const int32_t* list,
+                              int32_t count, int32_t bound, const FoundRows& places) {
+  const uint32_t* const table = pool.page_tables + pages.page_table;
   int32_t rows = 0;
   for (int32_t i = 0; i < count; ++i) {
     const int32_t position = list[i];
     if (position < 0 || position >= bound) continue;
-    const int32_t index = position / at.page_size;  // the only division per row
-    const int32_t slot = position - index * at.page_size;
-    const std::byte* const page = pool.base + table[index] * kPageGranuleBytes + at.layer_offset;
-    found.rows[rows] = page + slot * at.row_stride;
-    if (found.scales != nullptr) {
-      found.scales[rows] = reinterpret_cast<const uint8_t*>(page + at.page_size * at.row_stride +
-                                                            int64_t{slot} * at.page_scales_bytes);
+    const int32_t index = position / pages.page_size;  // the only division per row
+    const int32_t slot = position - index * pages.page_size;
+    const std::byte* const page = pool.base + table[index] * kPageGranuleBytes + pages.layer_offset;
+    places.rows[rows] = page + slot * pages.row_stride;
+    if (places.scales != nullptr) {
+      places.scales[rows] = reinterpret_cast<const uint8_t*>(
+          page + pages.page_size * pages.row_stride + int64_t{slot} * pages.page_scales_bytes);
     }
     ++rows;
   }

@@ -78,11 +78,11 @@ void Rotate(RopeLayout layout, const float* rotation, int32_t rope_dim, float* r
 // Computes C = rows x panels. fp32 rows at bf16 levels are split into two bf16 parts, whose
 // products are added.
 void Multiply(const RowProjectionContext& context, std::span<const RowProjectionRecord> records,
-              int64_t row_begin, int32_t rows, int32_t k, GemmArgs gemm, const ProjectionLayout& at,
-              std::byte* scratch) {
+              int64_t row_begin, int32_t rows, int32_t k, GemmArgs gemm,
+              const ProjectionLayout& scratch_layout, std::byte* scratch) {
   const KernelSet& kernels = *context.kernels;
   const DType in = context.projection->in;
-  auto** const operands = reinterpret_cast<const void**>(scratch + at.row_ptrs);
+  auto** const operands = reinterpret_cast<const void**>(scratch + scratch_layout.row_ptrs);
   const auto size = static_cast<int64_t>(ElementSize(in));
   const bool direct = kernels.bf16_operands == (in == DType::kBf16);
   const bool split = kernels.bf16_operands && !direct;
@@ -96,8 +96,8 @@ void Multiply(const RowProjectionContext& context, std::span<const RowProjection
     ForEachRow(records, row_begin, row_begin + rows, [&](int32_t i, const RowPlace& place) {
       const std::byte* const sent = static_cast<const std::byte*>(place.record->in) +
                                     (place.row * place.record->in_row_stride + begin) * size;
-      std::byte* const row = scratch + at.rows + i * at.row_bytes;
-      std::byte* const low = row + kTileRows * at.row_bytes;
+      std::byte* const row = scratch + scratch_layout.rows + i * scratch_layout.row_bytes;
+      std::byte* const low = row + kTileRows * scratch_layout.row_bytes;
       operands[i] = direct ? sent : row;
       operands[rows + i] = low;
       if (split) {
@@ -173,18 +173,18 @@ void ProjectRows(const RowProjectionContext& context, std::span<const RowProject
   const int32_t count = queries
                             ? g.expanded_q_dim()
                             : std::min(kOutputPanels * kPanel, weights.shape.hidden_size - first);
-  const ProjectionLayout at = ScratchLayout(kernels, count);
+  const ProjectionLayout scratch_layout = ScratchLayout(kernels, count);
   GemmArgs gemm{};
   gemm.panel_bytes = queries ? layout.query_panel_bytes : layout.output_panel_bytes;
   gemm.panels = Panels(count);
   gemm.b = queries ? weights.packed + int64_t{columns} * layout.query_panels * gemm.panel_bytes
                    : weights.packed + layout.outputs_at +
                          int64_t{columns} * kOutputPanels * gemm.panel_bytes;
-  gemm.c = reinterpret_cast<float*>(scratch + at.c);
-  gemm.ldc = at.c_ld;
+  gemm.c = reinterpret_cast<float*>(scratch + scratch_layout.c);
+  gemm.ldc = scratch_layout.c_ld;
   const auto rows = static_cast<int32_t>(row_end - row_begin);
   const int32_t k = queries ? weights.shape.q_lora_rank : g.num_heads * g.v_dim;
-  Multiply(context, records, row_begin, rows, k, gemm, at, scratch);
+  Multiply(context, records, row_begin, rows, k, gemm, scratch_layout, scratch);
   ForEachRow(records, row_begin, row_end, [&](int32_t i, const RowPlace& place) {
     float* const result = gemm.c + i * gemm.ldc;
     const RowProjectionRecord& record = *place.record;

@@ -37,7 +37,7 @@ class RowSelector {
       : kernels_(kernels),
         pool_(pool),
         record_(record),
-        at_(layout),
+        layout_(layout),
         scratch_(scratch),
         key_(MakeKvRowLayout(KvFormat::kIndexKey, record.indexer.dim, 0)),
         inputs_(static_cast<const std::byte*>(record.inputs) +
@@ -70,7 +70,7 @@ class RowSelector {
   T* As(int64_t at) const {
     return reinterpret_cast<T*>(scratch_ + at);
   }
-  uint64_t* ranks() const { return As<uint64_t>(at_.ranks); }
+  uint64_t* ranks() const { return As<uint64_t>(layout_.ranks); }
   int64_t panel_bytes() const {
     return PanelBytes(kernels_.bf16_operands, kernels_.k_align, record_.indexer.dim);
   }
@@ -81,7 +81,7 @@ class RowSelector {
     for (int32_t panel = 0; panel < panels_; ++panel) {
       const int32_t first = panel * kPanel;
       const int32_t count = std::min(kPanel, heads - first);
-      std::byte* const packed = As<std::byte>(at_.queries) + panel * panel_bytes();
+      std::byte* const packed = As<std::byte>(layout_.queries) + panel * panel_bytes();
       if (kernels_.bf16_operands) {
         PackPanel(first, count, packed);
       } else {
@@ -95,9 +95,9 @@ class RowSelector {
   }
 
   // bf16 levels: packs the queries; low parts of fp32 queries follow after all panels.
-  void PackPanel(int32_t first, int32_t count, std::byte* to) {
+  void PackPanel(int32_t first, int32_t count, std::byte* panel) {
     const int32_t dim = record_.indexer.dim;
-    auto* const high = As<uint16_t>(at_.query_terms);
+    auto* const high = As<uint16_t>(layout_.query_terms);
     uint16_t* const low = high + kPanel * kKeyLd;
     const uint16_t *high_rows[kPanel], *low_rows[kPanel];
     float wide[kMaxIndexDim];
@@ -111,15 +111,15 @@ class RowSelector {
         std::memcpy(high + i * kKeyLd, Query(first + i), static_cast<size_t>(dim) * sizeof(Bf16));
       }
     }
-    kernels_.pack_rows(high_rows, count, dim, reinterpret_cast<uint16_t*>(to));
+    kernels_.pack_rows(high_rows, count, dim, reinterpret_cast<uint16_t*>(panel));
     if (!splits()) return;
     kernels_.pack_rows(low_rows, count, dim,
-                       reinterpret_cast<uint16_t*>(to + panels_ * panel_bytes()));
+                       reinterpret_cast<uint16_t*>(panel + panels_ * panel_bytes()));
   }
 
   // fp32 levels use it.
-  void WritePanel(int32_t first, int32_t count, std::byte* to) {
-    std::memset(to, 0, static_cast<size_t>(panel_bytes()));
+  void WritePanel(int32_t first, int32_t count, std::byte* panel) {
+    std::memset(panel, 0, static_cast<size_t>(panel_bytes()));
     for (int32_t n = 0; n < count; ++n) {
       const std::byte* const query = Query(first + n);
       for (int32_t k = 0; k < record_.indexer.dim; ++k) {
@@ -131,14 +131,14 @@ class RowSelector {
           std::memcpy(&narrow, query + k * int64_t{2}, sizeof narrow);
           value = ToFloat(narrow);
         }
-        std::memcpy(to + PanelOffset(kernels_, k, n), &value, sizeof value);
+        std::memcpy(panel + PanelOffset(kernels_, k, n), &value, sizeof value);
       }
     }
   }
 
   void PackWeights() {
     const int32_t heads = record_.indexer.heads;
-    float* const weights = As<float>(at_.weights);
+    float* const weights = As<float>(layout_.weights);
     std::memcpy(weights, Query(heads), static_cast<size_t>(heads) * sizeof(float));
     std::fill(weights + heads, weights + panels_ * kPanel, 0.0f);
   }
@@ -150,9 +150,9 @@ class RowSelector {
 
   // Loads keys of positions [first, first + count) as A rows.
   void LoadKeys(int32_t first, int32_t count) {
-    auto** const codes = As<const uint8_t*>(at_.code_rows);
-    auto** const keys = As<const void*>(at_.key_rows);
-    auto* const narrow = As<uint16_t>(at_.keys);
+    auto** const codes = As<const uint8_t*>(layout_.code_rows);
+    auto** const keys = As<const void*>(layout_.key_rows);
+    auto* const narrow = As<uint16_t>(layout_.keys);
     for (int32_t i = 0; i < count; ++i) {
       const int32_t in_page = (first + i) % record_.page_size;
       codes[i] = reinterpret_cast<const uint8_t*>(Page(first + i) + in_page * record_.row_stride);
@@ -169,25 +169,25 @@ class RowSelector {
     const uint16_t* rows[kTileRows];
     for (int32_t i = 0; i < count; ++i) {
       rows[i] = narrow + i * kKeyLd;
-      keys[i] = As<float>(at_.wide_keys) + i * kKeyLd;
+      keys[i] = As<float>(layout_.wide_keys) + i * kKeyLd;
     }
-    kernels_.widen(rows, count, record_.indexer.dim, As<float>(at_.wide_keys), kKeyLd);
+    kernels_.widen(rows, count, record_.indexer.dim, As<float>(layout_.wide_keys), kKeyLd);
   }
 
   void AddTile(int32_t first, int32_t count) {
     LoadKeys(first, count);
     GemmArgs gemm{};
-    gemm.a_rows = As<const void*>(at_.key_rows);
+    gemm.a_rows = As<const void*>(layout_.key_rows);
     gemm.rows = count;
     gemm.k = record_.indexer.dim;
-    gemm.b = As<std::byte>(at_.queries);
+    gemm.b = As<std::byte>(layout_.queries);
     gemm.panel_bytes = panel_bytes();
     gemm.panels = panels_;
-    gemm.c = As<float>(at_.products);
+    gemm.c = As<float>(layout_.products);
     gemm.ldc = kMaxIndexHeads;
     kernels_.gemm(gemm);
     if (splits()) {
-      gemm.b = As<std::byte>(at_.queries) + panels_ * panel_bytes();
+      gemm.b = As<std::byte>(layout_.queries) + panels_ * panel_bytes();
       gemm.accumulate = true;
       kernels_.gemm(gemm);
     }
@@ -200,7 +200,7 @@ class RowSelector {
 
   // Sums weight times relu over the heads; NaN stays NaN.
   float Sum(const float* products) const {
-    const float* const weights = As<const float>(at_.weights);
+    const float* const weights = As<const float>(layout_.weights);
     float sums[kPanel] = {};
     for (int32_t panel = 0; panel < panels_; ++panel) {
       for (int32_t n = 0; n < kPanel; ++n) {
@@ -232,7 +232,7 @@ class RowSelector {
   const KernelSet& kernels_;
   const PoolView& pool_;
   const SelectRecord& record_;
-  const SelectLayout& at_;
+  const SelectLayout& layout_;
   std::byte* const scratch_;
   const KvRowLayout key_;
   const std::byte* const inputs_;

@@ -58,13 +58,13 @@ TEST(WeightsTest, EveryElementLiesAtItsPlaceAndComesBack) {
       std::vector<std::byte> packed(static_cast<size_t>(g.num_heads * layout.head_bytes));
       PackWeights(kernels, g, g.num_heads, w_uk.data(), w_uv.data(), packed.data());
       for (int32_t head = 0; head < g.num_heads; ++head) {
-        const std::byte* const at = packed.data() + head * layout.head_bytes;
-        ExpectPlaces(kernels, w_uk.data() + head * uk, g.nope_dim, g.kv_lora_rank, at,
+        const std::byte* const packed_head = packed.data() + head * layout.head_bytes;
+        ExpectPlaces(kernels, w_uk.data() + head * uk, g.nope_dim, g.kv_lora_rank, packed_head,
                      layout.absorb_panel_bytes);
         ExpectPlaces(kernels, w_uv.data() + head * uv, g.kv_lora_rank, g.v_dim,
-                     at + layout.project_at, layout.project_panel_bytes);
+                     packed_head + layout.project_at, layout.project_panel_bytes);
         std::vector<Bf16> got_uk(static_cast<size_t>(uk)), got_uv(static_cast<size_t>(uv));
-        UnpackWeights(kernels, g, at, got_uk.data(), got_uv.data());
+        UnpackWeights(kernels, g, packed_head, got_uk.data(), got_uv.data());
         EXPECT_TRUE(std::equal(got_uk.begin(), got_uk.end(), w_uk.begin() + head * uk));
         EXPECT_TRUE(std::equal(got_uv.begin(), got_uv.end(), w_uv.begin() + head * uv));
       }

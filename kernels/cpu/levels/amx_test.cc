@@ -90,35 +90,35 @@ class WholeTile {
     const auto columns = static_cast<size_t>(columns_);
     std::vector<float> s(static_cast<size_t>(kMostKvRows) * (columns + kPanel)),
         p(static_cast<size_t>(kTileRows) * kTileRows);
-    Left left{std::vector<float>(columns, 0.25f),
-              std::vector<float>(columns, 3.0f),
-              std::vector<float>(columns, 3.0f),
-              std::vector<float>(columns),
-              std::vector<float>(columns * static_cast<size_t>(tile_.accumulate.ldo), 2.0f),
-              std::vector<uint16_t>(
-                  static_cast<size_t>(tile_.accumulate.panels * tile_.accumulate.ldv / 2))};
-    left.m[0] = 1e3f;  // a maximum that stays
+    Left results{std::vector<float>(columns, 0.25f),
+                 std::vector<float>(columns, 3.0f),
+                 std::vector<float>(columns, 3.0f),
+                 std::vector<float>(columns),
+                 std::vector<float>(columns * static_cast<size_t>(tile_.accumulate.ldo), 2.0f),
+                 std::vector<uint16_t>(
+                     static_cast<size_t>(tile_.accumulate.panels * tile_.accumulate.ldv / 2))};
+    results.m[0] = 1e3f;  // a maximum that stays
     TileArgs tile = tile_;
     tile.gemm.c = s.data();
     tile.softmax.s = s.data();
-    tile.softmax.m = left.m.data();
-    tile.softmax.l = left.l.data();
-    tile.softmax.norm = left.norm.data();
-    tile.softmax.alpha = left.alpha.data();
+    tile.softmax.m = results.m.data();
+    tile.softmax.l = results.l.data();
+    tile.softmax.norm = results.norm.data();
+    tile.softmax.alpha = results.alpha.data();
     tile.softmax.p = p.data();
     tile.softmax.visible = masked ? visible_.data() : nullptr;
     tile.accumulate.p = p.data();
-    tile.accumulate.v = left.values.data();
-    tile.accumulate.o = left.o.data();
-    tile.accumulate.alpha = first ? nullptr : left.alpha.data();
+    tile.accumulate.v = results.values.data();
+    tile.accumulate.o = results.o.data();
+    tile.accumulate.alpha = first ? nullptr : results.alpha.data();
     if (!packed_before && whole) {
-      tile.gemm.value_panels = left.values.data();
+      tile.gemm.value_panels = results.values.data();
       tile.gemm.value_panel_bytes = tile.accumulate.ldv;
       tile.gemm.value_dim = d_;
     }
     if (packed_before || !whole) {
       kernels.pack_values(reinterpret_cast<const uint16_t* const*>(rows_.data()), tile.gemm.rows,
-                          d_, left.values.data(), tile.accumulate.ldv);
+                          d_, results.values.data(), tile.accumulate.ldv);
     }
     if (whole) {
       kernels.attend(tile);
@@ -127,7 +127,7 @@ class WholeTile {
       kernels.softmax(tile.softmax);
       kernels.accumulate(tile.accumulate);
     }
-    return left;
+    return results;
   }
 
  private:

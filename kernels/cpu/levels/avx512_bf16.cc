@@ -33,7 +33,7 @@ inline __m512 SumLanes(const __m512 (&sum)[4]) {
 
 // Multiplies eight elements of each of M rows with the same eight of 16 columns.
 template <int M>
-inline void DotGroup(const uint16_t* const (&a)[M], int64_t at, const uint8_t* b,
+inline void DotGroup(const uint16_t* const (&a)[M], int64_t offset, const uint8_t* b,
                      __m512 (&sum)[M][4]) {
   __m512bh bv[4];
 #pragma GCC unroll 4
@@ -41,7 +41,7 @@ inline void DotGroup(const uint16_t* const (&a)[M], int64_t at, const uint8_t* b
 #pragma GCC unroll 8
   for (int i = 0; i < M; ++i) {
     const __m512bh av = AsBf16(
-        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a[i] + at))));
+        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a[i] + offset))));
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], bv[j], av);
   }
@@ -172,15 +172,15 @@ void Accumulate(const AccumulateArgs& args) {
 
 // Groups of 8 k of column n go to the lanes that the product reads.
 void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel) {
-  for (int32_t at = 0; at < k; at += kGroup, panel += kGroupBytes / 2) {
-    const int32_t rest = k - at < kGroup ? k - at : kGroup;
+  for (int32_t begin = 0; begin < k; begin += kGroup, panel += kGroupBytes / 2) {
+    const int32_t rest = k - begin < kGroup ? k - begin : kGroup;
     for (int32_t n = 0; n < kPanel; ++n) {
       uint16_t lane[kGroup] = {};
       if (n < count) {
         if (rest == kGroup) {
-          memcpy(lane, rows[n] + at, sizeof lane);
+          memcpy(lane, rows[n] + begin, sizeof lane);
         } else {
-          memcpy(lane, rows[n] + at, static_cast<size_t>(rest) * 2);
+          memcpy(lane, rows[n] + begin, static_cast<size_t>(rest) * 2);
         }
       }
       memcpy(panel + n % 4 * 32 + n / 4 * 8, lane, sizeof lane);

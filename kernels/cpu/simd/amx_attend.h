@@ -26,20 +26,20 @@ class PackWork {
 
   inline void Step() {
     fetch_.Step();
-    if (at_ < value_dim_) PackBlock();
-    at_ += kDepth;
-    if (at_ < k_) return;
-    at_ = 0;
+    if (done_ < value_dim_) PackBlock();
+    done_ += kDepth;
+    if (done_ < k_) return;
+    done_ = 0;
     rows_ += kTwoBlocks;
     out_ += kTwoBlocks / 2 * 64;
   }
 
  private:
   inline void PackBlock() {
-    uint8_t* out = out_ + at_ / kPanel * panel_bytes_;
+    uint8_t* out = out_ + done_ / kPanel * panel_bytes_;
     for (int32_t r = 0; r < kTwoBlocks; r += 2, out += 64) {
-      const ValuePairs pairs =
-          PairValues(_mm512_loadu_si512(rows_[r] + at_), _mm512_loadu_si512(rows_[r + 1] + at_));
+      const ValuePairs pairs = PairValues(_mm512_loadu_si512(rows_[r] + done_),
+                                          _mm512_loadu_si512(rows_[r + 1] + done_));
       _mm512_storeu_si512(out, pairs.first);
       _mm512_storeu_si512(out + panel_bytes_, pairs.second);
     }
@@ -50,7 +50,7 @@ class PackWork {
   uint8_t* out_;                 // their pairs in the first panel
   const int64_t panel_bytes_;
   const int32_t value_dim_, k_;
-  int32_t at_ = 0;  // elements of these rows that have had their turn
+  int32_t done_ = 0;  // elements of these rows that have had their turn
 };
 
 // Computes the logits of kB panels of queries, from `panel` on, for all rows. These do not stay in

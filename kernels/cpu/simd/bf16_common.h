@@ -21,29 +21,31 @@ inline __mmask32 Mask32(int32_t count) {
 class Prefetcher {
  public:
   explicit Prefetcher(const GemmArgs& g)
-      : rows_(g.next_rows), left_(g.next_rows != nullptr ? g.next_count : 0), bytes_(g.next_bytes) {
-    if (left_ > 0) NextRow();
+      : rows_(g.next_rows),
+        remaining_(g.next_rows != nullptr ? g.next_count : 0),
+        bytes_(g.next_bytes) {
+    if (remaining_ > 0) NextRow();
   }
 
   inline void Step(int lines) {
-    for (; lines > 0 && left_ > 0; --lines) {
-      _mm_prefetch(at_, _MM_HINT_T1);
-      at_ += 64;
-      if (at_ < end_) continue;
-      if (--left_ > 0) NextRow();
+    for (; lines > 0 && remaining_ > 0; --lines) {
+      _mm_prefetch(line_, _MM_HINT_T1);
+      line_ += 64;
+      if (line_ < end_) continue;
+      if (--remaining_ > 0) NextRow();
     }
   }
 
  private:
   void NextRow() {
-    at_ = static_cast<const char*>(*rows_++);
-    end_ = at_ + bytes_;
+    line_ = static_cast<const char*>(*rows_++);
+    end_ = line_ + bytes_;
   }
 
   const void* const* rows_;
-  const char* at_ = nullptr;
+  const char* line_ = nullptr;
   const char* end_ = nullptr;
-  int32_t left_, bytes_;
+  int32_t remaining_, bytes_;
 };
 
 inline __m512i Bits(__m512bh v) { return reinterpret_cast<__m512i&>(v); }

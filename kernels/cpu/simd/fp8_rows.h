@@ -81,15 +81,15 @@ inline void WidenRows(const Fp8RowsArgs& args, const Widen& widen) {
         next += args.group;
         ++group;
       } while (next < args.latent_dim && ScaleBits(args, r, group) == bits);
-      const int32_t left = (next < args.latent_dim ? next : args.latent_dim) - i;
+      const int32_t run = (next < args.latent_dim ? next : args.latent_dim) - i;
       if (bits >= kSmallestScaleBits && bits <= kLargestScaleBits && (bits & 0x7fffffu) == 0) {
-        widen(row + i, left, static_cast<int32_t>(bits >> 23) - 127, out + i);
+        widen(row + i, run, static_cast<int32_t>(bits >> 23) - 127, out + i);
         continue;
       }
       // The value of the scale (KvScale): NaN unless it lies in [0, largest].
       float scale = __builtin_nanf("");
       if (bits <= kLargestScaleBits) memcpy(&scale, &bits, sizeof scale);
-      for (int32_t k = 0; k < left; ++k) out[i + k] = WidenCode(row[i + k], scale);
+      for (int32_t k = 0; k < run; ++k) out[i + k] = WidenCode(row[i + k], scale);
     }
     memcpy(rope, row + args.rope_at, static_cast<size_t>(args.rope_dim) * 2);
   }

@@ -51,15 +51,15 @@ inline void WidenVectors(const uint8_t* codes, int32_t count, int32_t shift, uin
   const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
   const __m512i sign = _mm512_set1_epi8(-128);
   for (int32_t i = 0; i < count; i += 64) {
-    const int32_t left = count - i;
-    const uint64_t mask = left >= 64 ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
+    const int32_t remaining = count - i;
+    const uint64_t mask = remaining >= 64 ? ~uint64_t{0} : (uint64_t{1} << remaining) - 1;
     const __m512i x = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(mask, codes + i));
     const __m512i low = _mm512_permutex2var_epi8(low0, x, low1);
     const __m512i magnitude = _mm512_permutex2var_epi8(high0, x, high1);
     const __m512i high = _mm512_or_si512(magnitude, _mm512_and_si512(x, sign));
     _mm512_mask_storeu_epi16(out + i, static_cast<__mmask32>(mask),
                              _mm512_unpacklo_epi8(low, high));
-    if (left > 32) {
+    if (remaining > 32) {
       _mm512_mask_storeu_epi16(out + i + 32, static_cast<__mmask32>(mask >> 32),
                                _mm512_unpackhi_epi8(low, high));
     }
