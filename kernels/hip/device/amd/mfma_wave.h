@@ -158,15 +158,15 @@ struct WaveBase {
   template <int kTileRows>
   struct KeyRows {
     static constexpr int kSteps = 8 / kGroups;
-    lds_t at[kSteps];
+    lds_t addresses[kSteps];
     // Rows from `row0` on; `row0` is a multiple of 32.
     MLA_DEVICE KeyRows(lds_t tile, int row0, int lane) {
-      at[0] = chunk_at<kTileRows>(tile + row0 * 128, lane & (kRows - 1), group(lane));
+      addresses[0] = chunk_at<kTileRows>(tile + row0 * 128, lane & (kRows - 1), group(lane));
 #pragma unroll
-      for (int s = 1; s < kSteps; ++s) at[s] = flip(at[0], s * kGroups * 16);
+      for (int s = 1; s < kSteps; ++s) addresses[s] = flip(addresses[0], s * kGroups * 16);
     }
     MLA_DEVICE void load(K& k, int kv0, int step) const {
-      const lds_t column = flip(at[step % kSteps], swizzle(kv0) * 16);
+      const lds_t column = flip(addresses[step % kSteps], swizzle(kv0) * 16);
       k.r = shared_load<u32x4>(column + step / kSteps * (kTileRows * 128) + kv0 * 128);
     }
   };
@@ -196,13 +196,13 @@ struct WaveBase {
   template <int kTileRows>
   MLA_DEVICE static void store_p(lds_t tile, int row0, int kv0, const Scores& s, int lane) {
     static_assert(kRows == 32);
-    const lds_t at = shared_p_at(tile, row0, lane);
+    const lds_t address = shared_p_at(tile, row0, lane);
     const Scores of_fragment[1] = {s};
 #pragma unroll
     for (int step = 0; step < kRows / kPvDepth; ++step) {
       P p;
       make_p(p, of_fragment, step);
-      shared_store<u32x4>(flip(at, (kv0 / kPvDepth + step) * kGroups * 16), p.r);
+      shared_store<u32x4>(flip(address, (kv0 / kPvDepth + step) * kGroups * 16), p.r);
     }
   }
   template <int kTileRows, int kSteps>

@@ -137,13 +137,14 @@ struct Wave : WaveBase<kRows_> {
     };
     // Addresses of row r in the first column block. Other addresses differ by a constant, except
     // that fragments of half a block alternate between its halves.
-    lds_t at[128 / kOutCols][4];
+    lds_t addresses[128 / kOutCols][4];
     MLA_DEVICE ValueCodes(lds_t tile, int lane) {
       const int col = 4 * (lane & (kRows - 1));
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        at[0][r] = chunk_at<kTileRows>(tile, 4 * Base::group(lane) + r, col >> 4) + (col & 12);
-        if constexpr (kOutCols == 64) at[1][r] = flip(at[0][r], 64);
+        addresses[0][r] =
+            chunk_at<kTileRows>(tile, 4 * Base::group(lane) + r, col >> 4) + (col & 12);
+        if constexpr (kOutCols == 64) addresses[1][r] = flip(addresses[0][r], 64);
       }
     }
     MLA_DEVICE void load(Raw& raw, int step, int fragment) const {
@@ -154,8 +155,9 @@ struct Wave : WaveBase<kRows_> {
         static_assert(kPvDepth / 2 % 8 == 0);  // all steps have the same swizzle
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          raw.r[half][r] = shared_load<uint32_t>(
-              at[fragment % kPerBlock][r] + fragment / kPerBlock * (kTileRows * 128) + row * 128);
+          raw.r[half][r] =
+              shared_load<uint32_t>(addresses[fragment % kPerBlock][r] +
+                                    fragment / kPerBlock * (kTileRows * 128) + row * 128);
         }
       }
     }

@@ -70,18 +70,18 @@ struct CodeWave : Wave<kRows_> {
   template <int kTileRows>
   struct CodeKeys {
     static constexpr int kChunks = kLaneCodes / 16;
-    lds_t at[4];
+    lds_t addresses[4];
     MLA_DEVICE CodeKeys(lds_t tile, int row0, int lane) {
-      at[0] =
+      addresses[0] =
           chunk_at<kTileRows>(tile + row0 * 128, lane & (kRows_ - 1), kChunks * Base::group(lane));
 #pragma unroll
-      for (int i = 1; i < 4; ++i) at[i] = flip(at[0], chunk(i) * 16);
+      for (int i = 1; i < 4; ++i) addresses[i] = flip(addresses[0], chunk(i) * 16);
     }
     MLA_DEVICE void load(K& k, int kv0, int step) const {
       const int place = step / 2 * (kTileRows * 128) + kv0 * 128;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        const u32x4 x = shared_load<u32x4>(at[step % 2 * 2 + i] + place);
+        const u32x4 x = shared_load<u32x4>(addresses[step % 2 * 2 + i] + place);
 #pragma unroll
         for (int w = 0; w < 4; ++w) k.r[4 * i + w] = x[w];
       }

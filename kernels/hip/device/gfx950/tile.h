@@ -85,15 +85,15 @@ struct Wave : WaveBase<kRows_> {
   template <int kTileRows, Order kOrder = Order::kOfScores>
   struct ValueRows {
     static constexpr bool kAlong = kOrder == Order::kAlongDepth;
-    lds_t at;
+    lds_t address;
     MLA_DEVICE ValueRows(lds_t tile, int lane) {
       const int i = lane & 15;
       const int col = (kRows == 32 ? (lane & 16) : 0) + (i & 3) * 4;
       const int row = (kAlong ? 8 : 4) * Base::group(lane) + (i >> 2);
-      at = chunk_at<kTileRows>(tile, row, col >> 3) + (col & 4) * 2;
+      address = chunk_at<kTileRows>(tile, row, col >> 3) + (col & 4) * 2;
     }
     MLA_DEVICE lds_t place(int row, int col) const {
-      return flip(at, ((col >> 3 & 7) ^ swizzle(row)) * 16) + (col >> 6) * (kTileRows * 128) +
+      return flip(address, ((col >> 3 & 7) ^ swizzle(row)) * 16) + (col >> 6) * (kTileRows * 128) +
              row * 128;
     }
     MLA_DEVICE void load(V& v, int step, int fragment) const {
@@ -112,17 +112,17 @@ struct Wave : WaveBase<kRows_> {
     struct Raw {
       u32x2 r;
     };
-    lds_t at;
+    lds_t address;
     MLA_DEVICE ValueCodes(lds_t tile, int lane) {
       const int i = lane & 15, eighth = i >> 1;
       const int row = kRun == 8
                           ? 8 * Base::group(lane) + eighth
                           : 4 * Base::group(lane) + (eighth & 3) + (eighth >> 2) * (kPvDepth / 2);
-      at = chunk_at<kTileRows>(tile, row, kRows == 32 ? lane >> 4 & 1 : 0) + (i & 1) * 8;
+      address = chunk_at<kTileRows>(tile, row, kRows == 32 ? lane >> 4 & 1 : 0) + (i & 1) * 8;
     }
     MLA_DEVICE void load(Raw& raw, int step, int fragment) const {
       const int row = step * kPvDepth, chunk = fragment * (kOutCols / 16);
-      raw.r = read_transposed_bytes(flip(at, ((chunk & 7) ^ swizzle(row)) * 16) +
+      raw.r = read_transposed_bytes(flip(address, ((chunk & 7) ^ swizzle(row)) * 16) +
                                     (chunk >> 3) * (kTileRows * 128) + row * 128);
     }
     MLA_DEVICE static void widen(V& v, const Raw& raw) {

@@ -10,10 +10,10 @@ namespace mla::kernels::hip {
 // The wave's packed rows begin with `first_row` of the item, its columns with fragment
 // `first_fragment` of kLora columns. State is of Attend: the sums are complete.
 template <class Format, int kOutFragments, int kLora, AttentionKind kKind, class Args, class State>
-MLA_DEVICE void write_results(const Args& to, const Item& item, const State& state, int first_row,
+MLA_DEVICE void write_results(const Args& args, const Item& item, const State& state, int first_row,
                               int first_fragment) {
   using W = typename Format::W;
-  const RowWriter<W, kOutFragments, Args> writer(to, item, kLora, first_fragment);
+  const RowWriter<W, kOutFragments, Args> writer(args, item, kLora, first_fragment);
 #pragma unroll
   for (int slot = 0; slot < W::kSlots; ++slot) {
     const int lane = tile::lane_again();
@@ -28,7 +28,7 @@ MLA_DEVICE void write_results(const Args& to, const Item& item, const State& sta
     if constexpr (kKind == AttentionKind::kWindow) {
       // In split tiles, the merge applies the sink.
       if (item.work.partial_row < 0) {
-        scale.inverse *= sink_factor(to.windows[item.work.segment], item.head(p), scale.lse);
+        scale.inverse *= sink_factor(args.windows[item.work.segment], item.head(p), scale.lse);
       }
     }
     writer.write(state.o, scale, slot, p, lane);

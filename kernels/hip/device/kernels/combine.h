@@ -82,13 +82,13 @@ class Combine {
         count((part_count - wave + a.waves_per_row - 1) / a.waves_per_row) {}
 
   // Returns the first partial row of the part that this lane looks up, among the wave's parts from
-  // `at` on.
-  MLA_DEVICE int part(int at) const {
-    return at + lane < count ? parts[(at + lane) * args.waves_per_row + wave] : 0;
+  // `first_part` on.
+  MLA_DEVICE int part(int first_part) const {
+    return first_part + lane < count ? parts[(first_part + lane) * args.waves_per_row + wave] : 0;
   }
-  MLA_DEVICE float lse(int at, int part_row) const {
-    return at + lane < count ? args.partial_lse[static_cast<int64_t>(part_row) + p]
-                             : negative_infinity();
+  MLA_DEVICE float lse(int first_part, int part_row) const {
+    return first_part + lane < count ? args.partial_lse[static_cast<int64_t>(part_row) + p]
+                                     : negative_infinity();
   }
   MLA_DEVICE static float weight(float from, float to) { return exp2_fast((from - to) * kLog2e); }
 
@@ -136,13 +136,13 @@ class Combine {
 
   // Adds the wave's parts [at, at + kWave); each lane has looked up one of them.
   template <int kCount>
-  MLA_DEVICE void add_parts(Sums<kCount>& sums, int at, int own, int column) const {
+  MLA_DEVICE void add_parts(Sums<kCount>& sums, int first_part, int own, int column) const {
     constexpr int kAhead = 8 / kCount;  // parts whose values are loaded at a time
-    const int rows = at == 0 ? own : part(at);
-    const int here = count - at < tile::kWave ? count - at : tile::kWave;
+    const int rows = first_part == 0 ? own : part(first_part);
+    const int here = count - first_part < tile::kWave ? count - first_part : tile::kWave;
     uint32_t x[kAhead][kCount][4];
     load_parts(x, rows, 0, here, column);
-    const float own_lse = lse(at, rows);
+    const float own_lse = lse(first_part, rows);
     const float top = max_f(sums.top, wave_max(own_lse));
     if (sums.top != negative_infinity() && sums.top != top) move(sums, weight(sums.top, top));
     sums.top = top;

@@ -27,7 +27,7 @@ namespace mla::kernels::hip {
 MLA_DEVICE void copy_rotated_run(const ProjectArgs& args, const ProjectRow& r, int head, int c) {
   const int bytes = args.out_is_f32 ? 4 : 2;
   const int64_t from = head * r.in_head_stride + args.k + c;
-  const int64_t to = head * r.out_head_stride + args.n + c;
+  const int64_t target = head * r.out_head_stride + args.n + c;
   float v[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -35,7 +35,7 @@ MLA_DEVICE void copy_rotated_run(const ProjectArgs& args, const ProjectRow& r, i
                           : bf16_to_float(static_cast<const uint16_t*>(r.in)[from + j]);
   }
   // n is a multiple of 8.
-  store_run(r.out, to, v, args.out_is_f32 != 0,
+  store_run(r.out, target, v, args.out_is_f32 != 0,
             aligned_to(r.out, r.out_head_stride, 0, bytes, 4 * bytes));
 }
 template <int kThreads>
@@ -254,7 +254,7 @@ class Project {
   MLA_DEVICE void store(const Inputs<kF32>& in) const {
 #pragma unroll
     for (int i = 0; i < kInChunks; ++i) {
-      const lds_t at = tile::chunk_at<kProjectRows>(in_tile, in_row(i), in_chunk());
+      const lds_t address = tile::chunk_at<kProjectRows>(in_tile, in_row(i), in_chunk());
       Chunk c;
       if constexpr (kF32) {
         Chunk rest;
@@ -265,12 +265,12 @@ class Project {
           c.w[j] = pack_bf16(a, b);
           rest.w[j] = pack_bf16(rest_of(a, c.w[j] << 16), rest_of(b, c.w[j] & 0xffff0000u));
         }
-        tile::store_chunk(at + kInBytes, rest);
+        tile::store_chunk(address + kInBytes, rest);
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) c.w[j] = in.words[i][j];
       }
-      tile::store_chunk(at, c);
+      tile::store_chunk(address, c);
     }
   }
   MLA_DEVICE void store(const Weights& weights) const {
@@ -419,11 +419,11 @@ class ProjectRowOf {
 
   MLA_DEVICE void bring_in(int k0) const {
     for (int i = thread_index(); i < kDepth; i += kThreads) {
-      const int64_t at = head * row.in_head_stride + k0 + i;
+      const int64_t index = head * row.in_head_stride + k0 + i;
       float x = 0.0f;
       if (k0 + i < args.k) {
-        x = args.in_is_f32 != 0 ? as_global<const float>(row.in)[at]
-                                : bf16_to_float(as_global<const uint16_t>(row.in)[at]);
+        x = args.in_is_f32 != 0 ? as_global<const float>(row.in)[index]
+                                : bf16_to_float(as_global<const uint16_t>(row.in)[index]);
       }
       tile::store_float(inputs + i * 4, x);
     }
@@ -450,11 +450,11 @@ class ProjectRowOf {
     for (int i = 0; i < kLanes; ++i) {
       sum += tile::load_float(sums + (i * kColumns + thread_index()) * 4);
     }
-    const int64_t at = head * row.out_head_stride + c;
+    const int64_t index = head * row.out_head_stride + c;
     if (args.out_is_f32 != 0) {
-      as_global<float>(row.out)[at] = sum;
+      as_global<float>(row.out)[index] = sum;
     } else {
-      as_global<uint16_t>(row.out)[at] = to_bf16(sum);
+      as_global<uint16_t>(row.out)[index] = to_bf16(sum);
     }
   }
 

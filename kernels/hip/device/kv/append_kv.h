@@ -88,13 +88,13 @@ class AppendKv {
     }
   }
 
-  // Stores elements [begin, end) of the row at byte `at` of the target.
-  MLA_DEVICE void store_bf16(int begin, int end, int at) {
+  // Stores elements [begin, end) of the row at byte `offset` of the target.
+  MLA_DEVICE void store_bf16(int begin, int end, int offset) {
     for (int i = begin + lane * kLaneValues; i < end; i += kTurnValues) {
       Chunk c = load_chunk(r.kv, source + i, f32, aligned);
 #pragma unroll
       for (int w = 0; w < 4; ++w) c.w[w] = stored_pair(c.w[w]);
-      put(target + at + (i - begin) * 2, c.w);
+      put(target + offset + (i - begin) * 2, c.w);
     }
   }
   MLA_DEVICE void store_fp8(int begin, int end, float inverse) {
@@ -137,16 +137,16 @@ class AppendKv {
   // Returns KvSharedScale of the row.
   template <int kGroupLanes>
   MLA_DEVICE float shared_scale(int latent) const {
-    float most = 0.0f, least = kNoKvGroup;
+    float maximum = 0.0f, least = kNoKvGroup;
     for (int first = 0; first < latent; first += kTurnValues) {
       const int i = first + lane * kLaneValues;
       Values v = {};
       if (i < latent) v = load(i);
       const float largest = largest_of_group<kGroupLanes>(v);
-      most = max_f(most, largest);
+      maximum = max_f(maximum, largest);
       if (largest > 0.0f && largest < least) least = largest;
     }
-    return KvSharedScale(-wave_max(-least), wave_max(most), kPoolFp8);
+    return KvSharedScale(-wave_max(-least), wave_max(maximum), kPoolFp8);
   }
   // Returns the largest magnitude of a group, ignoring values that a row cannot hold.
   template <int kGroupLanes>
@@ -176,7 +176,7 @@ class AppendKv {
     }
     return v;
   }
-  MLA_DEVICE void put_codes(int at, const Values& v, float inverse) {
+  MLA_DEVICE void put_codes(int offset, const Values& v, float inverse) {
     uint32_t words[2] = {0, 0};
 #pragma unroll
     for (int k = 0; k < kLaneValues; ++k) {
@@ -184,14 +184,14 @@ class AppendKv {
           IsPoison(v.x[k]) ? Fp8NaN(kPoolFp8) : EncodeFp8(v.x[k] * inverse, kPoolFp8);
       words[k / 4] |= code << (k % 4 * 8);
     }
-    put(target + at, words);
+    put(target + offset, words);
   }
   // Stores words, or compares them with the stored ones.
-  MLA_DEVICE void put_byte(uint8_t* to, uint8_t byte) {
+  MLA_DEVICE void put_byte(uint8_t* address, uint8_t byte) {
     if (r.differs == nullptr) {
-      *as_global<uint8_t>(to) = byte;
+      *as_global<uint8_t>(address) = byte;
     } else {
-      differs |= byte ^ *as_global<uint8_t>(to);
+      differs |= byte ^ *as_global<uint8_t>(address);
     }
   }
   template <int kWords>

@@ -264,11 +264,11 @@ class KvStream {
   // Returns the position of that row of tile n; `word` is of its entry in the list, if there is
   // one.
   MLA_DEVICE int position(int n, int g, int word) const {
-    const int at = first(n) + row(g);
+    const int index = first(n) + row(g);
     if constexpr (kLists) {
-      return source.position_of(source.entry_of(at, word));
+      return source.position_of(source.entry_of(index, word));
     } else {
-      return source.place(at);
+      return source.place(index);
     }
   }
   MLA_DEVICE uint32_t granule_word(int n, int g) const {
@@ -286,11 +286,11 @@ class KvStream {
   }
   MLA_DEVICE void fetch(int n) { fetch_to<0>(fetched_base(n), n); }
   template <int kOffset>
-  MLA_DEVICE void fetch_to(lds_t to, int n) {
+  MLA_DEVICE void fetch_to(lds_t target, int n) {
     lane = tile::lane_again();
     const int32_t* const from = source.entry_at(first(n) + (lane & (kTileKv - 1)));
     if constexpr (kInLds) {
-      copies.template issue_word<kOffset>(to, lane, from);
+      copies.template issue_word<kOffset>(target, lane, from);
     } else {
       held_entry = *as_global<const int32_t>(from);
     }

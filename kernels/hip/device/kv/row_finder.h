@@ -12,7 +12,8 @@ template <class Source, int kStep>
 class RowFinder {
  public:
   // `first` is the place of the first tile's row. REQUIRES source.begin < source.end.
-  MLA_DEVICE RowFinder(const Source& source, int first) : at(first), entry(source.entry(first)) {
+  MLA_DEVICE RowFinder(const Source& source, int first)
+      : next_place(first), entry(source.entry(first)) {
     look_up(source);
   }
 
@@ -34,12 +35,12 @@ class RowFinder {
     const RowSpot spot = source.spot(source.position_of(entry));
     granule = *as_global<const uint32_t>(spot.entry);
     inside = spot.inside;
-    seen = at < source.end && source.sees_entry(entry);
-    at += kStep;
-    entry = source.entry(at);
+    seen = next_place < source.end && source.sees_entry(entry);
+    next_place += kStep;
+    entry = source.entry(next_place);
   }
 
-  int at;            // place of the next tile's row
+  int next_place;    // place of the next tile's row
   int entry;         // entry of that row
   uint32_t granule;  // page of this tile's row
   int inside;        // its row in that page, see RowSpot

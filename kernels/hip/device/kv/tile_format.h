@@ -114,15 +114,15 @@ struct Fp8Rows {
   // scales.
   template <int kCount>
   MLA_DEVICE static bool odd(const float (&scales)[kCount]) {
-    uint32_t all = 0, least = ~0u, most = 0;
+    uint32_t all = 0, least = ~0u, largest = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const uint32_t bits = float_to_bits(scales[i]);
       all |= bits;
       least = bits < least ? bits : least;
-      most = bits > most ? bits : most;
+      largest = bits > largest ? bits : largest;
     }
-    return (all & 0x807fffffu) != 0 || least < 0x00800000u || most > kLargestScaleBits;
+    return (all & 0x807fffffu) != 0 || least < 0x00800000u || largest > kLargestScaleBits;
   }
   // As hide_unseen_values. Also clears scales that stand for NaN.
   template <int kThreads>
@@ -130,24 +130,24 @@ struct Fp8Rows {
     constexpr int kChunks = Layout::kLatentBytes / 16;
     const int begin = first_row > 0 ? first_row : 0;
     for (int i = begin * kChunks + thread; i < kTileKv * kChunks; i += kThreads) {
-      const lds_t at = tile::chunk_at<kTileKv>(tile_base, i / kChunks, i % kChunks);
-      Chunk c = tile::load_chunk_shared(at);
-      uint32_t found = 0;
+      const lds_t address = tile::chunk_at<kTileKv>(tile_base, i / kChunks, i % kChunks);
+      Chunk c = tile::load_chunk_shared(address);
+      uint32_t cleared = 0;
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const uint32_t hidden = nan_bytes(c.w[w]);
         c.w[w] &= ~hidden;
-        found |= hidden;
+        cleared |= hidden;
       }
-      if (found != 0) tile::store_chunk(at, c);
+      if (cleared != 0) tile::store_chunk(address, c);
     }
     if constexpr (Layout::kRowScales) {
       for (int i = thread; i < Layout::kScaleWords; i += kThreads) {
-        const lds_t at = scale_at(tile_base, 0, i);
+        const lds_t address = scale_at(tile_base, 0, i);
         if (i % kTileKv < begin) continue;
-        const float scale = tile::load_float(at);
+        const float scale = tile::load_float(address);
         if (float_to_bits(scale) > kLargestScaleBits) {
-          tile::store_float(at, 0.0f);
+          tile::store_float(address, 0.0f);
         }
       }
     }
@@ -156,13 +156,13 @@ struct Fp8Rows {
  private:
   // Returns 0xff for each byte that is a NaN.
   MLA_DEVICE static uint32_t nan_bytes(uint32_t codes) {
-    uint32_t found = 0;
+    uint32_t mask = 0;
 #pragma unroll
     for (int b = 0; b < 32; b += 8) {
       const auto code = static_cast<uint8_t>(codes >> b & 0xffu);
-      if (IsFp8NaN(code, kPoolFp8)) found |= 0xffu << b;
+      if (IsFp8NaN(code, kPoolFp8)) mask |= 0xffu << b;
     }
-    return found;
+    return mask;
   }
 };
 

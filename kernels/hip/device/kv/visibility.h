@@ -68,7 +68,7 @@ class ListVisibility {
   template <class Stream>
   MLA_DEVICE void of_tile(const Stream& kv, int n) {
     entries = next;
-    left = kv.left(n);
+    remaining = kv.left(n);
   }
   // Entries of the next tile, n, are checked while products of this tile run. Their words are read
   // before those products, so that nothing waits for them.
@@ -80,20 +80,21 @@ class ListVisibility {
   MLA_DEVICE void look_ahead(const Stream& kv, int n) {
     next = kv.seen(n, word_of_next);
   }
-  MLA_DEVICE bool masked() const { return left < C::kTileKv || entries != kAll; }
+  MLA_DEVICE bool masked() const { return remaining < C::kTileKv || entries != kAll; }
   MLA_DEVICE bool hides_values() const { return kHidesValues && entries != kAll; }
   MLA_DEVICE int first_hidden() const { return 0; }
   MLA_DEVICE uint32_t word(int, int column) const {
-    const Bits places = left >= C::kTileKv ? kAll : (Bits{1} << (left & (C::kTileKv - 1))) - 1;
+    const Bits places =
+        remaining >= C::kTileKv ? kAll : (Bits{1} << (remaining & (C::kTileKv - 1))) - 1;
     return static_cast<uint32_t>((entries & places) >> (column & (C::kTileKv - 1)));
   }
 
  private:
   using Bits = std::conditional_t<C::kTileKv == 64, uint64_t, uint32_t>;
   static constexpr Bits kAll = ~Bits{0};
-  int left;      // places from the first of this tile on
-  Bits entries;  // seen entries of this tile
-  Bits next;     // seen entries of the next tile
+  int remaining;  // places from the first of this tile on
+  Bits entries;   // seen entries of this tile
+  Bits next;      // seen entries of the next tile
   int word_of_next;
 };
 template <class C, class W>

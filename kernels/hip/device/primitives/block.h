@@ -33,33 +33,34 @@ MLA_DEVICE uint32_t index_rank(float logit) {
 
 // Copies by one block. Both addresses and `bytes` are equally aligned, to kWords words.
 template <int kWords>
-MLA_DEVICE void move_words(uint8_t* to, const uint8_t* from, int bytes) {
+MLA_DEVICE void move_words(uint8_t* target, const uint8_t* from, int bytes) {
   constexpr int kAhead = 4;  // loads in flight at a time
   constexpr int kStep = kSmallThreads * kWords * 4;
-  for (int at = thread_index() * kWords * 4; at < bytes; at += kAhead * kStep) {
+  for (int offset = thread_index() * kWords * 4; offset < bytes; offset += kAhead * kStep) {
     uint32_t words[kAhead][kWords] = {};
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (from != nullptr && at + i * kStep < bytes) load_words(words[i], from + at + i * kStep);
+      if (from != nullptr && offset + i * kStep < bytes)
+        load_words(words[i], from + offset + i * kStep);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (at + i * kStep < bytes) store_words(to + at + i * kStep, words[i]);
+      if (offset + i * kStep < bytes) store_words(target + offset + i * kStep, words[i]);
     }
   }
 }
 
 // Copies by one block. `from` null: stores zeros.
-MLA_DEVICE void move_bytes(uint8_t* to, const uint8_t* from, int bytes) {
-  const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
+MLA_DEVICE void move_bytes(uint8_t* target, const uint8_t* from, int bytes) {
+  const auto bits = reinterpret_cast<uintptr_t>(target) | reinterpret_cast<uintptr_t>(from) |
                     static_cast<uintptr_t>(bytes);
   if (bits % 16 == 0) {
-    move_words<4>(to, from, bytes);
+    move_words<4>(target, from, bytes);
   } else if (bits % 4 == 0) {
-    move_words<1>(to, from, bytes);
+    move_words<1>(target, from, bytes);
   } else {
     for (int at = thread_index(); at < bytes; at += kSmallThreads) {
-      *as_global<uint8_t>(to + at) = from == nullptr ? 0 : *as_global<const uint8_t>(from + at);
+      *as_global<uint8_t>(target + at) = from == nullptr ? 0 : *as_global<const uint8_t>(from + at);
     }
   }
 }

@@ -169,15 +169,15 @@ struct RowScale {
 
 // Zeroes the values of a chunk that are not finite. Returns true if there are any.
 MLA_DEVICE bool clear_non_finite(Chunk& c) {
-  uint32_t found = 0;
+  uint32_t cleared = 0;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     const uint32_t low = (c.w[w] & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
     const uint32_t high = (c.w[w] & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u;
     c.w[w] &= ~(low | high);
-    found |= low | high;
+    cleared |= low | high;
   }
-  return found != 0;
+  return cleared != 0;
 }
 
 // Zeroes values that are not finite in rows [first_row, kTileKv) of a tile, because a masked

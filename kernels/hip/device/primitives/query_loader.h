@@ -27,11 +27,11 @@ struct QueryLoader {
   // Starts the copy of a chunk into shared memory. It is complete with the copy stage that is
   // closed next.
   template <bool kAligned>
-  MLA_DEVICE static void copy(tile::lds_t to, const uint16_t* from) {
+  MLA_DEVICE static void copy(tile::lds_t target, const uint16_t* from) {
     if constexpr (kAligned) {
-      tile::copy_chunk(to, from);
+      tile::copy_chunk(target, from);
     } else {
-      tile::store_chunk(to, load_chunk(from, 0, false, false));
+      tile::store_chunk(target, load_chunk(from, 0, false, false));
     }
   }
   // Copies a shared tile of kRows rows, by kWaves waves.
@@ -40,11 +40,11 @@ struct QueryLoader {
     for (int p = wave; p < kRows; p += kWaves) {
       const uint16_t* from = row(p);
       for (int c = lane; c < kDim / 8; c += tile::kWave) {
-        const tile::lds_t to = tile::chunk_at<kRows>(tile_base, p, c);
+        const tile::lds_t target = tile::chunk_at<kRows>(tile_base, p, c);
         if (aligned) {
-          copy<true>(to, from + c * 8);
+          copy<true>(target, from + c * 8);
         } else {
-          copy<false>(to, from + c * 8);
+          copy<false>(target, from + c * 8);
         }
       }
     }

@@ -11,34 +11,36 @@
 
 namespace mla::kernels::hip::tile {
 
-// `at` is 8 bytes of shared memory. A phase completes after `arrivals`. One thread initialises; the
-// other threads see it after a block barrier.
-MLA_DEVICE void barrier_init(uint32_t at, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+// `barrier` is 8 bytes of shared memory. A phase completes after `arrivals`. One thread
+// initialises; the other threads see it after a block barrier.
+MLA_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-MLA_DEVICE void barrier_arrive(uint32_t at) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+MLA_DEVICE void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives when all asynchronous copies that this thread has started are complete.
-MLA_DEVICE void barrier_arrive_after_copies(uint32_t at) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+MLA_DEVICE void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 // Returns true if the phase of this parity is complete.
-MLA_DEVICE bool barrier_test(uint32_t at, uint32_t parity) {
+MLA_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n.reg .pred p;\n"
       "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
       "selp.b32 %0, 1, 0, p;\n}\n"
       : "=r"(done)
-      : "r"(at), "r"(parity)
+      : "r"(barrier), "r"(parity)
       : "memory");
   return done != 0;
 }
 // As barrier_test, for callers that do not poll in a loop.
-MLA_DEVICE bool barrier_ended(uint32_t at, uint32_t parity) { return barrier_test(at, parity); }
+MLA_DEVICE bool barrier_ended(uint32_t barrier, uint32_t parity) {
+  return barrier_test(barrier, parity);
+}
 // Returns once the phase of this parity is complete.
-MLA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
+MLA_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   do {
     asm volatile(
@@ -46,7 +48,7 @@ MLA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
         "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
         "selp.b32 %0, 1, 0, p;\n}\n"
         : "=r"(done)
-        : "r"(at), "r"(parity)
+        : "r"(barrier), "r"(parity)
         : "memory");
   } while (done == 0);
 }

@@ -59,11 +59,11 @@ MLA_DEVICE void store_chunk(lds_t at, const Chunk& c) {
                "r"(c.w[2]), "r"(c.w[3])
                : "memory");
 }
-MLA_DEVICE Chunk load_chunk_shared(lds_t at) {
+MLA_DEVICE Chunk load_chunk_shared(lds_t address) {
   Chunk c;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
-               : "r"(at)
+               : "r"(address)
                : "memory");
   return c;
 }
@@ -87,26 +87,26 @@ MLA_DEVICE void add_word(uint32_t* at, uint32_t x) {
   asm volatile("red.global.add.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
 
-// Lets blocks of a grid meet at `at`, a word that is zero before the first meeting. All blocks must
-// run at the same time. Every thread calls release_writes. After a barrier of its block, one thread
-// of each block calls meet_blocks, as number `index` of `count`. After another barrier, load_fresh
-// sees what all blocks had written. The blocks then share some work: each does items first, first +
-// step, ...
+// Lets blocks of a grid meet at `counter`, a word that is zero before the first meeting. All blocks
+// must run at the same time. Every thread calls release_writes. After a barrier of its block, one
+// thread of each block calls meet_blocks, as number `index` of `count`. After another barrier,
+// load_fresh sees what all blocks had written. The blocks then share some work: each does items
+// first, first + step, ...
 struct BlockTurn {
   int first, step;
 };
 MLA_DEVICE void release_writes() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-MLA_DEVICE BlockTurn meet_blocks(uint32_t* at, int index, int count) {
+MLA_DEVICE BlockTurn meet_blocks(uint32_t* counter, int index, int count) {
   // The other blocks add one each, so the last arrival flips the highest bit and leaves the rest
   // zero.
   const uint32_t add = index == 0 ? 0x80000000u - static_cast<uint32_t>(count - 1) : 1u;
   uint32_t before, now;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(at), "r"(add)
+               : "l"(counter), "r"(add)
                : "memory");
   do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
   } while (((now ^ before) >> 31) == 0);
   return {index, count};
 }
@@ -133,11 +133,11 @@ MLA_DEVICE uint32_t unknown(uint32_t x) {
 // this thread's writes and, after a barrier, its block's writes. await_finished returns once a
 // counter has reached `count`; loads then see what the counted blocks wrote. All blocks must run at
 // the same time.
-MLA_DEVICE void count_finished(uint32_t* at, int apart) {
+MLA_DEVICE void count_finished(uint32_t* counters, int apart) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #pragma unroll
   for (int i = 0; i < kPushBlocks; ++i) {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(at + i * apart) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counters + i * apart) : "memory");
   }
 }
 MLA_DEVICE void await_finished(const uint32_t* at, uint32_t count) {

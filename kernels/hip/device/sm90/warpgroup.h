@@ -37,36 +37,36 @@ MLA_DEVICE void barrier_init_visible() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 // Arrives, and holds the phase open until `bytes` of bulk copies have landed too.
-MLA_DEVICE void barrier_arrive_expecting(uint32_t at, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(at),
+MLA_DEVICE void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                "r"(bytes)
                : "memory");
 }
 // Copies `bytes` (a multiple of 16) from global memory; `barrier` counts them as they land.
-MLA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+MLA_DEVICE void bulk_copy(uint32_t target, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to),
+          "r"(target),
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
 // As above, with a policy (copy_chunk).
-MLA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
+MLA_DEVICE void bulk_copy(uint32_t target, const void* from, uint32_t bytes, uint32_t barrier,
                           CachePolicy policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1], %2, [%3], %4;" ::"r"(to),
+      "[%1], %2, [%3], %4;" ::"r"(target),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
 
 // Copies a box of a tensor map: from row `row` of the page at `granule` on, and from `column` on,
 // to the places that chunk_at gives. Rows past the page become zeros. `barrier` counts the bytes.
-MLA_DEVICE void box_copy(uint32_t to, const TensorMap& map, int column, int row, uint32_t granule,
-                         uint32_t barrier, CachePolicy policy) {
+MLA_DEVICE void box_copy(uint32_t target, const TensorMap& map, int column, int row,
+                         uint32_t granule, uint32_t barrier, CachePolicy policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
       "l"(&map), "r"(column), "r"(row), "r"(granule), "r"(barrier), "l"(policy)
       : "memory");
 }

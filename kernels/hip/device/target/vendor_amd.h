@@ -106,11 +106,11 @@ MLA_DEVICE void load_words(uint32_t (&out)[kWords], const void* from) {
   for (int i = 0; i < kWords; ++i) out[i] = v[i];
 }
 template <int kWords>
-MLA_DEVICE void store_words(void* to, const uint32_t (&in)[kWords]) {
+MLA_DEVICE void store_words(void* target, const uint32_t (&in)[kWords]) {
   typedef typename WordVector<kWords>::Type Type;
   Type v;
   for (int i = 0; i < kWords; ++i) v[i] = in[i];
-  *as_global<Type>(to) = v;
+  *as_global<Type>(target) = v;
 }
 
 }  // namespace mla::kernels::hip

@@ -93,11 +93,11 @@ MLA_DEVICE void load_words(uint32_t (&out)[kWords], const void* from) {
   for (int i = 0; i < kWords; ++i) out[i] = v.w[i];
 }
 template <int kWords>
-MLA_DEVICE void store_words(void* to, const uint32_t (&in)[kWords]) {
+MLA_DEVICE void store_words(void* target, const uint32_t (&in)[kWords]) {
   WordVector<kWords> v;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) v.w[i] = in[i];
-  *static_cast<WordVector<kWords>*>(to) = v;
+  *static_cast<WordVector<kWords>*>(target) = v;
 }
 
 }  // namespace mla::kernels::hip

@@ -177,14 +177,14 @@ class IndexLogits {
     logit = W::row_sum(logit);
     const int at = first + turn * kStride + key();
     if (half() != 0 || at >= end) return;
-    auto* const to = as_global<uint32_t>(args.ranks + row.first_rank + at);
-    if (adds) logit += bits_to_float(*to);
+    auto* const target = as_global<uint32_t>(args.ranks + row.first_rank + at);
+    if (adds) logit += bits_to_float(*target);
     if (!last) {
-      *to = float_to_bits(logit);
+      *target = float_to_bits(logit);
       return;
     }
     const uint32_t rank = index_rank(logit * stored_scale(keys.scale));
-    *to = rank;
+    *target = rank;
     tile::add_word_shared(tile::shared_base<kSharedBytes>() + (rank >> (32 - kIndexBinBits)) * 4,
                           1);
   }

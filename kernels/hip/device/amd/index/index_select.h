@@ -49,7 +49,7 @@ class IndexSelect {
         wave(tile::wave_index()),
         bins(tile::shared_base<kSharedBytes>()),
         wave_sums(bins + kIndexBins * 4),
-        found(wave_sums + 2 * kWaves * 4) {}
+        result(wave_sums + 2 * kWaves * 4) {}
 
   MLA_DEVICE void put(int place, int position) const {
     as_global<int32_t>(list)[place] = position;
@@ -77,31 +77,31 @@ class IndexSelect {
 
   MLA_DEVICE void choose(const uint32_t* ranks) {
     int shift = 32 - kIndexBinBits;
-    int left = wanted;  // to choose among the ranks that begin with `rank`
-    uint32_t rank = find_digit(kIndexBins, left);
+    int remaining = wanted;  // to choose among the ranks that begin with `rank`
+    uint32_t rank = find_digit(kIndexBins, remaining);
     while (shift > 0) {
       const int bits = shift < kIndexBinBits ? shift : kIndexBinBits;
       count_digit(ranks, rank, shift, bits);
       shift -= bits;
-      rank = rank << bits | find_digit(1 << bits, left);
+      rank = rank << bits | find_digit(1 << bits, remaining);
     }
-    write(ranks, rank, left);
+    write(ranks, rank, remaining);
   }
 
   // Calls body(position, rank) for the positions of this thread.
   template <class Body>
   MLA_DEVICE void for_each_rank(const uint32_t* ranks, const Body& body) const {
-    for (int at = thread_index() * kRun; at < visible; at += kAhead * kStep) {
+    for (int index = thread_index() * kRun; index < visible; index += kAhead * kStep) {
       uint32_t words[kAhead][kRun] = {};
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (at + i * kStep < visible) load_words(words[i], ranks + at + i * kStep);
+        if (index + i * kStep < visible) load_words(words[i], ranks + index + i * kStep);
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
         for (int k = 0; k < kRun; ++k) {
-          const int position = at + i * kStep + k;
+          const int position = index + i * kStep + k;
           if (position < visible) body(words[i][k]);
         }
       }
@@ -122,23 +122,23 @@ class IndexSelect {
     block_barrier();
   }
 
-  // Finds the largest digit for which at least `left` ranks have this or a larger digit. Subtracts
-  // the ranks with larger digits from `left`.
-  MLA_DEVICE uint32_t find_digit(int digits, int& left) {
+  // Finds the largest digit for which at least `remaining` ranks have this or a larger digit.
+  // Subtracts the ranks with larger digits from `remaining`.
+  MLA_DEVICE uint32_t find_digit(int digits, int& remaining) {
     // Threads go from the largest digit on, two digits each.
     const int mine = digits - 1 - 2 * thread_index();
     const uint32_t high = mine >= 0 ? count_of(mine) : 0, low = mine >= 1 ? count_of(mine - 1) : 0;
     uint32_t all;
     const auto before = static_cast<int>(sum_before(high + low, all));
     const int both = static_cast<int>(high + low);
-    if (before < left && before + both >= left) {
-      const bool first = before + static_cast<int>(high) >= left;
-      tile::store_word(found, static_cast<uint32_t>(first ? mine : mine - 1));
-      tile::store_word(found + 4, static_cast<uint32_t>(first ? before : before + int(high)));
+    if (before < remaining && before + both >= remaining) {
+      const bool first = before + static_cast<int>(high) >= remaining;
+      tile::store_word(result, static_cast<uint32_t>(first ? mine : mine - 1));
+      tile::store_word(result + 4, static_cast<uint32_t>(first ? before : before + int(high)));
     }
     block_barrier();
-    const uint32_t digit = tile::load_word_shared(found);
-    left -= static_cast<int>(tile::load_word_shared(found + 4));
+    const uint32_t digit = tile::load_word_shared(result);
+    remaining -= static_cast<int>(tile::load_word_shared(result + 4));
     block_barrier();
     return digit;
   }
@@ -171,13 +171,13 @@ class IndexSelect {
   MLA_DEVICE void write(const uint32_t* ranks, uint32_t rank, int equals) {
     int larger_before = 0, equal_before = 0;  // counts of the previous turns
     for (int first = 0; first < visible; first += kStep) {
-      const int at = first + thread_index() * kRun;
+      const int index = first + thread_index() * kRun;
       uint32_t words[kRun] = {};
-      if (at < visible) load_words(words, ranks + at);
+      if (index < visible) load_words(words, ranks + index);
       uint32_t counts = 0;  // larger ones in the low half, equal ones in the high half
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
-        if (at + k >= visible) continue;
+        if (index + k >= visible) continue;
         counts += words[k] > rank ? 1u : words[k] == rank ? 1u << 16 : 0u;
       }
       uint32_t all;
@@ -186,12 +186,12 @@ class IndexSelect {
       int equal = equal_before + static_cast<int>(before >> 16);
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
-        if (at + k >= visible) continue;
+        if (index + k >= visible) continue;
         const int taken = equal < equals ? equal : equals;
         if (words[k] > rank) {
-          put(larger++ + taken, at + k);
+          put(larger++ + taken, index + k);
         } else if (words[k] == rank && equal++ < equals) {
-          put(larger + taken, at + k);
+          put(larger + taken, index + k);
         }
       }
       larger_before += static_cast<int>(all & 0xffffu);
@@ -203,7 +203,7 @@ class IndexSelect {
   int32_t* const list;
   int32_t* const copy;  // null: none
   const int visible, wanted, lane, wave;
-  const tile::lds_t bins, wave_sums, found;
+  const tile::lds_t bins, wave_sums, result;
   uint32_t turn = 0;  // two sets of sums alternate, so that one barrier is enough
 };
 

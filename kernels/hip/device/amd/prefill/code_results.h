@@ -63,22 +63,23 @@ class CodeResults {
                         const typename W::Out (&values)[kValues]) const {
     uint32_t rotated[kExpandedRope / 4];
     load_rotated(rotated);
-    float most[2] = {0.0f, 0.0f};
+    float largest[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kExpandedRope / 4; ++i) {
-      most[0] = max_f(most[0], max_f(magnitude(low(rotated[i])), magnitude(high(rotated[i]))));
+      largest[0] =
+          max_f(largest[0], max_f(magnitude(low(rotated[i])), magnitude(high(rotated[i]))));
     }
-    take_largest(keys, most[0]);
-    take_largest(values, most[1]);
-    share(most);
-    const bool finite = most[0] < infinity() && most[1] < infinity();
+    take_largest(keys, largest[0]);
+    take_largest(values, largest[1]);
+    share(largest);
+    const bool finite = largest[0] < infinity() && largest[1] < infinity();
     if (finite) {
-      store_codes<false>(keys, values, rotated, most);
+      store_codes<false>(keys, values, rotated, largest);
     } else {
       exclude_from_report_begin();
-      most[0] = most[0] < infinity() ? most[0] : kLargest;
-      most[1] = most[1] < infinity() ? most[1] : kLargest;
-      store_codes<true>(keys, values, rotated, most);
+      largest[0] = largest[0] < infinity() ? largest[0] : kLargest;
+      largest[1] = largest[1] < infinity() ? largest[1] : kLargest;
+      store_codes<true>(keys, values, rotated, largest);
       exclude_from_report_end();
     }
   }
@@ -116,8 +117,8 @@ class CodeResults {
   }
 
   template <class Sums, int kFragments>
-  MLA_DEVICE static void take_largest(const Sums (&sums)[kFragments], float& most) {
-    float of[4] = {most, 0.0f, 0.0f, 0.0f};
+  MLA_DEVICE static void take_largest(const Sums (&sums)[kFragments], float& largest) {
+    float of[4] = {largest, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
@@ -125,7 +126,7 @@ class CodeResults {
         of[i & 3] = max_f(of[i & 3], magnitude(sums[f].at(i)));
       }
     }
-    most = max_f(max_f(of[0], of[1]), max_f(of[2], of[3]));
+    largest = max_f(max_f(of[0], of[1]), max_f(of[2], of[3]));
   }
   // Maximum over the rows of all four waves; ignores NaN.
   MLA_DEVICE void share(float (&most)[2]) const {

@@ -157,15 +157,16 @@ class ExpandedCodes {
     const int of_keys = static_cast<int>(tile::load_word_shared(exponents));
     const int of_values = static_cast<int>(tile::load_word_shared(exponents + 4));
     // Addresses of the two chunks of each half of the lane's row of 32, from `base` on.
-    lds_t at[4];
+    lds_t addresses[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      at[i] = base + CodeTile::place(again & 31, CodeTile::chunk(i / 2, W::group(again), i % 2));
+      addresses[i] =
+          base + CodeTile::place(again & 31, CodeTile::chunk(i / 2, W::group(again), i % 2));
     }
     const auto load = [&](typename W::K& operand, int half, int offset) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const auto x = tile::shared_load<tile::u32x4>(at[2 * half + i] + offset);
+        const auto x = tile::shared_load<tile::u32x4>(addresses[2 * half + i] + offset);
 #pragma unroll
         for (int w = 0; w < 4; ++w) operand.r[4 * i + w] = x[w];
       }

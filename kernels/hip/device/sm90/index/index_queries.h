@@ -139,15 +139,15 @@ class IndexQueries {
         x[1] = bits_to_float(values[pair] & 0xffff0000u) * scale;
       }
       const int of_16 = t + pair / 8, step = (of_16 >> 2) * 4 + pair % 8 / 2;
-      const lds_t at =
+      const lds_t address =
           tile::chunk_at<kIndexHeadBlock>(L().queries(operand), row, 2 * step + pair % 2) +
           (of_16 & 3) * 4;
       const uint32_t high = tile::pack_f16(x[0], x[1]);
-      tile::store_word(at, high);
+      tile::store_word(address, high);
       if constexpr (kF32) {
         float rounded[2];
         tile::f16_to_floats(high, rounded[0], rounded[1]);
-        tile::store_word(at + kIndexOperandBytes,
+        tile::store_word(address + kIndexOperandBytes,
                          tile::pack_f16(x[0] - rounded[0], x[1] - rounded[1]));
       }
     }

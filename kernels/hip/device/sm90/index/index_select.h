@@ -83,7 +83,7 @@ class IndexSelect {
              0},
         bins(held.positions + kMostHeld * 4),
         warp_sums(bins + kIndexBins * 4),
-        found(warp_sums + 2 * kWarps * 4) {}
+        result(warp_sums + 2 * kWarps * 4) {}
 
   MLA_DEVICE void put(int place, int position) const {
     as_global<int32_t>(list)[place] = position;
@@ -114,12 +114,12 @@ class IndexSelect {
   MLA_DEVICE void choose(const uint32_t* ranks) {
     const All all{ranks, visible};
     int shift = 32, bits = kIndexBinBits;
-    int left = wanted;  // to choose among the ranks that begin with `rank`
+    int remaining = wanted;  // to choose among the ranks that begin with `rank`
     uint32_t rank = 0;
     while (true) {
       shift -= bits;
-      rank = rank << bits | find_digit(1 << bits, left);
-      if (held.count == 0 && wanted - left + of_digit <= kMostHeld) gather(all, rank, shift);
+      rank = rank << bits | find_digit(1 << bits, remaining);
+      if (held.count == 0 && wanted - remaining + of_digit <= kMostHeld) gather(all, rank, shift);
       if (shift == 0) break;
       bits = shift < kIndexBinBits ? shift : kIndexBinBits;
       if (held.count > 0) {
@@ -129,9 +129,9 @@ class IndexSelect {
       }
     }
     if (held.count > 0) {
-      write(held, rank, left);
+      write(held, rank, remaining);
     } else {
-      write(all, rank, left);
+      write(all, rank, remaining);
     }
   }
 
@@ -144,17 +144,17 @@ class IndexSelect {
     block_barrier();
     constexpr int kAhead = Ranks::kAhead;
     const uint32_t mask = (1u << bits) - 1;
-    for (int at = thread_index() * kRun; at < from.count; at += kAhead * kStep) {
+    for (int index = thread_index() * kRun; index < from.count; index += kAhead * kStep) {
       uint32_t words[kAhead][kRun] = {};
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (at + i * kStep < from.count) from.load(words[i], at + i * kStep);
+        if (index + i * kStep < from.count) from.load(words[i], index + i * kStep);
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
         for (int k = 0; k < kRun; ++k) {
-          if (at + i * kStep + k >= from.count || words[i][k] >> shift != prefix) continue;
+          if (index + i * kStep + k >= from.count || words[i][k] >> shift != prefix) continue;
           tile::add_word_shared(bins + (words[i][k] >> (shift - bits) & mask) * 4, 1);
         }
       }
@@ -190,16 +190,16 @@ class IndexSelect {
     uint32_t taken = 0;
 #pragma unroll 1
     for (int row = 0; row < tile::kWave; row += kLoads) {
-      const int at = begin + row * tile::kWave + lane;
+      const int index = begin + row * tile::kWave + lane;
       uint32_t ranks[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const bool there = at + i * tile::kWave < from.count;
-        ranks[i] = there ? as_global<const uint32_t>(from.ranks)[at + i * tile::kWave] : 0;
+        const bool there = index + i * tile::kWave < from.count;
+        ranks[i] = there ? as_global<const uint32_t>(from.ranks)[index + i * tile::kWave] : 0;
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const bool there = at + i * tile::kWave < from.count;
+        const bool there = index + i * tile::kWave < from.count;
         const uint32_t bits = tile::ballot(there && ranks[i] >> shift >= prefix);
         if (lane == row + i) taken = bits;
       }
@@ -207,27 +207,27 @@ class IndexSelect {
     return taken;
   }
 
-  // Finds the largest digit for which at least `left` ranks have this or a larger digit. Subtracts
-  // the ranks with larger digits from `left`.
-  MLA_DEVICE uint32_t find_digit(int digits, int& left) {
+  // Finds the largest digit for which at least `remaining` ranks have this or a larger digit.
+  // Subtracts the ranks with larger digits from `remaining`.
+  MLA_DEVICE uint32_t find_digit(int digits, int& remaining) {
     // Threads go from the largest digit on, two digits each.
     const int mine = digits - 1 - 2 * thread_index();
     const uint32_t high = mine >= 0 ? count_of(mine) : 0, low = mine >= 1 ? count_of(mine - 1) : 0;
     const uint32_t both = high + low, of_warp = tile::sum_of_warp(both);
     const int before_warp = static_cast<int>(sum_of_warps_before(of_warp));
     // Exactly one warp holds the digit.
-    if (before_warp < left && before_warp + static_cast<int>(of_warp) >= left) {
+    if (before_warp < remaining && before_warp + static_cast<int>(of_warp) >= remaining) {
       const int before = before_warp + static_cast<int>(scan(both) - both);
-      if (before < left && before + static_cast<int>(both) >= left) {
-        const bool first = before + static_cast<int>(high) >= left;
-        tile::store_word(found, static_cast<uint32_t>(first ? mine : mine - 1));
-        tile::store_word(found + 4, static_cast<uint32_t>(first ? before : before + int(high)));
+      if (before < remaining && before + static_cast<int>(both) >= remaining) {
+        const bool first = before + static_cast<int>(high) >= remaining;
+        tile::store_word(result, static_cast<uint32_t>(first ? mine : mine - 1));
+        tile::store_word(result + 4, static_cast<uint32_t>(first ? before : before + int(high)));
       }
     }
     block_barrier();
-    const uint32_t digit = tile::load_word_shared(found);
+    const uint32_t digit = tile::load_word_shared(result);
     of_digit = static_cast<int>(count_of(static_cast<int>(digit)));
-    left -= static_cast<int>(tile::load_word_shared(found + 4));
+    remaining -= static_cast<int>(tile::load_word_shared(result + 4));
     block_barrier();
     return digit;
   }
@@ -268,13 +268,13 @@ class IndexSelect {
   MLA_DEVICE void write(const Ranks& from, uint32_t rank, int equals) {
     int larger_before = 0, equal_before = 0;  // counts of the previous turns
     for (int first = 0; first < from.count; first += kStep) {
-      const int at = first + thread_index() * kRun;
+      const int index = first + thread_index() * kRun;
       uint32_t words[kRun] = {};
-      if (at < from.count) from.load(words, at);
+      if (index < from.count) from.load(words, index);
       uint32_t counts = 0;  // larger ones in the low half, equal ones in the high half
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
-        if (at + k >= from.count) continue;
+        if (index + k >= from.count) continue;
         counts += words[k] > rank ? 1u : words[k] == rank ? 1u << 16 : 0u;
       }
       uint32_t all;
@@ -283,12 +283,12 @@ class IndexSelect {
       int equal = equal_before + static_cast<int>(before >> 16);
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
-        if (at + k >= from.count) continue;
+        if (index + k >= from.count) continue;
         const int taken = equal < equals ? equal : equals;
         if (words[k] > rank) {
-          put(larger++ + taken, from.position(at + k));
+          put(larger++ + taken, from.position(index + k));
         } else if (words[k] == rank && equal++ < equals) {
-          put(larger + taken, from.position(at + k));
+          put(larger + taken, from.position(index + k));
         }
       }
       larger_before += static_cast<int>(all & 0xffffu);
@@ -301,7 +301,7 @@ class IndexSelect {
   int32_t* const copy;  // null: none
   const int visible, wanted, lane, warp;
   Held held;  // empty until ranks are gathered
-  const tile::lds_t bins, warp_sums, found;
+  const tile::lds_t bins, warp_sums, result;
   int of_digit = 0;   // ranks with the digit found last
   uint32_t turn = 0;  // two sets of sums alternate, so that one barrier is enough
 };

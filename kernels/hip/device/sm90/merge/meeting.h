@@ -10,12 +10,12 @@ namespace mla::kernels::hip {
 // all these threads had written. `turn_at` is 8 bytes of shared memory that nothing else uses after
 // the first barrier.
 template <class Sync>
-MLA_DEVICE tile::BlockTurn meet(uint32_t* at, int index, int count, tile::lds_t turn_at,
+MLA_DEVICE tile::BlockTurn meet(uint32_t* counter, int index, int count, tile::lds_t turn_at,
                                 const Sync& sync) {
   tile::release_writes();
   sync();
   if (thread_index() == 0) {
-    const tile::BlockTurn turn = tile::meet_blocks(at, index, count);
+    const tile::BlockTurn turn = tile::meet_blocks(counter, index, count);
     tile::store_word(turn_at, static_cast<uint32_t>(turn.first));
     tile::store_word(turn_at + 4, static_cast<uint32_t>(turn.step));
   }

@@ -52,7 +52,7 @@ class CodeResults {
   MLA_DEVICE void store_keys(const ExpandPairs<kDims128>& pairs, const Accumulators& c) {
     const CodeScale scale = scale_of(c, most_rotated);
     store<false>(pairs.panel(0), c, scale.inverse);
-    uint8_t* const to = pairs.panel(1) + thread * 64;
+    uint8_t* const target = pairs.panel(1) + thread * 64;
 #pragma unroll 1
     for (int i = 0; i < kGroups; ++i) {
       float x[16];
@@ -62,7 +62,7 @@ class CodeResults {
       for (int w = 0; w < 4; ++w) {
         words[w] = codes(x[2 * w], x[2 * w + 1], x[8 + 2 * w], x[9 + 2 * w], scale.inverse);
       }
-      store_words(to + ((i ^ narrow_swizzle(thread)) << 4), words);
+      store_words(target + ((i ^ narrow_swizzle(thread)) << 4), words);
     }
     if (thread == 0) *scales(pairs) = scale.power;
   }
@@ -121,13 +121,13 @@ class CodeResults {
   // Returns the scale for the largest magnitude of the group's numbers and of `own`, ignoring NaN.
   // When it returns, the previous store has finished reading `results`.
   MLA_DEVICE CodeScale scale_of(const Accumulators& c, float own) const {
-    float most[4] = {own, 0.0f, 0.0f, 0.0f};
+    float largest[4] = {own, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) most[i & 3] = max_f(most[i & 3], magnitude(c[half][i]));
+      for (int i = 0; i < 64; ++i) largest[i & 3] = max_f(largest[i & 3], magnitude(c[half][i]));
     }
-    float all = max_f(max_f(most[0], most[1]), max_f(most[2], most[3]));
+    float all = max_f(max_f(largest[0], largest[1]), max_f(largest[2], largest[3]));
     all = max_f(all, tile::exchange<1>(all));
     all = max_f(all, tile::exchange<2>(all));
     all = max_f(all, tile::exchange<4>(all));
@@ -143,10 +143,10 @@ class CodeResults {
   }
 
   template <bool kNanIsZero>
-  MLA_DEVICE void store(uint8_t* to, const Accumulators& c, float inverse) const {
+  MLA_DEVICE void store(uint8_t* target, const Accumulators& c, float inverse) const {
     const int lane = thread & 31;
     // Chunk lane / 8 of row lane % 8 of the warp's first eight.
-    const uint32_t at =
+    const uint32_t address =
         tile::chunk_at<kExpandedRows>(results, (thread >> 5) * 16 + (lane & 7), lane >> 3);
 #pragma unroll
     for (int eight = 0; eight < 4; ++eight) {
@@ -160,13 +160,13 @@ class CodeResults {
           words[i] = codes(c[half][e], c[half][e + 1], c[half][e + 4], c[half][e + 5], inverse);
           if constexpr (kNanIsZero) words[i] = without_nan(words[i]);
         }
-        tile::store_matrices((at ^ first << 4) + (half * 64 + h * 8) * 128, words[0], words[1],
+        tile::store_matrices((address ^ first << 4) + (half * 64 + h * 8) * 128, words[0], words[1],
                              words[2], words[3]);
       }
     }
     tile::publish_shared();
     sync();
-    if (thread == 0) tile::bulk_store(to, results, kExpandedRows * 128);
+    if (thread == 0) tile::bulk_store(target, results, kExpandedRows * 128);
   }
 
   const uint32_t results, scratch;

@@ -20,7 +20,7 @@ struct CodeSoftmax {
   // Per row of a tile: largest logit, factor from scores to logits, and base of the exponents. For
   // the tile: scale of its values.
   struct Tops {
-    float most[2], scale[2], from[2], value_scale;
+    float largest[2], scale[2], from[2], value_scale;
   };
   // Factors of a tile to the origin: for older sums, for its own sums, and for its values.
   struct Factors {
@@ -36,13 +36,13 @@ struct CodeSoftmax {
   MLA_DEVICE Tops tops(const float (&s)[kScores], const float (&of_tile)[2]) const {
     Tops t;
     t.value_scale = of_tile[1];
-    maxima(s, t.most);
+    maxima(s, t.largest);
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       t.scale[slot] = scale[slot] * of_tile[0];
-      const bool empty = t.most[slot] == negative_infinity();
-      if (!empty) t.most[slot] *= t.scale[slot];
-      t.from[slot] = (empty ? 0.0f : t.most[slot]) - kShift;
+      const bool empty = t.largest[slot] == negative_infinity();
+      if (!empty) t.largest[slot] *= t.scale[slot];
+      t.from[slot] = (empty ? 0.0f : t.largest[slot]) - kShift;
     }
     return t;
   }
@@ -67,15 +67,15 @@ struct CodeSoftmax {
  private:
   // Takes maxima in four independent chains, for latency.
   MLA_DEVICE static void maxima(const float (&s)[kScores], float (&top)[2]) {
-    float most[2][4];
+    float largest[2][4];
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      float& of = most[i >> 1 & 1][(i >> 1 & 2) + (i & 1)];
+      float& of = largest[i >> 1 & 1][(i >> 1 & 2) + (i & 1)];
       of = i < 8 ? s[i] : max_f(of, s[i]);
     }
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      const float(&m)[4] = most[slot];
+      const float(&m)[4] = largest[slot];
       const float of_lane = max_f(max_f(m[0], m[1]), max_f(m[2], m[3]));
       top[slot] = Rows::row_max(max_f(of_lane, negative_infinity()));
     }
@@ -103,11 +103,11 @@ struct CodeSoftmax {
     bool moved = false;
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      const bool follows = t.most[slot] > origin[slot] + kSlack;
-      const float next = follows ? t.most[slot] : origin[slot];
+      const bool follows = t.largest[slot] > origin[slot] + kSlack;
+      const float next = follows ? t.largest[slot] : origin[slot];
       const float counted = next == negative_infinity() ? 0.0f : next;
       f.old[slot] = follows ? exp2_fast(origin[slot] - counted) : 1.0f;
-      f.now[slot] = exp2_fast(t.most[slot] - counted - kShift);
+      f.now[slot] = exp2_fast(t.largest[slot] - counted - kShift);
       f.value[slot] = f.now[slot] * t.value_scale;
       origin[slot] = next;
       moved |= follows;

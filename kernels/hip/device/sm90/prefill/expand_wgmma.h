@@ -253,12 +253,12 @@ class ExpandWgmma {
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int at = first + kRowsAtOnce * (kBegin + i);
-      if (at >= kExpandedRows) continue;
+      const int panel_row = first + kRowsAtOnce * (kBegin + i);
+      if (panel_row >= kExpandedRows) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t eight[2] = {codes[i][2 * half], codes[i][2 * half + 1]};
-        tile::store_chunk(place(panel, at, 2 * own + half), fp8_chunk(eight, scale[i]));
+        tile::store_chunk(place(panel, panel_row, 2 * own + half), fp8_chunk(eight, scale[i]));
       }
     }
     if constexpr (kBegin + kAtOnce < kCopies) widen_rows<kBegin + kAtOnce>(row, panel, first, own);
@@ -425,7 +425,7 @@ class ExpandWgmma {
                         const float (&c)[kHalves][kOutputs]) const {
     // Chunk lane / 8 of row lane % 8 of the warp's first eight.
     const int lane = thread & 31;
-    const uint32_t at =
+    const uint32_t address =
         tile::chunk_at<kExpandedRows>(results(), (thread >> 5) * 16 + (lane & 7), lane >> 3);
 #pragma unroll
     for (int panel = 0; panel < kOutputs / 32; ++panel) {
@@ -444,7 +444,8 @@ class ExpandWgmma {
             words[i] = packed<kPart, kCareful>(c[eight >> 1][e], c[eight >> 1][e + 1]);
             if (kCareful && !exists) words[i] = 0;
           }
-          tile::store_matrices((at ^ j << 4) + first * 128, words[0], words[1], words[2], words[3]);
+          tile::store_matrices((address ^ j << 4) + first * 128, words[0], words[1], words[2],
+                               words[3]);
         }
       }
       tile::publish_shared();

@@ -136,13 +136,13 @@ class ExpandedE4m3 {
       const int64_t panel = e.panel_bytes;
       const int tiles = tiles_of(item);
       for (int t = 0; t < tiles; ++t) {
-        const uint32_t to = stage(ring.at), barrier = full(ring.at);
+        const uint32_t target = stage(ring.at), barrier = full(ring.at);
         tile::barrier_wait(empty(ring.at), ring.parity ^ 1);
         tile::barrier_arrive_expecting(barrier, kStageBytes + kScaleBytes);
-        tile::bulk_copy(to, from, kKeyBytes, barrier);
-        tile::bulk_copy(to + kKeyBytes + kValueBytes, from + panel, kRotatedBytes, barrier);
+        tile::bulk_copy(target, from, kKeyBytes, barrier);
+        tile::bulk_copy(target + kKeyBytes + kValueBytes, from + panel, kRotatedBytes, barrier);
         tile::bulk_copy(scales(ring.at), from + 3 * panel, kScaleBytes, barrier);
-        tile::bulk_copy(to + kKeyBytes, from + 2 * panel, kValueBytes, barrier);
+        tile::bulk_copy(target + kKeyBytes, from + 2 * panel, kValueBytes, barrier);
         from += kExpandedRows * kPanelRowBytes;
         ring.next();
       }
@@ -175,11 +175,11 @@ class ExpandedE4m3 {
 #pragma unroll
         for (int line = 0; line < kQueryChunks * 16; line += 128) tile::prefetch(row + line);
       }
-      const int at = index % kQueryTiles;
-      tile::barrier_wait(q_empty(at), (index / kQueryTiles & 1) ^ 1);
+      const int place = index % kQueryTiles;
+      tile::barrier_wait(q_empty(place), (index / kQueryTiles & 1) ^ 1);
       store_records(e, item, index, word);
-      bring_queries<kBringers>(item, at, warp);
-      tile::barrier_arrive(q_full(at));
+      bring_queries<kBringers>(item, place, warp);
+      tile::barrier_arrive(q_full(place));
       ++index;
     });
   }
@@ -190,20 +190,20 @@ class ExpandedE4m3 {
     const auto* from_segment = reinterpret_cast<const uint32_t*>(item.segment);
     constexpr int kItemWords = sizeof(ExpandedItem) / 4, kSegmentWords = sizeof(SegmentRecord) / 4;
     static_assert(kItemWords + kSegmentWords <= 32 * kBringers);
-    auto* const to = reinterpret_cast<uint32_t*>(records(index));
+    auto* const target = reinterpret_cast<uint32_t*>(records(index));
     if (word < kItemWords) {
-      to[word] = from_item[word];
+      target[word] = from_item[word];
     } else if (word < kItemWords + kSegmentWords) {
-      to[word] = from_segment[word - kItemWords];
+      target[word] = from_segment[word - kItemWords];
     }
   }
   template <int kWarps>
-  MLA_DEVICE void bring_queries(const Item& item, int at, int warp) const {
+  MLA_DEVICE void bring_queries(const Item& item, int place, int warp) const {
     const QueryLoader loader(item);
     if (loader.aligned) {
-      bring_rows<true, kWarps>(item, loader.row(0), at, warp);
+      bring_rows<true, kWarps>(item, loader.row(0), place, warp);
     } else {
-      bring_rows<false, kWarps>(item, loader.row(0), at, warp);
+      bring_rows<false, kWarps>(item, loader.row(0), place, warp);
     }
     tile::publish_shared();
   }
@@ -211,7 +211,7 @@ class ExpandedE4m3 {
   // the columns of three chunks of codes, 16 columns from 16 i on in every 64. Rows of one head are
   // a stride apart; rows past the item's end repeat its first row.
   template <bool kAligned, int kWarps>
-  MLA_DEVICE void bring_rows(const Item& item, const uint16_t* first, int at, int warp) const {
+  MLA_DEVICE void bring_rows(const Item& item, const uint16_t* first, int place, int warp) const {
     const int64_t stride = item.segment->q_row_stride;
     const float scale = item.segment->softmax_scale * item.segment->kv_scale * kLog2e;
     // Assigned so that rows of the eight lanes that store at a time lie in different banks.
@@ -228,7 +228,7 @@ class ExpandedE4m3 {
           chunks[j][half] = load_chunk(from, j * 64 + (lane & 3) * 16 + half * 8, false, kAligned);
         }
       }
-      write_row(chunks, at, row, scale);
+      write_row(chunks, place, row, scale);
     }
   }
   static constexpr int kAtOnce = 8;
@@ -236,7 +236,7 @@ class ExpandedE4m3 {
   static constexpr int kQueryChunks = (kNope + kExpandedRope) / 8;
 
   // Codes have the order of keys (code_results.h).
-  MLA_DEVICE void write_row(const Chunk (&values)[kLaneChunks][2], int at, int row,
+  MLA_DEVICE void write_row(const Chunk (&values)[kLaneChunks][2], int place, int row,
                             float scale) const {
     uint32_t halves = 0;
 #pragma unroll
@@ -247,7 +247,7 @@ class ExpandedE4m3 {
     halves = tile::greater_halves(halves, tile::exchange_word<2>(halves));
     const uint32_t largest = greater_half(halves);
     const CodeScale of_row = code_scale(largest);
-    if ((lane & 3) == 0) tile::store_float(query_scales(at) + row * 4, of_row.power * scale);
+    if ((lane & 3) == 0) tile::store_float(query_scales(place) + row * 4, of_row.power * scale);
     // A row with a value that is not finite becomes all NaN, because products with NaN are NaN.
     const uint32_t by =
         largest < 0x7f800000u ? pack_bf16(of_row.inverse, of_row.inverse) : 0x7fff7fffu;
@@ -268,8 +268,8 @@ class ExpandedE4m3 {
       const int sixteen = j * 4 + (lane & 3);
       constexpr int kNopeChunks = kNope / 16;
       tile::store_chunk(sixteen < kNopeChunks
-                            ? tile::chunk_at<kExpandedRows>(queries(at), row, sixteen)
-                            : queries(at) + kExpandedRows * kNope + row * kExpandedRope +
+                            ? tile::chunk_at<kExpandedRows>(queries(place), row, sixteen)
+                            : queries(place) + kExpandedRows * kNope + row * kExpandedRope +
                                   ((sixteen - kNopeChunks) ^ narrow_swizzle(row)) * 16,
                         chunk);
     }
@@ -429,11 +429,11 @@ class ExpandedE4m3 {
   }
 
   // Hides keys that rows do not see, and takes the maxima of the others.
-  MLA_DEVICE CodeSoftmax::Tops take_tops(Scores& s, int at, int first, int unmasked_end,
+  MLA_DEVICE CodeSoftmax::Tops take_tops(Scores& s, int place, int first, int unmasked_end,
                                          const State& state) const {
     if (first + kTile > unmasked_end) Rows::hide(s[0], state.limit, first, lane);
     float of_tile[2];
-    tile::load_two_floats(of_tile, scales(at));
+    tile::load_two_floats(of_tile, scales(place));
     return state.rows.tops(s[0].c, of_tile);
   }
 

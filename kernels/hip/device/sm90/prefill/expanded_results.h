@@ -31,11 +31,11 @@ struct ExpandedResults {
     for (int slot = 0; slot < 2; ++slot) {
       const int r = row(slot);
       if (r >= item.rows) continue;
-      const int64_t at = static_cast<int64_t>(e.carried_row) + r;
-      const float lse = args.partial_lse[at];
+      const int64_t carried = static_cast<int64_t>(e.carried_row) + r;
+      const float lse = args.partial_lse[carried];
       if (lse == negative_infinity()) continue;
       seen(slot, lse);
-      const float* from = args.partial_o + at * kValue + 2 * (lane & 3);
+      const float* from = args.partial_o + carried * kValue + 2 * (lane & 3);
 #pragma unroll
       for (int j = 0; j < kOutputs / 4; ++j) {
         o[4 * j + 2 * slot] = from[8 * j] * unscaled;

@@ -76,12 +76,12 @@ class BoxProducer {
             filled, static_cast<uint32_t>(L::part_blocks(part) * L::kBlockBytes));
       }
       if (lane * args.box_rows < L::kRows) {
-        const lds_t to =
+        const lds_t target =
             shared.slot(kSlot) + static_cast<uint32_t>(lane * args.box_rows * kBoxColumns * 2);
 #pragma unroll
         for (int i = 0; i < L::part_blocks(part); ++i) {
           const int block = L::block(kSlot, L::kPartBlocks * part + i);
-          tile::box_copy(to + block * L::kBlockBytes, args.rows, block * kBoxColumns, box.row,
+          tile::box_copy(target + block * L::kBlockBytes, args.rows, block * kBoxColumns, box.row,
                          box.granule, filled, policy);
         }
       }
@@ -103,12 +103,12 @@ class BoxProducer {
     }
     // Lanes find a row each and hand it to the eight that copy it, which saves registers.
     const int mine = row(lane >> 2, lane & 3);
-    const auto* const found =
+    const auto* const query =
         reinterpret_cast<const uint8_t*>(queries.row(mine < L::kRows ? mine : 0));
 #pragma unroll
     for (int part = 0; part < L::kParts; ++part) {
 #pragma unroll
-      for (int i = 0; i < kCopyFours; ++i) copy_four(found, i, part);
+      for (int i = 0; i < kCopyFours; ++i) copy_four(query, i, part);
       tile::barrier_arrive_after_copies(shared.queries_filled(part));
     }
   }
@@ -131,11 +131,11 @@ class BoxProducer {
     const int p = row(i, lane >> 3);
     if (p >= L::kRows) return;
     const int chunk = (lane & 7) ^ tile::swizzle(p);
-    const lds_t to = shared.queries() + p * 128 + (lane & 7) * 16;
+    const lds_t target = shared.queries() + p * 128 + (lane & 7) * 16;
 #pragma unroll
     for (int b = 0; b < L::part_blocks(part); ++b) {
       const int block = L::block(0, L::kPartBlocks * part + b);
-      tile::copy_chunk(to + block * L::kBlockBytes, from + block * 128 + chunk * 16);
+      tile::copy_chunk(target + block * L::kBlockBytes, from + block * 128 + chunk * 16);
     }
   }
   // Returns row `of_four` of the warp's four i; past the tile there may be none.

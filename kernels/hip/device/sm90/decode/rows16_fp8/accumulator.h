@@ -121,12 +121,12 @@ class Fp8Accumulator {
   // The same in the order PartOrder::kPaired.
   MLA_DEVICE void store_part(const RowTarget& target, const float (&o)[Values::kBlocks][kProduct],
                              int i, float by) const {
-    const int64_t to = target.index + group * (C::kLora / 2) + (warp * 8 + (lane >> 2)) * 4;
+    const int64_t index = target.index + group * (C::kLora / 2) + (warp * 8 + (lane >> 2)) * 4;
 #pragma unroll
     for (int b = 0; b < Values::kBlocks; b += 2) {
       const float run[4] = {scaled(o[b][i], by), scaled(o[b][i + 2], by), scaled(o[b + 1][i], by),
                             scaled(o[b + 1][i + 2], by)};
-      store_run(target.base, to + b * 64, run, target.f32, true);
+      store_run(target.base, index + b * 64, run, target.f32, true);
     }
   }
   MLA_DEVICE static float scaled(float x, float by) { return by == 0.0f ? 0.0f : x * by; }

@@ -14,7 +14,7 @@ struct Fp8KeyScales {
   using L = Fp8Layout<C>;
   using lds_t = tile::lds_t;
   float of_key[2] = {1.0f, 1.0f};
-  uint32_t left[2][L::kScaleGroups] = {};  // pairs of the same number
+  uint32_t remaining[2][L::kScaleGroups] = {};  // pairs of the same number
 
   MLA_DEVICE Fp8KeyScales(const L& shared, int slot, int key0, int key1, int lane) {
     if constexpr (L::kScaledRows) {
@@ -33,9 +33,9 @@ struct Fp8KeyScales {
 #pragma unroll
         for (int i = 0; i < L::kScaleGroups; ++i) {
           const float scale = x[i] * inverse(half);
-          left[half][i] = tile::pack_f16(scale, scale);
+          remaining[half][i] = tile::pack_f16(scale, scale);
         }
-        handed |= good(left[half], lane & 3) << 16 * half;
+        handed |= good(remaining[half], lane & 3) << 16 * half;
       }
     }
   }
@@ -149,8 +149,8 @@ class Fp8Keys {
         uint32_t low = tile::fp8_to_f16<0>(codes[half].w[step]);
         uint32_t high = tile::fp8_to_f16<1>(codes[half].w[step]);
         if constexpr (kScaled) {
-          low = tile::multiply_f16_pairs(low, scales.left[half][kBlock / 2]);
-          high = tile::multiply_f16_pairs(high, scales.left[half][kBlock / 2]);
+          low = tile::multiply_f16_pairs(low, scales.remaining[half][kBlock / 2]);
+          high = tile::multiply_f16_pairs(high, scales.remaining[half][kBlock / 2]);
         }
         operand[step][half] = low;
         operand[step][2 + half] = high;

@@ -408,13 +408,13 @@ class WgmmaConsumer {
       }
       if (p >= item.rows) continue;
       if (kGroup == 0 && (lane & 3) == 0) args.partial_lse[target] = scale.lse;
-      float* to = args.partial_o + target * C::kLora + kGroup * kColumns + 4 * (lane & 3);
+      float* output = args.partial_o + target * C::kLora + kGroup * kColumns + 4 * (lane & 3);
 #pragma unroll
       for (int i = 2 * slot; i < kOutputs; i += 8) {
         const uint32_t words[4] = {
             float_to_bits(state.o[i] * inverse), float_to_bits(state.o[i + 1] * inverse),
             float_to_bits(state.o[i + 4] * inverse), float_to_bits(state.o[i + 5] * inverse)};
-        store_words(to + 2 * (i - 2 * slot), words);
+        store_words(output + 2 * (i - 2 * slot), words);
       }
     }
   }

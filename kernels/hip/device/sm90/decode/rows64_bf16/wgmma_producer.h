@@ -86,7 +86,7 @@ class WgmmaProducer {
   template <int kSlot>
   MLA_DEVICE void copy_listed(const Source& source, Finder& finder, const uint8_t* query) {
     const uint32_t emptied = uses.template next<kSlot>() ^ 1;
-    const uint8_t* const found = finder.row(source);
+    const uint8_t* const own_row = finder.row(source);
     const uint32_t seen = tile::ballot(finder.sees());
     finder.next(source);
 #pragma unroll
@@ -101,7 +101,7 @@ class WgmmaProducer {
       }
       if (part % 2 == 0) tile::barrier_wait(shared.emptied(kSlot, part / 2 ^ kSlot), emptied);
       if (part == 0) publish_seen(kSlot, seen);
-      copy_found(kSlot, part, shared.slot(kSlot), found);
+      copy_found(kSlot, part, shared.slot(kSlot), own_row);
       tile::barrier_arrive_after_copies(shared.filled(kSlot, part));
     }
   }
@@ -110,11 +110,11 @@ class WgmmaProducer {
 #pragma unroll
     for (int g = 0; g < kCopyRows; ++g) {
       const uint8_t* const from = row_from_lane(found, g * kWarpRows + (lane >> 3)) + chunk_bytes();
-      const lds_t to = tile_base + row(g) * 128 + (lane & 7) * 16;
+      const lds_t target = tile_base + row(g) * 128 + (lane & 7) * 16;
 #pragma unroll
       for (int i = 0; i < L::part_blocks(part); ++i) {
         const int block = L::block(s, L::kPartBlocks * part + i);
-        tile::copy_chunk(to + block * L::kBlockBytes, from + block * 128);
+        tile::copy_chunk(target + block * L::kBlockBytes, from + block * 128);
       }
     }
   }

@@ -45,17 +45,17 @@ class E4m3RowsGroup {
     const int plain = places.unmasked_end >= source.end && !L::kLists && !Args::kBoxes
                           ? tiles
                           : (L::kLists ? 0 : (places.unmasked_end - source.begin) / C::kTileKv);
-    int t = (at ^ scorer.group) & 1;
+    int t = (tiles_before ^ scorer.group) & 1;
     int added = 0;
     for (; t < tiles; t += 2) {
-      scorer.score(places, at + t, t, state);
+      scorer.score(places, tiles_before + t, t, state);
 #pragma unroll 1
-      for (; added <= t; ++added) values.add(at + added, added >= plain, o);
+      for (; added <= t; ++added) values.add(tiles_before + added, added >= plain, o);
     }
-    if (added < tiles) values.add(at + added, added >= plain, o);
-    at += static_cast<uint32_t>(tiles);
+    if (added < tiles) values.add(tiles_before + added, added >= plain, o);
+    tiles_before += static_cast<uint32_t>(tiles);
     const Item results = load_item<L::kRows>(args, index, share);
-    scorer.finish(results, tiles, at - 1, state);
+    scorer.finish(results, tiles, tiles_before - 1, state);
     values.finish(results, o);
     if constexpr (Args::kSplit) {
       merge_parts<L::kRows, PartOrder::kPaired>(args, part_of_block(args), shared.slot(0), [] {
@@ -72,7 +72,7 @@ class E4m3RowsGroup {
   const L shared;
   Scorer scorer;
   Values values;
-  uint32_t at = 0;  // tiles before this item
+  uint32_t tiles_before = 0;  // tiles before this item
 };
 
 // Copier is the group that copies KV rows.

@@ -78,21 +78,22 @@ class E4m3Copier {
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       const uint8_t* const from = row_from_lane(mine, row_lane(i, lane));
-      const int to = row(i), chunk = place ^ tile::swizzle(to);
+      const int target_row = row(i), chunk = place ^ tile::swizzle(target_row);
 #pragma unroll
       for (int block = 0; block < L::kBlocks; ++block) {
-        tile::copy_chunk(shared.slot(slot) + block * L::kBlockBytes + to * 128 + place * 16,
+        tile::copy_chunk(shared.slot(slot) + block * L::kBlockBytes + target_row * 128 + place * 16,
                          from + block * 128 + chunk * 16);
       }
       if constexpr (L::kScaledRows) {
-        tile::copy_chunk(shared.rope(slot) + to * 128 + place * 16,
+        tile::copy_chunk(shared.rope(slot) + target_row * 128 + place * 16,
                          from + C::kLora + 16 + chunk * 16);
-        if (place == i) tile::copy_chunk(shared.raw_scales(slot) + to * 16, from + C::kLora);
+        if (place == i)
+          tile::copy_chunk(shared.raw_scales(slot) + target_row * 16, from + C::kLora);
       } else if (place >> 2 == (i & 1)) {
         // Four chunks a row: each half of a row's eight lanes takes every second row.
         const int narrow = place & 3;
-        tile::copy_chunk(shared.rope(slot) + to * 64 + narrow * 16,
-                         from + C::kLora + (narrow ^ narrow_swizzle(to)) * 16);
+        tile::copy_chunk(shared.rope(slot) + target_row * 64 + narrow * 16,
+                         from + C::kLora + (narrow ^ narrow_swizzle(target_row)) * 16);
       }
     }
   }

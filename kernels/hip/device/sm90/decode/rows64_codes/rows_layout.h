@@ -113,14 +113,14 @@ struct E4m3RowsLayout {
     }
     // Factors for the scorers: each rescales the sum of one block to the scale of the next block.
     // So that factors stay bounded, a scale counts as at least 2^-40 of the largest before it.
-    float most = scale[0], before = scale[0];
+    float largest = scale[0], before = scale[0];
 #pragma unroll
     for (int b = 1; b < kBlocks; ++b) {
-      const float least = max_f(most * 0x1p-40f, 0x1p-100f);
+      const float least = max_f(largest * 0x1p-40f, 0x1p-100f);
       const float taken = scale[b] < least ? least : scale[b];
       tile::store_float(block_scales(slot, quarter, b - 1) + own * 4,
                         before * tile::reciprocal(taken));
-      most = max_f(most, taken);
+      largest = max_f(largest, taken);
       before = taken;
     }
     tile::store_float(block_scales(slot, quarter, kBlocks - 1) + own * 4, before);

@@ -62,18 +62,18 @@ class E4m3Scores {
     }
     if (L::kLists) hide_unseen(slot, s);
     if (first + C::kTileKv > tiles.unmasked_end) hide(tiles, first, s);
-    float most[2][2];  // each over two keys
+    float largest[2][2];  // each over two keys
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = s.c[4 * j + i];
         x = change(x, i >> 1, j, i);
-        most[i >> 1][i & 1] = j == 0 ? x : max_f(most[i >> 1][i & 1], x);
+        largest[i >> 1][i & 1] = j == 0 ? x : max_f(largest[i >> 1][i & 1], x);
       }
     }
-    top[0] = max_f(max_f(most[0][0], most[0][1]), negative_infinity());
-    top[1] = max_f(max_f(most[1][0], most[1][1]), negative_infinity());
+    top[0] = max_f(max_f(largest[0][0], largest[0][1]), negative_infinity());
+    top[1] = max_f(max_f(largest[1][0], largest[1][1]), negative_infinity());
   }
 
   // Stores for this lane's rows the factor of earlier tiles' sums, applied before this tile's sums

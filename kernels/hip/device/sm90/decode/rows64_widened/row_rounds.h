@@ -24,7 +24,7 @@ class RowRounds {
   // `first` is the place of the lane's row in the first step. Steps are kPlaces places apart.
   // REQUIRES source.begin < source.end.
   MLA_DEVICE RowRounds(const Source& source, int first, int of_lane)
-      : lane(of_lane), at(first + (of_lane & 3) * kPlaces), word(source.word(at)) {
+      : lane(of_lane), next_place(first + (of_lane & 3) * kPlaces), word(source.word(next_place)) {
     look_up(source);
     find(source);
   }
@@ -76,15 +76,15 @@ class RowRounds {
 
   MLA_DEVICE int of_step(int step) const { return (lane & ~3) | step; }
   MLA_DEVICE void look_up(const Source& source) {
-    const int entry = source.entry_of(at, word);
+    const int entry = source.entry_of(next_place, word);
     const RowSpot spot = source.spot(source.position_of(entry));
     granule = *as_global<const uint32_t>(spot.entry);
     inside = spot.inside;
     if constexpr (Source::kLists) {
-      seen_next = tile::ballot(at < source.end && source.sees_entry(entry));
+      seen_next = tile::ballot(next_place < source.end && source.sees_entry(entry));
     }
-    at += kSteps * kPlaces;
-    word = source.word(at);
+    next_place += kSteps * kPlaces;
+    word = source.word(next_place);
   }
   // An exponent of 0 is 2^-127, which is subnormal in bf16, too; one that is too large becomes NaN.
   MLA_DEVICE void widen_exponents() {
@@ -101,7 +101,7 @@ class RowRounds {
   }
 
   const int lane;
-  int at;                                // place of the row that is looked up next
+  int next_place;                        // place of the row that is looked up next
   int word;                              // its word
   uint32_t granule;                      // page of the next round's row
   int inside;                            // its row in that page, see RowSpot

@@ -21,7 +21,7 @@ class WidenRows {
     const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                           r.page_size, kPageGranuleBytes);
     const uint8_t* const from = pages.row(row - args.first_row[index]);
-    uint8_t* const to = args.rows + int64_t{row} * kBf16RowBytes;
+    uint8_t* const target = args.rows + int64_t{row} * kBf16RowBytes;
     uint32_t codes[4], rotated[1];
     load_words(codes, from + lane * 16);
     const float scale = stored_scale(as_global<const float>(from + kLora)[lane / (kGroup / 16)]);
@@ -29,9 +29,9 @@ class WidenRows {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t eight[2] = {codes[2 * i], codes[2 * i + 1]};
-      store_words(to + (lane * 2 + i) * 16, fp8_chunk(eight, scale).w);
+      store_words(target + (lane * 2 + i) * 16, fp8_chunk(eight, scale).w);
     }
-    store_words(to + kLora * 2 + lane * 4, rotated);
+    store_words(target + kLora * 2 + lane * 4, rotated);
   }
 
  private:

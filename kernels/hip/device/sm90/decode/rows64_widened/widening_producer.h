@@ -167,33 +167,33 @@ class WideningProducer {
   template <int kSlot>
   MLA_DEVICE void store_half(int half, Stream& stream) {
     const int tile_row = half * kHalfRows + row();
-    const lds_t to =
+    const lds_t target =
         shared.slot(kSlot) + tile_row * 128 + (((lane & 3) * 2) ^ tile::swizzle(tile_row)) * 16;
 #pragma unroll
     for (int part = 0; part < L::kParts; ++part) {
       if (part % 2 == 0 && half == 0) wait_emptied(kSlot, (part / 2) ^ kSlot);
-      if (L::kDirect && part == L::direct_part(kSlot) - 1) copy_direct<kSlot>(to, stream);
+      if (L::kDirect && part == L::direct_part(kSlot) - 1) copy_direct<kSlot>(target, stream);
       if (L::kLists && part == 0) write_seen(kSlot, half, stream.seen);
       const int block = 2 * part ^ kSlot * kOtherHalf;
       const int turn = kPages && kSlot == 1 && part >= 2 ? 2 * part - 1 : 2 * part;
       if (kPages && block + 2 == kCodeBlocks) {  // the second one is bf16
         Chunk codes[1];
         take(turn, stream, codes);
-        write_codes(codes[0], scale(stream, block), to + block * L::kBlockBytes);
+        write_codes(codes[0], scale(stream, block), target + block * L::kBlockBytes);
         refetch<kSlot, 1>(turn, half, stream);
       } else {
         Chunk codes[2];
         take(turn, stream, codes);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          write_codes(codes[i], scale(stream, block + i), to + (block + i) * L::kBlockBytes);
+          write_codes(codes[i], scale(stream, block + i), target + (block + i) * L::kBlockBytes);
         }
         refetch<kSlot, 2>(turn, half, stream);
       }
       if (kTurns > kCodeBlocks && part == L::kParts - 1) {
         Chunk codes[1];
         take(kCodeBlocks, stream, codes);
-        write_codes(codes[0], 1.0f, to + kCodeBlocks * L::kBlockBytes);
+        write_codes(codes[0], 1.0f, target + kCodeBlocks * L::kBlockBytes);
         refetch<kSlot, 1>(kCodeBlocks, half, stream);
       }
       publish(shared.filled(kSlot, part));
@@ -226,12 +226,12 @@ class WideningProducer {
   }
   // Starts the copies of this row's chunks that are bf16, and lets the groups wait for them.
   template <int kSlot>
-  MLA_DEVICE void copy_direct(lds_t to, const Stream& stream) const {
+  MLA_DEVICE void copy_direct(lds_t target, const Stream& stream) const {
     const int block = kPages ? kCodeBlocks - 1 : kCodeBlocks;
     const uint8_t* const from = stream.row + (kPages ? kPageCodes : kRopeAt) + (lane & 3) * 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      tile::copy_chunk((to + block * L::kBlockBytes) ^ (i * 16), from + i * 16);
+      tile::copy_chunk((target + block * L::kBlockBytes) ^ (i * 16), from + i * 16);
     }
     tile::barrier_arrive_after_copies(shared.filled(kSlot, L::direct_part(kSlot)));
   }
@@ -278,11 +278,11 @@ class WideningProducer {
   }
   // Writes 16 codes, times their scale, as two neighbouring chunks.
   template <class Scale>
-  MLA_DEVICE void write_codes(const Chunk& codes, Scale by, lds_t at) const {
+  MLA_DEVICE void write_codes(const Chunk& codes, Scale by, lds_t target) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t eight[2] = {codes.w[2 * i], codes.w[2 * i + 1]};
-      tile::store_chunk(at ^ (i * 16), widened(eight, by));
+      tile::store_chunk(target ^ (i * 16), widened(eight, by));
     }
   }
 

@@ -26,7 +26,7 @@ MLA_DEVICE void append_rows(const StreamArgs& args) {
     const uint8_t* from = t.rows + (begin - first) * t.row_pitch;
 #pragma unroll 1
     for (int row = begin; row < source.end; ++row, from += t.row_pitch) {
-      uint8_t* const to = const_cast<uint8_t*>(source.row(row));
+      uint8_t* const target = const_cast<uint8_t*>(source.row(row));
       Chunk c[kLaneChunks];
 #pragma unroll
       for (int i = 0; i < kLaneChunks; ++i) {
@@ -39,7 +39,7 @@ MLA_DEVICE void append_rows(const StreamArgs& args) {
         if (chunk >= kChunks) continue;
 #pragma unroll
         for (int w = 0; w < 4; ++w) c[i].w[w] = AppendKv::stored_pair(c[i].w[w]);
-        store_words(to + chunk * 16, c[i].w);
+        store_words(target + chunk * 16, c[i].w);
       }
     }
   };
