@@ -218,7 +218,7 @@ void Fault(const char* format, ...) {
 
 void Watch(void (*sink)(const SharedAccess& access)) { the_watch = sink; }
 
-void NoteAccess(const char* instruction, const void* at) {
+void NoteAccess(const char* instruction, const void* address) {
   Lane& lane = *the_lane;
   Wave& wave = *lane.wave;
   const uint64_t index = lane.accesses++ - wave.closed_accesses;
@@ -228,7 +228,7 @@ void NoteAccess(const char* instruction, const void* at) {
   OpenAccess& open = wave.open_accesses[index];
   if (open.access.instruction != instruction) Fault("lanes of a wave access shared memory apart");
   open.access.at[lane.number] =
-      static_cast<uint32_t>(static_cast<const char*>(at) - the_block->shared.base());
+      static_cast<uint32_t>(static_cast<const char*>(address) - the_block->shared.base());
   if (++open.lanes < SharedAccess::kLanes) return;
   the_watch(open.access);  // lanes are in order, so this is the first
   wave.open_accesses.pop_front();
@@ -300,11 +300,11 @@ void SetRegisters(int count) {
   if (asked > most) Fault("waves ask for %d registers a lane, of %d in all", asked, most);
 }
 
-void Poll(bool (*ready)(uint32_t, uint32_t), uint32_t at, uint32_t parity) {
-  if (ready(at, parity)) return;
+void Poll(bool (*ready)(uint32_t, uint32_t), uint32_t barrier, uint32_t parity) {
+  if (ready(barrier, parity)) return;
   Lane& lane = *the_lane;
   lane.ready = ready;
-  lane.at = at;
+  lane.at = barrier;
   lane.parity = parity;
   lane.state = Lane::State::kPolls;
   Leave();

@@ -130,7 +130,7 @@ extern Lane* the_lane;  // the lane that runs
 // See Image::watch.
 void Watch(void (*sink)(const SharedAccess& access));
 extern void (*the_watch)(const SharedAccess& access);
-void NoteAccess(const char* instruction, const void* at);
+void NoteAccess(const char* instruction, const void* address);
 // Notes an access of the lane to shared memory, as part of its wave's access.
 inline void Access(const char* instruction, const void* at) {
   if (the_watch != nullptr) NoteAccess(instruction, at);
@@ -151,8 +151,8 @@ bool Barrier(NamedBarrier& barrier, int threads, bool waits, bool x);
 // kRegisters, in multiples of eight. Waves that need more than the others release wait forever.
 inline constexpr int kRegisters = 65536;
 void SetRegisters(int count);
-// Lets other lanes run until ready(at, parity).
-void Poll(bool (*ready)(uint32_t, uint32_t), uint32_t at, uint32_t parity);
+// Lets other lanes run until ready(barrier, parity).
+void Poll(bool (*ready)(uint32_t, uint32_t), uint32_t barrier, uint32_t parity);
 // Lets other lanes run until the kernel before this one has ended. That kernel runs only when all
 // lanes of the block wait, so lanes that read its results before they wait see what was there.
 void WaitForPrevious();

@@ -234,12 +234,12 @@ const Previous kCountingKernel{
 TEST(BlockTest, TheKernelBeforeRunsWhenAllLanesWaitForIt) {
   constexpr int kLanes = 2 * kWave;
   const Kernel kernel{"kernel", 0, [](const void*) {
-                        const auto at = static_cast<size_t>(Index()) * 2;
+                        const auto first = static_cast<size_t>(Index()) * 2;
                         if (Index() == 0) InitCounted(512, kLanes);
                         BlockBarrier();
-                        results[at] = source[0];
+                        results[first] = source[0];
                         if (the_block->x == 0) WaitForPrevious();
-                        results[at + 1] = source[0];
+                        results[first + 1] = source[0];
                         ArriveCounted(512, 0);
                         Poll(CountedPhaseEnded, 512, 0);
                       }};

@@ -98,12 +98,12 @@ void StartBulkCopy(char* to, const void* from, uint32_t bytes, uint32_t barrier)
                               the_lane->wave->index);
 }
 
-void StartBoxCopy(char* to, const void* map, const int (&place)[3], uint32_t barrier) {
+void StartBoxCopy(char* target, const void* map, const int (&place)[3], uint32_t barrier) {
   TensorMap of;
   std::memcpy(&of, map, sizeof(of));
   if (of.mark != TensorMap::kMark) Fault("a copy by a tensor map that the driver has not encoded");
   SharedMemory& shared = the_block->shared;
-  const auto offset = static_cast<uint64_t>(to - shared.base());
+  const auto offset = static_cast<uint64_t>(target - shared.base());
   if (offset % TensorMap::kAlignment != 0) Fault("a box at %lu of shared memory", offset);
   const uint32_t row_bytes = of.box[0] * 2;
   const bool page = place[2] >= 0 && static_cast<uint32_t>(place[2]) < of.dims[2];

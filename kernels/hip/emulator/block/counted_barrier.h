@@ -15,7 +15,7 @@ void ArriveCounted(uint32_t at, uint32_t bytes);
 void ArriveAfterCopies(uint32_t at);
 void StartBulkCopy(char* to, const void* from, uint32_t bytes, uint32_t barrier);
 // Starts the copies of a box of a tensor map (tensor_map.h) that the barrier counts.
-void StartBoxCopy(char* to, const void* map, const int (&place)[3], uint32_t barrier);
+void StartBoxCopy(char* target, const void* map, const int (&place)[3], uint32_t barrier);
 // Returns true if the phase of this parity is complete.
 bool CountedPhaseEnded(uint32_t at, uint32_t parity);
 

@@ -99,12 +99,12 @@ void FiberStacks::Prepare(int index, Fiber& fiber, void (*entry)()) {
   fiber = Fiber{top, nullptr, bottom, static_cast<size_t>(end - bottom)};
 }
 
-void Switch(Fiber& from, Fiber& to) {
+void Switch(Fiber& from, Fiber& target) {
 #if MLA_ADDRESS_SANITIZER
   left_fiber = &from;
-  __sanitizer_start_switch_fiber(&from.fake_stack, to.bottom, to.bytes);
+  __sanitizer_start_switch_fiber(&from.fake_stack, target.bottom, target.bytes);
 #endif
-  mla_host_switch(&from.stack_pointer, to.stack_pointer);
+  mla_host_switch(&from.stack_pointer, target.stack_pointer);
 #if MLA_ADDRESS_SANITIZER
   const void* bottom = nullptr;
   size_t bytes = 0;
@@ -116,13 +116,13 @@ void Switch(Fiber& from, Fiber& to) {
 #endif
 }
 
-void SwitchForGood(Fiber& to) {
+void SwitchForGood(Fiber& target) {
   static void* nowhere = nullptr;  // static, because the sanitizer releases the stack first
 #if MLA_ADDRESS_SANITIZER
   left_fiber = nullptr;
-  __sanitizer_start_switch_fiber(nullptr, to.bottom, to.bytes);
+  __sanitizer_start_switch_fiber(nullptr, target.bottom, target.bytes);
 #endif
-  mla_host_switch(&nowhere, to.stack_pointer);
+  mla_host_switch(&nowhere, target.stack_pointer);
   std::abort();
 }
 

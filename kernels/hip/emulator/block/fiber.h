@@ -32,10 +32,10 @@ class FiberStacks {
   size_t bytes_ = 0;
 };
 
-// Suspends `from`, which goes on when it is switched to again, and resumes `to`.
-void Switch(Fiber& from, Fiber& to);
+// Suspends `from`, which goes on when it is switched to again, and resumes `target`.
+void Switch(Fiber& from, Fiber& target);
 // Does what Switch does, from a fiber that has ended.
-[[noreturn]] void SwitchForGood(Fiber& to);
+[[noreturn]] void SwitchForGood(Fiber& target);
 // Every entry must call this first.
 void Entered();
 

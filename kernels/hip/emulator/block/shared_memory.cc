@@ -71,15 +71,15 @@ void SharedMemory::Describe(const char* what, const void* at, int wave, int othe
         other, offset);
 }
 
-void SharedMemory::Read(const void* at, size_t bytes, int wave) {
+void SharedMemory::Read(const void* address, size_t bytes, int wave) {
   size_t count = 0;
-  Word* const words = Words(at, bytes, "a read", &count);
+  Word* const words = Words(address, bytes, "a read", &count);
   for (size_t i = 0; i < count; ++i) {
     Word& w = words[i];
     if (w.in_flight) Fault("a read of a word before its copy has landed");
     if (copies_only_) continue;
     if (w.written == interval_ && w.writer != wave)
-      Describe("reads a word written by", at, wave, w.writer);
+      Describe("reads a word written by", address, wave, w.writer);
     if (w.read != interval_) {
       w.read = interval_;
       w.readers = 0;
@@ -88,41 +88,41 @@ void SharedMemory::Read(const void* at, size_t bytes, int wave) {
   }
 }
 
-void SharedMemory::Write(const void* at, size_t bytes, int wave) {
+void SharedMemory::Write(const void* address, size_t bytes, int wave) {
   size_t count = 0;
-  Word* const words = Words(at, bytes, "a write", &count);
+  Word* const words = Words(address, bytes, "a write", &count);
   for (size_t i = 0; i < count; ++i) {
     Word& w = words[i];
     if (w.in_flight) Fault("a write to a word before its copy has landed");
     if (copies_only_) continue;
     if (w.written == interval_ && w.writer != wave)
-      Describe("writes a word written by", at, wave, w.writer);
+      Describe("writes a word written by", address, wave, w.writer);
     if (w.read == interval_ && (w.readers & ~(1u << wave)) != 0) {
-      Describe("writes a word read by", at, wave, __builtin_ctz(w.readers & ~(1u << wave)));
+      Describe("writes a word read by", address, wave, __builtin_ctz(w.readers & ~(1u << wave)));
     }
     w.written = interval_;
     w.writer = static_cast<uint8_t>(wave);
   }
 }
 
-void SharedMemory::Update(const void* at, size_t bytes, int wave) {
+void SharedMemory::Update(const void* address, size_t bytes, int wave) {
   size_t count = 0;
-  Word* const words = Words(at, bytes, "an update", &count);
+  Word* const words = Words(address, bytes, "an update", &count);
   for (size_t i = 0; i < count; ++i) {
-    if (words[i].written != interval_ || words[i].writer != kUpdates) Write(at, bytes, wave);
+    if (words[i].written != interval_ || words[i].writer != kUpdates) Write(address, bytes, wave);
     words[i].writer = kUpdates;
   }
 }
 
-void SharedMemory::StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave,
+void SharedMemory::StartCopy(CopyQueue& queue, void* target, const void* from, int bytes, int wave,
                              int turn) {
   const auto size = static_cast<size_t>(bytes);
-  Write(to, size, wave);
+  Write(target, size, wave);
   size_t count = 0;
-  Word* const words = Words(to, size, "a copy", &count);
+  Word* const words = Words(target, size, "a copy", &count);
   for (size_t i = 0; i < count; ++i) words[i].in_flight = true;
-  std::memset(to, kNaN, size);
-  queue.Add({static_cast<char*>(to), from, bytes, queue.open_group(), turn});
+  std::memset(target, kNaN, size);
+  queue.Add({static_cast<char*>(target), from, bytes, queue.open_group(), turn});
 }
 
 void SharedMemory::Land(CopyQueue& queue, int wave) {

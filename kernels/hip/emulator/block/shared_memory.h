@@ -57,12 +57,13 @@ class SharedMemory {
   char* base() const { return memory_.get(); }
 
   // Call before a lane of wave `wave` reads or writes.
-  void Read(const void* at, size_t bytes, int wave);
-  void Write(const void* at, size_t bytes, int wave);
+  void Read(const void* address, size_t bytes, int wave);
+  void Write(const void* address, size_t bytes, int wave);
   // Call before an atomic operation; its order with atomic operations of other waves is free.
-  void Update(const void* at, size_t bytes, int wave);
+  void Update(const void* address, size_t bytes, int wave);
 
-  void StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave, int turn = 0);
+  void StartCopy(CopyQueue& queue, void* target, const void* from, int bytes, int wave,
+                 int turn = 0);
   // Lands the oldest copies until `younger` are left, or all of groups before `group`.
   void LandAllBut(CopyQueue& queue, int younger, int wave);
   void LandBefore(CopyQueue& queue, uint64_t group, int wave);

@@ -34,11 +34,11 @@ constexpr const char* write_instruction() {
   return kBytes == 16 ? "ds_write_b128" : kBytes == 8 ? "ds_write_b64" : "ds_write_b32";
 }
 template <class T>
-T shared_load(lds_t at) {
-  host::Access(read_instruction<sizeof(T)>(), at);
-  host::the_block->shared.Read(at, sizeof(T), host::the_lane->wave->index);
+T shared_load(lds_t address) {
+  host::Access(read_instruction<sizeof(T)>(), address);
+  host::the_block->shared.Read(address, sizeof(T), host::the_lane->wave->index);
   T x;
-  std::memcpy(&x, at, sizeof(T));
+  std::memcpy(&x, address, sizeof(T));
   return x;
 }
 template <class T>
@@ -49,12 +49,12 @@ void shared_store(lds_t at, T x) {
 }
 
 // --- Atomic additions.
-inline void add_word_shared(lds_t at, uint32_t x) {
-  host::the_block->shared.Update(at, sizeof(x), host::the_lane->wave->index);
+inline void add_word_shared(lds_t address, uint32_t x) {
+  host::the_block->shared.Update(address, sizeof(x), host::the_lane->wave->index);
   uint32_t sum;
-  std::memcpy(&sum, at, sizeof(sum));
+  std::memcpy(&sum, address, sizeof(sum));
   sum += x;
-  std::memcpy(at, &sum, sizeof(sum));
+  std::memcpy(address, &sum, sizeof(sum));
 }
 inline void add_word(uint32_t* at, uint32_t x) { *at += x; }
 
@@ -251,15 +251,15 @@ inline f32x16 multiply_codes_32x32x64(const u32x8& a, int a_exponent, const u32x
 // A group of 16 lanes reads kRows rows of 16 columns. kLanes lanes give the addresses of a row's
 // parts, kRows columns each, and every lane receives one column.
 template <typename Element>
-u32x2 ReadTransposed(const char* instruction, lds_t at) {
+u32x2 ReadTransposed(const char* instruction, lds_t address) {
   static constexpr int kRows = 8 / sizeof(Element), kLanes = 16 / kRows;
   struct Slot {
     Element block[kRows];
     Element column[kRows];
   } slot;
-  host::Access(instruction, at);
-  host::the_block->shared.Read(at, sizeof(slot.block), host::the_lane->wave->index);
-  std::memcpy(slot.block, at, sizeof(slot.block));
+  host::Access(instruction, address);
+  host::the_block->shared.Read(address, sizeof(slot.block), host::the_lane->wave->index);
+  std::memcpy(slot.block, address, sizeof(slot.block));
   host::Meet(
       [](host::Wave& wave) {
         for (int lane = 0; lane < 64; ++lane) {

@@ -35,16 +35,16 @@ inline uint32_t exchange_middle_bytes(uint32_t x) {
   return (x & 0xff0000ffu) | (x & 0xff00u) << 8 | (x >> 8 & 0xff00u);
 }
 
-inline void load_two_floats(float (&x)[2], lds_t at) {
+inline void load_two_floats(float (&x)[2], lds_t address) {
   struct alignas(8) Two {
     float x[2];
   };
-  const Two two = shared_load<Two>(at);
+  const Two two = shared_load<Two>(address);
   x[0] = two.x[0];
   x[1] = two.x[1];
 }
 inline uint32_t load_word_shared(lds_t at) { return shared_load<uint32_t>(at); }
-inline void store_matrices_transposed(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2,
+inline void store_matrices_transposed(lds_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                       uint32_t r3) {
   Matrices slot{{}, {r0, r1, r2, r3}};
   host::Meet(
@@ -60,7 +60,7 @@ inline void store_matrices_transposed(lds_t at, uint32_t r0, uint32_t r1, uint32
       &slot);
   Chunk c;
   std::memcpy(c.w, slot.row, sizeof(c.w));
-  store_chunk(at, c);
+  store_chunk(address, c);
 }
 
 template <int kElements>

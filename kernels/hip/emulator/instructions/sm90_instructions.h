@@ -126,12 +126,12 @@ inline void store_float(lds_t at, float x) { shared_store(at, x); }
 inline float load_float(lds_t at) { return shared_load<float>(at); }
 inline void store_word(lds_t at, uint32_t x) { shared_store(at, x); }
 inline void add_word_shared(lds_t at, uint32_t x) {
-  char* const to = shared_bytes() + at;
-  host::the_block->shared.Update(to, sizeof(x), host::the_lane->wave->index);
+  char* const target = shared_bytes() + at;
+  host::the_block->shared.Update(target, sizeof(x), host::the_lane->wave->index);
   uint32_t sum;
-  std::memcpy(&sum, to, sizeof(sum));
+  std::memcpy(&sum, target, sizeof(sum));
   sum += x;
-  std::memcpy(to, &sum, sizeof(sum));
+  std::memcpy(target, &sum, sizeof(sum));
 }
 inline void add_word(uint32_t* at, uint32_t x) { *at += x; }
 // Blocks run one after the other, so the last block does all of the shared work.
@@ -248,7 +248,7 @@ void load_matrices_of(uint32_t (&r)[4], lds_t at) {
 }
 inline void load_matrices(uint32_t (&r)[4], lds_t at) { load_matrices_of<false>(r, at); }
 inline void load_matrices_transposed(uint32_t (&r)[4], lds_t at) { load_matrices_of<true>(r, at); }
-inline void store_matrices(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+inline void store_matrices(lds_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   Matrices slot{{}, {r0, r1, r2, r3}};
   host::Meet(
       [](host::Wave& wave) {
@@ -262,7 +262,7 @@ inline void store_matrices(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint
       &slot);
   Chunk c;
   std::memcpy(c.w, slot.row, sizeof(c.w));
-  store_chunk(at, c);
+  store_chunk(address, c);
 }
 
 // Computes c [16 x 8] += a [16 x 16] b [16 x 8]. Word i of a holds row l / 4 + 8 (i % 2), depth 2
