@@ -32,14 +32,14 @@ std::vector<PartDigest> DigestsOf(std::span<const std::byte> bytes) {
 TEST(TransfersTest, BytesArriveWithTheDigestsOfTheirParts) {
   constexpr size_t kPool = 20'000;
   for (const size_t size : {0, 1, 63, 64, 256, 4095, 4096, 4097, 8192, 9000, 12'544}) {
-    for (const size_t at : {0, 16, 256, 4099}) {
+    for (const size_t offset : {0, 16, 256, 4099}) {
       for (const bool digested : {false, true}) {
         const std::vector<std::byte> sent = Bytes(size + 1, 1);
         std::vector<std::byte> pool(kPool, std::byte{9}), back(size + 2, std::byte{8});
         const auto parts = static_cast<size_t>(DigestParts(static_cast<int64_t>(size)));
         std::vector<PartDigest> in(parts + 1), out(parts + 1);
         std::vector<std::byte> host = sent;
-        const PageTransfer write{static_cast<int64_t>(at), static_cast<int64_t>(size),
+        const PageTransfer write{static_cast<int64_t>(offset), static_cast<int64_t>(size),
                                  host.data() + 1, digested ? in.data() : nullptr};
         WritePages(pool.data(), write);
         PageTransfer read = write;
@@ -48,17 +48,18 @@ TEST(TransfersTest, BytesArriveWithTheDigestsOfTheirParts) {
         ReadPages(pool.data(), read);
         EXPECT_EQ(host, sent);
         EXPECT_TRUE(std::equal(sent.begin() + 1, sent.end(), back.begin() + 1))
-            << size << " " << at;
+            << size << " " << offset;
         EXPECT_EQ(back.front(), std::byte{8});
         EXPECT_EQ(back.back(), std::byte{8});
-        EXPECT_EQ(std::count(pool.begin(), pool.begin() + static_cast<int64_t>(at), std::byte{9}),
-                  static_cast<int64_t>(at));
-        EXPECT_EQ(pool[at + size], std::byte{9});
+        EXPECT_EQ(
+            std::count(pool.begin(), pool.begin() + static_cast<int64_t>(offset), std::byte{9}),
+            static_cast<int64_t>(offset));
+        EXPECT_EQ(pool[offset + size], std::byte{9});
         std::vector<PartDigest> want(parts + 1);
         if (digested) want = DigestsOf(std::span(sent).subspan(1));
         want.resize(parts + 1);
-        EXPECT_EQ(in, want) << size << " " << at;
-        EXPECT_EQ(out, want) << size << " " << at;
+        EXPECT_EQ(in, want) << size << " " << offset;
+        EXPECT_EQ(out, want) << size << " " << offset;
       }
     }
   }

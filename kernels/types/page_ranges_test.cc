@@ -34,7 +34,7 @@ TEST(PageRangeRunsTest, RunsInAnyOrderInsideAreTheListInOrder) {
   const auto below = [&random](int64_t n) { return static_cast<int64_t>(random() % n); };
   PageRangeRuns runs;
   runs.Reserve(64);
-  size_t longest = 0, most = 0;
+  size_t longest = 0, most_runs = 0;
   for (int round = 0; round < 3000; ++round) {
     const int64_t pool = 8 << below(8);
     std::vector<PageRange> ranges(static_cast<size_t>(below(64)));
@@ -72,11 +72,11 @@ TEST(PageRangeRunsTest, RunsInAnyOrderInsideAreTheListInOrder) {
       remaining = remaining.subspan(n);
       longest = std::max(longest, n);
     }
-    most = std::max(most, count);
+    most_runs = std::max(most_runs, count);
     ASSERT_EQ(actual, expected) << "round " << round;
   }
   EXPECT_GT(longest, 10u);
-  EXPECT_GT(most, 10u);
+  EXPECT_GT(most_runs, 10u);
 }
 
 TEST(CheckPageRangesTest, NamesWhatLeavesThePoolOrOverlapsItself) {

@@ -221,11 +221,11 @@ TEST(PartOrder, OfCodesFromRegistersIsPairedAndOnSm90Only) {
 }
 
 TEST(AttendsFewTiles, GoesByTheMeanOfTheItems) {
-  const int64_t most = kSm90Traits.few_tiles_rows;
-  ASSERT_GT(most, 0);
+  const int64_t limit = kSm90Traits.few_tiles_rows;
+  ASSERT_GT(limit, 0);
   EXPECT_TRUE(AttendsFewTiles(kSm90Traits, 0, 1));
-  EXPECT_TRUE(AttendsFewTiles(kSm90Traits, 66 * most, 66));
-  EXPECT_FALSE(AttendsFewTiles(kSm90Traits, 66 * most + 1, 66));
+  EXPECT_TRUE(AttendsFewTiles(kSm90Traits, 66 * limit, 66));
+  EXPECT_FALSE(AttendsFewTiles(kSm90Traits, 66 * limit + 1, 66));
 }
 
 // ChooseAttend, MostRows and the report rely on this order and these names.

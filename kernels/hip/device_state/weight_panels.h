@@ -13,28 +13,30 @@ namespace mla::kernels::hip {
 
 inline constexpr int32_t kWeightPanelColumns = 64;
 
-// `to` and `from` hold rows x columns elements each; columns is a multiple of 64.
-inline void PackPanels(const Bf16* from, Bf16* to, int32_t rows, int32_t columns) {
+// `destination` and `from` hold rows x columns elements each; columns is a multiple of 64.
+inline void PackPanels(const Bf16* from, Bf16* destination, int32_t rows, int32_t columns) {
   constexpr int32_t kChunk = 8, kChunks = kWeightPanelColumns / kChunk;
   for (int32_t panel = 0; panel < columns / kWeightPanelColumns; ++panel) {
     for (int32_t row = 0; row < rows; ++row) {
       const Bf16* const source = from + int64_t{row} * columns + panel * kWeightPanelColumns;
       for (int32_t c = 0; c < kChunks; ++c) {
-        std::memcpy(to + (c ^ (row & 7)) * kChunk, source + c * kChunk, kChunk * sizeof(*to));
+        std::memcpy(destination + (c ^ (row & 7)) * kChunk, source + c * kChunk,
+                    kChunk * sizeof(*destination));
       }
-      to += kWeightPanelColumns;
+      destination += kWeightPanelColumns;
     }
   }
 }
 
 // Undoes PackPanels.
-inline void UnpackPanels(const Bf16* from, Bf16* to, int32_t rows, int32_t columns) {
+inline void UnpackPanels(const Bf16* from, Bf16* destination, int32_t rows, int32_t columns) {
   constexpr int32_t kChunk = 8, kChunks = kWeightPanelColumns / kChunk;
   for (int32_t panel = 0; panel < columns / kWeightPanelColumns; ++panel) {
     for (int32_t row = 0; row < rows; ++row) {
-      Bf16* const target = to + int64_t{row} * columns + panel * kWeightPanelColumns;
+      Bf16* const target = destination + int64_t{row} * columns + panel * kWeightPanelColumns;
       for (int32_t c = 0; c < kChunks; ++c) {
-        std::memcpy(target + c * kChunk, from + (c ^ (row & 7)) * kChunk, kChunk * sizeof(*to));
+        std::memcpy(target + c * kChunk, from + (c ^ (row & 7)) * kChunk,
+                    kChunk * sizeof(*destination));
       }
       from += kWeightPanelColumns;
     }

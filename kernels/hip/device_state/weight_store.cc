@@ -114,11 +114,12 @@ absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t h
   const int32_t heads = head_end - head_begin, lora = geometry.kv_lora_rank;
   const bool in_panels = InPanels(geometry);
   absl::Status copied;
-  for (const auto& [at, source, rows, columns] : {std::tuple(uk, w_uk, geometry.nope_dim, lora),
-                                                  std::tuple(uv, w_uv, lora, geometry.v_dim)}) {
+  for (const auto& [address, source, rows, columns] :
+       {std::tuple(uk, w_uk, geometry.nope_dim, lora),
+        std::tuple(uv, w_uv, lora, geometry.v_dim)}) {
     const int64_t size = int64_t{rows} * columns * int64_t{sizeof(Bf16)};
     if (size == 0 || !copied.ok()) continue;
-    copied = CopyMatrices(at + static_cast<uint64_t>(head_begin * size), source, heads, rows,
+    copied = CopyMatrices(address + static_cast<uint64_t>(head_begin * size), source, heads, rows,
                           columns, in_panels);
   }
   // The caller owns the source, so a copy that has begun must end before this call returns.
@@ -129,11 +130,11 @@ absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t h
   return absl::OkStatus();
 }
 
-absl::Status WeightStore::CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,
-                                       int32_t columns, bool in_panels) {
+absl::Status WeightStore::CopyMatrices(DevicePtr target, const Bf16* from, int32_t heads,
+                                       int32_t rows, int32_t columns, bool in_panels) {
   const int64_t elements = int64_t{rows} * columns;
   const int64_t bytes = elements * int64_t{sizeof(Bf16)};
-  if (!in_panels) return runtime_->CopyIn(to, from, heads * bytes, stream_);
+  if (!in_panels) return runtime_->CopyIn(target, from, heads * bytes, stream_);
   const int64_t at_once = kPackedBytes / bytes;
   auto* const packed = reinterpret_cast<Bf16*>(packed_.data());
   for (int64_t head = 0; head < heads; head += at_once) {
@@ -141,8 +142,8 @@ absl::Status WeightStore::CopyMatrices(DevicePtr to, const Bf16* from, int32_t h
     for (int64_t i = 0; i < count; ++i) {
       PackPanels(from + (head + i) * elements, packed + i * elements, rows, columns);
     }
-    absl::Status s =
-        runtime_->CopyIn(to + static_cast<uint64_t>(head * bytes), packed, count * bytes, stream_);
+    absl::Status s = runtime_->CopyIn(target + static_cast<uint64_t>(head * bytes), packed,
+                                      count * bytes, stream_);
     s.Update(runtime_->Synchronize(stream_));  // before the same memory is packed again
     if (!s.ok()) return s;
   }
@@ -285,17 +286,17 @@ absl::Status WeightStore::CheckRow(int64_t row_bytes) {
       absl::StrCat("weights: got rows of ", row_bytes, " bytes, limit ", kPackedBytes));
 }
 
-absl::Status WeightStore::CopyRows(const HeadRows& to, const void* from) {
-  MLA_RETURN_IF_ERROR(CheckRow(to.row_bytes));
+absl::Status WeightStore::CopyRows(const HeadRows& target, const void* from) {
+  MLA_RETURN_IF_ERROR(CheckRow(target.row_bytes));
   const auto* const source = static_cast<const std::byte*>(from);
-  const int64_t at_once = kPackedBytes / to.row_bytes;
-  for (int64_t row = 0; row < to.rows; row += at_once) {
-    const int64_t count = std::min(at_once, to.rows - row);
-    std::memcpy(packed_.data(), source + row * to.row_bytes,
-                static_cast<size_t>(count * to.row_bytes));
+  const int64_t at_once = kPackedBytes / target.row_bytes;
+  for (int64_t row = 0; row < target.rows; row += at_once) {
+    const int64_t count = std::min(at_once, target.rows - row);
+    std::memcpy(packed_.data(), source + row * target.row_bytes,
+                static_cast<size_t>(count * target.row_bytes));
     absl::Status s =
-        runtime_->CopyRowsIn(to.at + static_cast<uint64_t>(row * to.pitch), to.pitch,
-                             packed_.data(), to.row_bytes, to.row_bytes, count, stream_);
+        runtime_->CopyRowsIn(target.at + static_cast<uint64_t>(row * target.pitch), target.pitch,
+                             packed_.data(), target.row_bytes, target.row_bytes, count, stream_);
     s.Update(runtime_->Synchronize(stream_));  // before the same memory is filled again
     if (!s.ok()) return s;
   }
@@ -331,21 +332,21 @@ void WeightStore::ForEachScale(const ProjectedSlot& held, ProjectedPart part,
 absl::Status WeightStore::CopyScales(int32_t slot, ProjectedPart part, int32_t head,
                                      const void* from) {
   const ProjectedSlot& held = projected_[slot];
-  const HeadRows to = ScalesOf(slot, part, head);
-  MLA_RETURN_IF_ERROR(CheckRow(to.rows * to.row_bytes));
+  const HeadRows target = ScalesOf(slot, part, head);
+  MLA_RETURN_IF_ERROR(CheckRow(target.rows * target.row_bytes));
   const WeightWindow window = WindowOf(held.geometry, held.shape, part, head, 1);
   auto* next = reinterpret_cast<float*>(packed_.data());
   ForEachScale(held, part, window, [&](int64_t block) {
     const float scale = ScaleOf(window, from, block);
     *next++ = arch_->fp8 == Fp8Kind::kE4m3Fn ? scale : ScaleToKind(scale, arch_->fp8);
   });
-  absl::Status s = runtime_->CopyRowsIn(to.at, to.pitch, packed_.data(), to.row_bytes, to.row_bytes,
-                                        to.rows, stream_);
+  absl::Status s = runtime_->CopyRowsIn(target.at, target.pitch, packed_.data(), target.row_bytes,
+                                        target.row_bytes, target.rows, stream_);
   s.Update(runtime_->Synchronize(stream_));  // before the same memory is filled again
   return s;
 }
 
-absl::Status WeightStore::CopyScalesOut(int32_t slot, ProjectedPart part, int32_t head, void* to) {
+absl::Status WeightStore::CopyScalesOut(int32_t slot, ProjectedPart part, int32_t head, void* out) {
   const ProjectedSlot& held = projected_[slot];
   const HeadRows from = ScalesOf(slot, part, head);
   absl::Status s = runtime_->CopyRowsOut(packed_.data(), from.row_bytes, from.at, from.pitch,
@@ -353,7 +354,7 @@ absl::Status WeightStore::CopyScalesOut(int32_t slot, ProjectedPart part, int32_
   s.Update(runtime_->Synchronize(stream_));  // after it the memory holds the scales
   if (!s.ok()) return s;
   const WeightWindow window = WindowOf(held.geometry, held.shape, part, head, 1);
-  auto* const scales = static_cast<std::byte*>(to) + window.elements();
+  auto* const scales = static_cast<std::byte*>(out) + window.elements();
   const auto* next = reinterpret_cast<const float*>(packed_.data());
   ForEachScale(held, part, window, [&](int64_t block) {
     const float scale = arch_->fp8 == Fp8Kind::kE4m3Fn ? *next : ScaleToKind(*next, kContractCodes);
@@ -363,7 +364,7 @@ absl::Status WeightStore::CopyScalesOut(int32_t slot, ProjectedPart part, int32_
   return absl::OkStatus();
 }
 
-absl::Status WeightStore::CopyMatrixOut(DevicePtr from, Bf16* to, int32_t rows, int32_t columns,
+absl::Status WeightStore::CopyMatrixOut(DevicePtr from, Bf16* out, int32_t rows, int32_t columns,
                                         bool in_panels) {
   const int64_t bytes = int64_t{rows} * columns * int64_t{sizeof(Bf16)};
   // A matrix in panels fits into the pinned memory as a whole.
@@ -374,9 +375,9 @@ absl::Status WeightStore::CopyMatrixOut(DevicePtr from, Bf16* to, int32_t rows, 
     s.Update(runtime_->Synchronize(stream_));  // after it the memory holds the piece
     if (!s.ok()) return s;
     if (in_panels) {
-      UnpackPanels(reinterpret_cast<const Bf16*>(packed_.data()), to, rows, columns);
+      UnpackPanels(reinterpret_cast<const Bf16*>(packed_.data()), out, rows, columns);
     } else {
-      std::memcpy(reinterpret_cast<std::byte*>(to) + done, packed_.data(),
+      std::memcpy(reinterpret_cast<std::byte*>(out) + done, packed_.data(),
                   static_cast<size_t>(piece));
     }
   }
@@ -420,12 +421,12 @@ WeightStore::HeldMatrix WeightStore::Projected(int32_t slot, ProjectedPart part)
   const std::vector<bool>& loaded = held.loaded[static_cast<size_t>(part)];
   if (!std::all_of(loaded.begin(), loaded.end(), [](bool head) { return head; })) return {};
   HeldMatrix m{.shape = MatrixOf(held.geometry, held.shape, part)};
-  const auto* const at = memory_.As<const uint8_t>() + (MatrixAt(slot, part) - memory_.at());
+  const auto* const matrix = memory_.As<const uint8_t>() + (MatrixAt(slot, part) - memory_.at());
   if (held.shape.codes()) {
-    m.codes = at;
-    m.scales = reinterpret_cast<const float*>(at + m.shape.weight_bytes());
+    m.codes = matrix;
+    m.scales = reinterpret_cast<const float*>(matrix + m.shape.weight_bytes());
   } else {
-    m.weights = reinterpret_cast<const uint16_t*>(at);
+    m.weights = reinterpret_cast<const uint16_t*>(matrix);
   }
   return m;
 }

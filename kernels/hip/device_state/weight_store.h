@@ -101,24 +101,24 @@ class WeightStore final {
   };
   HeadRows RowsOf(int32_t slot, ProjectedPart part, int32_t head) const;
   // Copy these rows through pinned memory, from or to rows without gaps.
-  absl::Status CopyRows(const HeadRows& to, const void* from);
+  absl::Status CopyRows(const HeadRows& target, const void* from);
   absl::Status CopyRowsOut(const HeadRows& from, void* to);
   // The scales of one head, [rows, row_bytes / 4]. REQUIRES: the slot has e4m3.
   HeadRows ScalesOf(int32_t slot, ProjectedPart part, int32_t head) const;
   // Copy a head's scales from or to its bytes (kernels/projected_weights.h), which have one for
   // each block.
   absl::Status CopyScales(int32_t slot, ProjectedPart part, int32_t head, const void* from);
-  absl::Status CopyScalesOut(int32_t slot, ProjectedPart part, int32_t head, void* to);
+  absl::Status CopyScalesOut(int32_t slot, ProjectedPart part, int32_t head, void* out);
   // Calls visit(block) for the scales of a head in the order of ScalesOf.
   template <class Visit>
   void ForEachScale(const ProjectedSlot& held, ProjectedPart part, const WeightWindow& window,
                     const Visit& visit) const;
   static absl::Status CheckRow(int64_t row_bytes);
-  // Copies one matrix [rows, columns] a head, contiguously from `to` on.
-  absl::Status CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,
+  // Copies one matrix [rows, columns] a head, contiguously from `target` on.
+  absl::Status CopyMatrices(DevicePtr target, const Bf16* from, int32_t heads, int32_t rows,
                             int32_t columns, bool in_panels);
   // Undoes CopyMatrices for one matrix.
-  absl::Status CopyMatrixOut(DevicePtr from, Bf16* to, int32_t rows, int32_t columns,
+  absl::Status CopyMatrixOut(DevicePtr from, Bf16* out, int32_t rows, int32_t columns,
                              bool in_panels);
   absl::Status Compact(const DeviceBuffer& scratch);
   absl::Status Publish();

@@ -18,7 +18,8 @@ int32_t ExpandedWork::MinRows(const Geometry& g, int32_t launch_rows) {
   return static_cast<int32_t>(std::min<int64_t>(3 * up / (4 * saved) + 1, launch_rows + 1));
 }
 
-int64_t ExpandedWork::WorkspaceBytes(const ArchTraits& arch, const BackendLimits& l, int64_t most) {
+int64_t ExpandedWork::WorkspaceBytes(const ArchTraits& arch, const BackendLimits& l,
+                                     int64_t limit) {
   if (l.weights_slots < 1) return 0;
   const int64_t least = LeastRoundWorkspace(LargestDims(arch, l.max_geometry));
   // At most the bytes for all rows of the pool and all heads, with each segment's last tile padded.
@@ -27,7 +28,7 @@ int64_t ExpandedWork::WorkspaceBytes(const ArchTraits& arch, const BackendLimits
       l.kv_pool_bytes / row_bytes + int64_t{std::max(1, l.launch_requests)} * kExpandedRows;
   const int64_t heads = std::max(1, l.max_geometry.num_heads);
   const int64_t all = rows / kExpandedRows * (least * heads);
-  return std::max(least, std::min(most, all));
+  return std::max(least, std::min(limit, all));
 }
 
 absl::Status ExpandedWork::Check(const AttentionParams& params) const {

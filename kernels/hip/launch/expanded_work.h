@@ -26,8 +26,8 @@ class ExpandedWork final {
   // launch_rows + 1 if it never is.
   static int32_t MinRows(const Geometry& geometry, int32_t launch_rows);
   // Returns the number of bytes of the workspace for up-projected keys and values under these
-  // limits: at most `most`, but no less than one head needs; 0 without weights.
-  static int64_t WorkspaceBytes(const ArchTraits& arch, const BackendLimits& limits, int64_t most);
+  // limits: at most `limit`, but no less than one head needs; 0 without weights.
+  static int64_t WorkspaceBytes(const ArchTraits& arch, const BackendLimits& limits, int64_t limit);
 
   // Returns FAILED_PRECONDITION if the launch lacks weights, rounds or a workspace.
   absl::Status Check(const AttentionParams& params) const;

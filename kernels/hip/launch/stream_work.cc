@@ -204,16 +204,16 @@ bool StreamWork::PlaceOutputs(LaunchRecording& recording, const AttentionParams&
     size_t next = 0;
     const HostOutput* reached = nullptr;
   };
-  // Returns the address in host memory for the bytes at `at`, or null if the device does not reach
-  // it.
-  const auto placed = [&](const void* at, int64_t bytes, Search* search) -> std::byte* {
-    const HostOutput* const out = FindTensor(taken.outputs, at, bytes, &search->next);
+  // Returns the address in host memory for the bytes at `address`, or null if the device does not
+  // reach it.
+  const auto placed = [&](const void* address, int64_t bytes, Search* search) -> std::byte* {
+    const HostOutput* const out = FindTensor(taken.outputs, address, bytes, &search->next);
     if (out == nullptr || out->in_place() || out->shared) return nullptr;
     if (out != search->reached && !recording.Reaches(out->host, out->rows * out->row_bytes)) {
       return nullptr;
     }
     search->reached = out;
-    return out->host + (static_cast<const std::byte*>(at) - out->device);
+    return out->host + (static_cast<const std::byte*>(address) - out->device);
   };
   Search next_o, next_lse;
   for (const SegmentRecord& r : params.segments) {

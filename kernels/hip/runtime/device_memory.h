@@ -147,11 +147,11 @@ class StagedRegion {
     if (!at.ok()) return at.status();
     int64_t offset = *at;
     for (const T& value : values) {
-      T made = stored(value);
+      T record = stored(value);
 #if __has_builtin(__builtin_clear_padding)
-      __builtin_clear_padding(&made);  // so that equal records have equal bytes
+      __builtin_clear_padding(&record);  // so that equal records have equal bytes
 #endif
-      Write(offset, &made, sizeof(T));
+      Write(offset, &record, sizeof(T));
       offset += static_cast<int64_t>(sizeof(T));
     }
     return reinterpret_cast<const T*>(device(*at));

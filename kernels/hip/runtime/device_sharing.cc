@@ -67,21 +67,22 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
  public:
   SharedMemoryOfDevice(const DeviceSharing* sharing, std::shared_ptr<PinnedRanges> ranges,
                        std::chrono::milliseconds most)
-      : sharing_(sharing), ranges_(std::move(ranges)), most_(most) {}
+      : sharing_(sharing), ranges_(std::move(ranges)), limit_(most) {}
 
   ~SharedMemoryOfDevice() override {
-    const bool used = listed_ && !ranges_->AwaitUnused(
-                                     ranges_->Retire(reinterpret_cast<const void*>(at_)), most_);
+    const bool used =
+        listed_ &&
+        !ranges_->AwaitUnused(ranges_->Retire(reinterpret_cast<const void*>(address_)), limit_);
     // A launch that is lost still uses the memory, so it is leaked.
     if (used || !sharing_->runtime_->Bind().ok() || !WordsAreStored()) return;
     for (const Event event : events_) sharing_->runtime_->Destroy(event);
     if (words_ != nullptr) sharing_->runtime_->Destroy(words_);
     const SharingTable& api = *sharing_->api_;
     if (exported_.descriptor >= 0) close(exported_.descriptor);
-    if (mapped_) (void)api.unmap(at_, size_);
-    if (reserved_) (void)api.unreserve(at_, size_);
+    if (mapped_) (void)api.unmap(address_, size_);
+    if (reserved_) (void)api.unreserve(address_, size_);
     if (created_) (void)api.release(handle_);
-    if (allocated_) sharing_->runtime_->Free(at_);
+    if (allocated_) sharing_->runtime_->Free(address_);
   }
 
   absl::Status Make(int64_t bytes, int32_t events) {
@@ -100,12 +101,14 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
       s = words.status();
     }
     if (!s.ok()) return s;
-    ranges_->Add(reinterpret_cast<const void*>(at_), static_cast<int64_t>(size_));
+    ranges_->Add(reinterpret_cast<const void*>(address_), static_cast<int64_t>(size_));
     listed_ = true;
     return s;
   }
 
-  std::span<std::byte> bytes() const override { return {reinterpret_cast<std::byte*>(at_), size_}; }
+  std::span<std::byte> bytes() const override {
+    return {reinterpret_cast<std::byte*>(address_), size_};
+  }
   const Export& exported() const override { return exported_; }
   absl::StatusOr<bool> Done(size_t event) override {
     return sharing_->runtime_->Done(events_[event]);
@@ -124,7 +127,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     const absl::StatusOr<Event> stored = runtime.CreateEvent();
     if (!stored.ok()) return false;
     bool done = false;
-    const auto end = std::chrono::steady_clock::now() + most_;
+    const auto end = std::chrono::steady_clock::now() + limit_;
     if (runtime.Record(*stored, words_).ok()) {
       for (absl::StatusOr<bool> now = false; now.ok() && !done; now = runtime.Done(*stored)) {
         done = *now;
@@ -158,9 +161,9 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   // A handle opens the whole allocation unit, so the memory takes whole units.
   absl::Status TakeAllocation(size_t bytes) {
     size_ = (bytes + kAllocationUnit - 1) / kAllocationUnit * kAllocationUnit;
-    MLA_ASSIGN_OR_RETURN(at_, sharing_->runtime_->Malloc(static_cast<int64_t>(size_)));
+    MLA_ASSIGN_OR_RETURN(address_, sharing_->runtime_->Malloc(static_cast<int64_t>(size_)));
     allocated_ = true;
-    return Check(sharing_->api_->memory_handle(&exported_.memory, at_), "memory handle");
+    return Check(sharing_->api_->memory_handle(&exported_.memory, address_), "memory handle");
   }
 
   absl::Status TakeVirtual(size_t bytes) {
@@ -182,14 +185,14 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     s = Check(api.create(&handle_, size_, &properties, 0), "memory create");
     if (!s.ok()) return s;
     created_ = true;
-    s = Check(api.reserve(&at_, size_, 0, 0, 0), "address reserve");
+    s = Check(api.reserve(&address_, size_, 0, 0, 0), "address reserve");
     if (!s.ok()) return s;
     reserved_ = true;
-    s = Check(api.map(at_, size_, 0, handle_, 0), "memory map");
+    s = Check(api.map(address_, size_, 0, handle_, 0), "memory map");
     if (!s.ok()) return s;
     mapped_ = true;
     const Access access{here, kReadWrite};
-    s = Check(api.set_access(at_, size_, &access, 1), "memory access");
+    s = Check(api.set_access(address_, size_, &access, 1), "memory access");
     if (!s.ok()) return s;
     return Check(api.export_descriptor(&exported_.descriptor, handle_, kPosixDescriptor, 0),
                  "memory export");
@@ -198,10 +201,10 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   // Undoes either attempt after it has failed halfway.
   void Untake() {
     const SharingTable& api = *sharing_->api_;
-    if (std::exchange(mapped_, false)) (void)api.unmap(at_, size_);
-    if (std::exchange(reserved_, false)) (void)api.unreserve(at_, size_);
+    if (std::exchange(mapped_, false)) (void)api.unmap(address_, size_);
+    if (std::exchange(reserved_, false)) (void)api.unreserve(address_, size_);
     if (std::exchange(created_, false)) (void)api.release(handle_);
-    if (std::exchange(allocated_, false)) sharing_->runtime_->Free(at_);
+    if (std::exchange(allocated_, false)) sharing_->runtime_->Free(address_);
     exported_.descriptor = -1;
   }
 
@@ -209,7 +212,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   absl::Status Clear() {
     GpuRuntime& runtime = *sharing_->runtime_;
     MLA_ASSIGN_OR_RETURN(Stream stream, runtime.CreateStream());
-    absl::Status s = runtime.Fill(at_, 0, static_cast<int64_t>(size_), stream);
+    absl::Status s = runtime.Fill(address_, 0, static_cast<int64_t>(size_), stream);
     if (s.ok()) s = runtime.Synchronize(stream);
     runtime.Destroy(stream);
     return s;
@@ -233,9 +236,9 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
 
   const DeviceSharing* const sharing_;
   const std::shared_ptr<PinnedRanges> ranges_;
-  const std::chrono::milliseconds most_;
+  const std::chrono::milliseconds limit_;
   Export exported_;
-  DevicePtr at_ = 0;
+  DevicePtr address_ = 0;
   size_t size_ = 0;
   uint64_t handle_ = 0;
   bool created_ = false, reserved_ = false, mapped_ = false, allocated_ = false, listed_ = false;

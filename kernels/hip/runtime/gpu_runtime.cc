@@ -57,16 +57,16 @@ absl::StatusOr<FoundRuntime> GpuRuntime::Find(Vendor vendor,
                                               std::span<const std::string> libraries) {
   MLA_ASSIGN_OR_RETURN(auto runtime, OpenLibrary(vendor, libraries));
   const absl::StatusOr<int> count = runtime->CountDevices();
-  FoundRuntime found{runtime->library_, runtime->version_, count.status(), {}};
+  FoundRuntime result{runtime->library_, runtime->version_, count.status(), {}};
   for (int device = 0; count.ok() && device < *count; ++device) {
     runtime->device_ = device;
     runtime->name_ = runtime->arch_ = "unknown";
     if (absl::Status status = runtime->Identify(); !status.ok()) {
       runtime->name_ = std::string(status.message());
     }
-    found.devices.push_back({runtime->name_, runtime->arch_});
+    result.devices.push_back({runtime->name_, runtime->arch_});
   }
-  return found;
+  return result;
 }
 
 GpuRuntime::GpuRuntime(Vendor vendor, std::string name, void* library,
@@ -201,11 +201,11 @@ absl::Status GpuRuntime::RegisterHost(void* at, int64_t bytes) {
   MLA_GPU_CALL(api_->register_host(at, static_cast<size_t>(bytes), flags), "host register");
   return absl::OkStatus();
 }
-absl::StatusOr<bool> GpuRuntime::SameAddress(void* at) {
+absl::StatusOr<bool> GpuRuntime::SameAddress(void* address) {
   if (vendor_ == Vendor::kNvidia || host_pointers_reach_) return true;
   void* there = nullptr;
-  MLA_GPU_CALL(api_->amd_host_address(&there, at, 0), "host address");
-  return there == at;
+  MLA_GPU_CALL(api_->amd_host_address(&there, address, 0), "host address");
+  return there == address;
 }
 absl::Status GpuRuntime::UnregisterHost(void* at) {
   MLA_GPU_CALL(api_->unregister_host(at), "host unregister");
@@ -278,15 +278,15 @@ absl::Status GpuRuntime::CopyRowsDevice(DevicePtr to, int64_t to_pitch, DevicePt
   return CopyRows({reinterpret_cast<void*>(to), to_pitch, true},
                   {reinterpret_cast<void*>(from), from_pitch, true}, bytes, rows, stream);
 }
-absl::Status GpuRuntime::CopyRows(const RowsSide& to, const RowsSide& from, int64_t bytes,
+absl::Status GpuRuntime::CopyRows(const RowsSide& target, const RowsSide& from, int64_t bytes,
                                   int64_t rows, Stream stream) {
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
   if (vendor_ == Vendor::kAmd) {
-    const int kind = !from.on_device ? kAmdHostToDevice
-                     : to.on_device  ? kAmdDeviceToDevice
-                                     : kAmdDeviceToHost;
-    MLA_GPU_CALL(api_->amd_copy_rows(to.at, size(to.pitch), from.at, size(from.pitch), size(bytes),
-                                     size(rows), kind, stream),
+    const int kind = !from.on_device    ? kAmdHostToDevice
+                     : target.on_device ? kAmdDeviceToDevice
+                                        : kAmdDeviceToHost;
+    MLA_GPU_CALL(api_->amd_copy_rows(target.at, size(target.pitch), from.at, size(from.pitch),
+                                     size(bytes), size(rows), kind, stream),
                  "copy rows");
     return absl::OkStatus();
   }
@@ -298,7 +298,7 @@ absl::Status GpuRuntime::CopyRows(const RowsSide& to, const RowsSide& from, int6
     result.pitch = size(s.pitch);
     return result;
   };
-  const NvidiaCopyRows copy = {side(from), side(to), size(bytes), size(rows)};
+  const NvidiaCopyRows copy = {side(from), side(target), size(bytes), size(rows)};
   MLA_GPU_CALL(api_->nvidia_copy_rows(&copy, stream), "copy rows");
   return absl::OkStatus();
 }

@@ -128,7 +128,7 @@ class GpuRuntime final {
   absl::Status RegisterHost(void* at, int64_t bytes);
   absl::Status UnregisterHost(void* at);
   // Returns true if the device maps pinned memory at the host's own address.
-  absl::StatusOr<bool> SameAddress(void* at);
+  absl::StatusOr<bool> SameAddress(void* address);
 
   absl::StatusOr<Stream> CreateStream();
   void Destroy(Stream stream);
@@ -171,7 +171,7 @@ class GpuRuntime final {
     int64_t pitch;
     bool on_device;
   };
-  absl::Status CopyRows(const RowsSide& to, const RowsSide& from, int64_t bytes, int64_t rows,
+  absl::Status CopyRows(const RowsSide& target, const RowsSide& from, int64_t bytes, int64_t rows,
                         Stream stream);
   static absl::StatusOr<std::unique_ptr<GpuRuntime>> OpenLibrary(
       Vendor vendor, std::span<const std::string> libraries);

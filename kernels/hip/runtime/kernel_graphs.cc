@@ -72,22 +72,22 @@ class NodeParams {
     const Size3 grid{shape.grid_x, shape.grid_y, 1}, block{shape.threads, 1, 1};
     if (vendor == Vendor::kAmd) {
       amd_ = {block, nullptr, kernel.function, grid, parameters_, shape.shared_bytes};
-      at_ = &amd_;
+      form_ = &amd_;
     } else {
       nvidia_ = {kernel.function, grid,    block,   shape.shared_bytes,
                  parameters_,     nullptr, nullptr, nullptr};
-      at_ = &nvidia_;
+      form_ = &nvidia_;
     }
   }
   NodeParams(const NodeParams&) = delete;
   NodeParams& operator=(const NodeParams&) = delete;
-  const void* at() const { return at_; }
+  const void* at() const { return form_; }
 
  private:
   void* parameters_[1];
   AmdKernelNode amd_;
   NvidiaKernelNode nvidia_;
-  const void* at_;
+  const void* form_;
 };
 
 bool OfOneKind(const PendingKernel& a, const PendingKernel& b) {
@@ -100,11 +100,11 @@ bool Same(const PendingKernel& a, const PendingKernel& b) {
          std::memcmp(a.args.data(), b.args.data(), a.arg_bytes) == 0;
 }
 
-void Copy(const PendingKernel& from, PendingKernel& to) {
-  to.function = from.function;
-  to.shape = from.shape;
-  to.arg_bytes = from.arg_bytes;
-  std::memcpy(to.args.data(), from.args.data(), from.arg_bytes);
+void Copy(const PendingKernel& from, PendingKernel& target) {
+  target.function = from.function;
+  target.shape = from.shape;
+  target.arg_bytes = from.arg_bytes;
+  std::memcpy(target.args.data(), from.args.data(), from.arg_bytes);
 }
 
 // Extrapolates the arguments: each word of `next` plus its difference from `last`.

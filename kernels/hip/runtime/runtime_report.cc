@@ -68,15 +68,16 @@ std::string DescribeDevice(const FoundRuntime::Device& device,
 std::vector<std::string> DescribeRuntime(Vendor vendor, std::span<const std::string> libraries,
                                          std::span<const KernelImage> images) {
   const std::string prefix = vendor == Vendor::kAmd ? "AMD GPUs: " : "NVIDIA GPUs: ";
-  const auto found = GpuRuntime::Find(vendor, libraries);
-  if (!found.ok()) {
+  const auto runtime = GpuRuntime::Find(vendor, libraries);
+  if (!runtime.ok()) {
     return {absl::StrCat(prefix, "none of ", absl::StrJoin(ArchitecturesOf(vendor), ", "),
-                         " can be driven: ", found.status().message())};
+                         " can be driven: ", runtime.status().message())};
   }
-  std::vector<std::string> lines = {absl::StrCat(prefix, DescribeLibrary(vendor, *found, images))};
-  for (size_t i = 0; i < found->devices.size(); ++i) {
+  std::vector<std::string> lines = {
+      absl::StrCat(prefix, DescribeLibrary(vendor, *runtime, images))};
+  for (size_t i = 0; i < runtime->devices.size(); ++i) {
     lines.push_back(
-        absl::StrCat(prefix, "device ", i, ": ", DescribeDevice(found->devices[i], images)));
+        absl::StrCat(prefix, "device ", i, ": ", DescribeDevice(runtime->devices[i], images)));
   }
   return lines;
 }

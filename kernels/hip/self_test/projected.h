@@ -59,15 +59,15 @@ struct RowProductData {
       if (shape.codes()) MakeScales(window, bytes);
       for (int64_t r = 0; r < window.rows; ++r) {
         for (int64_t k = 0; k < window.columns; ++k) {
-          const auto at = size_t(r * window.columns + k);
+          const auto index = size_t(r * window.columns + k);
           Bf16& weight = weights[size_t((window.row + r) * depth + window.column + k)];
           if (shape.codes()) {
-            const uint8_t code = Code(at, size_t(head + r));
-            bytes[at] = std::byte{code};
+            const uint8_t code = Code(index, size_t(head + r));
+            bytes[index] = std::byte{code};
             weight = WidenedWeight(code, ScaleOf(window, bytes.data(), window.BlockOf(r, k)));
           } else {
             std::copy_n(reinterpret_cast<const std::byte*>(&weight), sizeof(weight),
-                        &bytes[at * sizeof(weight)]);
+                        &bytes[index * sizeof(weight)]);
           }
         }
       }
@@ -99,14 +99,15 @@ struct RowProductData {
     return bytes;
   }
   float Result(int32_t row, int32_t column) const {
-    const std::byte* const at = &out[(size_t(row) * size_t(columns) + size_t(column)) * size()];
+    const std::byte* const element =
+        &out[(size_t(row) * size_t(columns) + size_t(column)) * size()];
     float wide = 0.0f;
     Bf16 narrow = 0;
     if (dtype == DType::kF32) {
-      std::copy_n(at, sizeof(wide), reinterpret_cast<std::byte*>(&wide));
+      std::copy_n(element, sizeof(wide), reinterpret_cast<std::byte*>(&wide));
       return wide;
     }
-    std::copy_n(at, sizeof(narrow), reinterpret_cast<std::byte*>(&narrow));
+    std::copy_n(element, sizeof(narrow), reinterpret_cast<std::byte*>(&narrow));
     return ToFloat(narrow);
   }
 

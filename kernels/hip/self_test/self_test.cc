@@ -119,23 +119,23 @@ struct Staged {
 absl::StatusOr<Staged> Stage(LaunchLayout& layout, Data& d) {
   const int64_t packed = int64_t{std::min(d.rows, kMostAbsorbed + 2)} * kHeads;
   absl::Status status;
-  const auto at = [&status](auto place) {
+  const auto address_of = [&status](auto place) {
     status.Update(place.status());
     return place.ok() ? *place : nullptr;
   };
   const auto input = [&](const auto& v) {
-    return at(layout.Input(v.data(), int64_t(v.size() * sizeof(v[0]))));
+    return address_of(layout.Input(v.data(), int64_t(v.size() * sizeof(v[0]))));
   };
   const auto output = [&](auto& v) {
-    return at(layout.Output(v.data(), int64_t(v.size() * sizeof(v[0]))));
+    return address_of(layout.Output(v.data(), int64_t(v.size() * sizeof(v[0]))));
   };
   const Staged staged{input(d.kv),
                       input(d.q),
                       input(d.narrow),
                       input(d.lists),
                       input(d.list_ends),
-                      at(layout.Workspace(packed * kRowDim * int64_t{sizeof(Bf16)})),
-                      at(layout.Workspace(packed * 512 * int64_t{sizeof(float)})),
+                      address_of(layout.Workspace(packed * kRowDim * int64_t{sizeof(Bf16)})),
+                      address_of(layout.Workspace(packed * 512 * int64_t{sizeof(float)})),
                       output(d.o),
                       output(d.lse),
                       output(d.expanded_o),

@@ -18,20 +18,20 @@ DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
 }  // namespace
 
 absl::StatusOr<SlotBuffers> SlotBuffers::Create(GpuRuntime* runtime, const SlotSizes& sizes) {
-  SlotBuffers made;
-  MLA_ASSIGN_OR_RETURN(made.metadata,
+  SlotBuffers buffers;
+  MLA_ASSIGN_OR_RETURN(buffers.metadata,
                        StagedRegion::Create(runtime, "launch metadata", sizes.metadata));
-  MLA_ASSIGN_OR_RETURN(made.workspace, DeviceBuffer::Create(runtime, "slot workspace",
-                                                            AlignRegion(sizes.workspace)));
-  MLA_ASSIGN_OR_RETURN(made.gate_outcome,
+  MLA_ASSIGN_OR_RETURN(buffers.workspace, DeviceBuffer::Create(runtime, "slot workspace",
+                                                               AlignRegion(sizes.workspace)));
+  MLA_ASSIGN_OR_RETURN(buffers.gate_outcome,
                        DeviceBuffer::Create(runtime, "a gate's outcome", sizeof(GateOutcome)));
-  MLA_ASSIGN_OR_RETURN(made.gate_report,
+  MLA_ASSIGN_OR_RETURN(buffers.gate_report,
                        PinnedBuffer::Create(runtime, "a gate's outcome", sizeof(GateOutcome)));
-  std::memset(made.gate_report.data(), 0, sizeof(GateOutcome));
+  std::memset(buffers.gate_report.data(), 0, sizeof(GateOutcome));
   const int64_t digests = sizes.digests * static_cast<int64_t>(sizeof(PartDigest));
-  MLA_ASSIGN_OR_RETURN(made.digests, DeviceBuffer::Create(runtime, "digests", digests));
-  MLA_ASSIGN_OR_RETURN(made.digests_back, PinnedBuffer::Create(runtime, "digests", digests));
-  return made;
+  MLA_ASSIGN_OR_RETURN(buffers.digests, DeviceBuffer::Create(runtime, "digests", digests));
+  MLA_ASSIGN_OR_RETURN(buffers.digests_back, PinnedBuffer::Create(runtime, "digests", digests));
+  return buffers;
 }
 
 LaunchRecording::LaunchRecording(const GpuRuntime* runtime, const Streams& streams,

@@ -36,15 +36,15 @@ int64_t Pieces(std::span<const Tensor> tensors) {
 }
 
 // Adds moves for rows that lie `to_pitch` and `from_pitch` bytes apart.
-void AddPieces(std::vector<TensorMove>& moves, DevicePtr to, int64_t to_pitch, DevicePtr from,
+void AddPieces(std::vector<TensorMove>& moves, DevicePtr target, int64_t to_pitch, DevicePtr from,
                int64_t from_pitch, int64_t row_bytes, int64_t rows) {
   if (row_bytes == 0 || rows == 0) return;
   if (rows == 1 || (to_pitch == row_bytes && from_pitch == row_bytes)) {
-    moves.push_back({to, from, rows * row_bytes});
+    moves.push_back({target, from, rows * row_bytes});
     return;
   }
   for (int64_t row = 0; row < rows; ++row) {
-    moves.push_back({to + static_cast<uint64_t>(row * to_pitch),
+    moves.push_back({target + static_cast<uint64_t>(row * to_pitch),
                      from + static_cast<uint64_t>(row * from_pitch), row_bytes});
   }
 }
@@ -60,16 +60,16 @@ int64_t EndOf(const Tensor& t, int64_t offset) {
 absl::StatusOr<TensorCopies> TensorCopies::Create(GpuRuntime* runtime,
                                                   std::shared_ptr<PinnedRanges> pinned,
                                                   int64_t input_bytes, int64_t output_bytes,
-                                                  size_t most) {
+                                                  size_t limit) {
   TensorCopies copies(runtime, std::move(pinned));
   for (const auto& [region, what, bytes] :
        {std::tuple(&copies.input_, "staged input", input_bytes),
         std::tuple(&copies.output_, "staged output", output_bytes)}) {
     MLA_ASSIGN_OR_RETURN(*region, StagedRegion::Create(runtime, what, bytes));
   }
-  copies.direct_in_.reserve(most);
-  copies.direct_out_.reserve(most);
-  copies.reached_.reserve(most);
+  copies.direct_in_.reserve(limit);
+  copies.direct_out_.reserve(limit);
+  copies.reached_.reserve(limit);
   return copies;
 }
 

@@ -39,11 +39,11 @@ struct LaunchTensors {
 
 class TensorCopies {
  public:
-  // Makes regions of these sizes, for launches of at most `most` inputs and as many outputs.
+  // Makes regions of these sizes, for launches of at most `limit` inputs and as many outputs.
   static absl::StatusOr<TensorCopies> Create(GpuRuntime* runtime,
                                              std::shared_ptr<PinnedRanges> pinned,
                                              int64_t input_bytes, int64_t output_bytes,
-                                             size_t most);
+                                             size_t limit);
 
   const StagedRegion& input() const { return input_; }
   const StagedRegion& output() const { return output_; }
