@@ -1,6 +1,7 @@
 #include "kernels/launch_layout.h"
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels {
 
@@ -38,9 +39,7 @@ absl::StatusOr<const void*> LaunchLayout::Input(const void* host, int64_t bytes)
   // The cast is safe: a launch writes only to inputs that it copies.
   auto* address = const_cast<std::byte*>(from);
   if (!unified_) {
-    absl::StatusOr<std::byte*> taken = TakeInput(bytes);
-    if (!taken.ok()) return taken.status();
-    address = *taken;
+    MLA_ASSIGN_OR_RETURN(address, TakeInput(bytes));
   }
   inputs_.push_back({from, address, bytes, 1, bytes});
   return address;
@@ -58,9 +57,7 @@ absl::StatusOr<void*> LaunchLayout::Output(void* host, int64_t bytes) {
   auto* const target = static_cast<std::byte*>(host);
   std::byte* address = target;
   if (!unified_ && !InPlace(host, bytes)) {
-    absl::StatusOr<std::byte*> taken = TakeOutput(bytes);
-    if (!taken.ok()) return taken.status();
-    address = *taken;
+    MLA_ASSIGN_OR_RETURN(address, TakeOutput(bytes));
   }
   outputs_.push_back({target, address, bytes, 1, bytes});
   return address;
@@ -68,10 +65,9 @@ absl::StatusOr<void*> LaunchLayout::Output(void* host, int64_t bytes) {
 
 absl::StatusOr<void*> LaunchLayout::PrivateOutput(void* host, int64_t bytes) {
   if (unified_) return Output(host, bytes);
-  absl::StatusOr<std::byte*> at = TakeOutput(bytes);
-  if (!at.ok()) return at.status();
-  outputs_.push_back({static_cast<std::byte*>(host), *at, bytes, 1, bytes, false, true});
-  return *at;
+  MLA_ASSIGN_OR_RETURN(std::byte* const address, TakeOutput(bytes));
+  outputs_.push_back({static_cast<std::byte*>(host), address, bytes, 1, bytes, false, true});
+  return address;
 }
 
 const void* LaunchLayout::SharedInput(const void* at, int64_t bytes) {
@@ -96,23 +92,21 @@ absl::StatusOr<const void*> LaunchLayout::InputParts(int64_t rows,
                                                      std::span<const InputPart> parts) {
   int64_t pitch = 0;
   for (const InputPart& part : parts) pitch += part.row_bytes;
-  absl::StatusOr<std::byte*> region = TakeInput(rows * pitch);
-  if (!region.ok()) return region.status();
-  std::byte* column = *region;
+  MLA_ASSIGN_OR_RETURN(std::byte* const region, TakeInput(rows * pitch));
+  std::byte* column = region;
   for (const InputPart& part : parts) {
     inputs_.push_back({static_cast<const std::byte*>(part.host), column, part.row_bytes, rows,
                        pitch, part.shared});
     column += part.row_bytes;
   }
-  return *region;
+  return region;
 }
 
 absl::StatusOr<void*> LaunchLayout::OutputParts(int64_t rows, std::span<const OutputPart> parts) {
   int64_t pitch = 0;
   for (const OutputPart& part : parts) pitch += part.row_bytes;
-  absl::StatusOr<std::byte*> region = TakeOutput(rows * pitch);
-  if (!region.ok()) return region.status();
-  std::byte* column = *region;
+  MLA_ASSIGN_OR_RETURN(std::byte* const region, TakeOutput(rows * pitch));
+  std::byte* column = region;
   for (const OutputPart& part : parts) {
     if (part.host != nullptr) {
       outputs_.push_back(
@@ -120,13 +114,13 @@ absl::StatusOr<void*> LaunchLayout::OutputParts(int64_t rows, std::span<const Ou
     }
     column += part.row_bytes;
   }
-  return *region;
+  return region;
 }
 
 absl::StatusOr<void*> LaunchLayout::Workspace(int64_t bytes) {
-  absl::StatusOr<std::byte*> at = Take(memory_.workspace, workspace_used_, bytes, "slot workspace");
-  if (!at.ok()) return at.status();
-  return *at;
+  MLA_ASSIGN_OR_RETURN(std::byte* const address,
+                       Take(memory_.workspace, workspace_used_, bytes, "slot workspace"));
+  return address;
 }
 
 }  // namespace mla::kernels

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "base/status_macros.h"
 #include "kernels/formats/kv_format.h"
 #include "kernels/types/launch.h"
 
@@ -50,7 +51,7 @@ absl::Status ReadRows(AttentionBackend& backend, int32_t slot,
   for (size_t done = 0; done < transfers.size(); done += kTransfers) {
     const auto some =
         std::span(transfers).subspan(done, std::min(kTransfers, transfers.size() - done));
-    if (absl::Status status = Run(backend, slot, some); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(Run(backend, slot, some));
   }
   const Fp8Kind kind = backend.Info().fp8;
   const bool scaled = TraitsOf(where.format).scales == KvScales::kLayer;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "base/usable_cpus.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/items/weights.h"
@@ -94,9 +95,8 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
 CpuBackend::~CpuBackend() = default;
 
 absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::Create(const BackendOptions& options) {
-  auto kernels = cpu::SelectLevel(options.cpu_isa, /*exact=*/true);
-  if (!kernels.ok()) return kernels.status();
-  return CreateWith(**kernels, options);
+  MLA_ASSIGN_OR_RETURN(const auto* kernels, cpu::SelectLevel(options.cpu_isa, /*exact=*/true));
+  return CreateWith(*kernels, options);
 }
 
 absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::CreateWith(const KernelSet& kernels,
@@ -178,23 +178,21 @@ int64_t CpuBackend::OwnWorkspaceSize(const BackendLimits& limits) const {
 absl::Status CpuBackend::ConfigureOwn(const BackendLimits& limits) {
   scratch_bytes_ = ScratchBytes(limits);
   for (int32_t i = 0; i < options_.threads; ++i) {
-    auto scratch = MappedMemory::Create("thread scratch", scratch_bytes_, true);
-    if (!scratch.ok()) return scratch.status();
-    scratch_.push_back(*std::move(scratch));
+    MLA_ASSIGN_OR_RETURN(auto scratch,
+                         MappedMemory::Create("thread scratch", scratch_bytes_, true));
+    scratch_.push_back(std::move(scratch));
   }
-  if (absl::Status s = selects_.Configure(kernels_, options_.threads, limits.max_top_k); !s.ok()) {
-    return s;
-  }
-  auto o = MappedMemory::Create("partial outputs",
-                                limits.partial_rows * PartialRowFloats(limits) * 4, true);
-  if (!o.ok()) return o.status();
-  auto lse = MappedMemory::Create("partial log-sum-exps", limits.partial_rows * 4, false);
-  if (!lse.ok()) return lse.status();
-  auto tiles = MappedMemory::Create("tiles of partials", limits.partial_rows * 4, false);
-  if (!tiles.ok()) return tiles.status();
-  partial_o_ = *std::move(o);
-  partial_lse_ = *std::move(lse);
-  tile_of_partial_ = *std::move(tiles);
+  MLA_RETURN_IF_ERROR(selects_.Configure(kernels_, options_.threads, limits.max_top_k));
+  MLA_ASSIGN_OR_RETURN(
+      auto o, MappedMemory::Create("partial outputs",
+                                   limits.partial_rows * PartialRowFloats(limits) * 4, true));
+  MLA_ASSIGN_OR_RETURN(
+      auto lse, MappedMemory::Create("partial log-sum-exps", limits.partial_rows * 4, false));
+  MLA_ASSIGN_OR_RETURN(auto tiles,
+                       MappedMemory::Create("tiles of partials", limits.partial_rows * 4, false));
+  partial_o_ = std::move(o);
+  partial_lse_ = std::move(lse);
+  tile_of_partial_ = std::move(tiles);
   unfinished_ = std::vector<std::atomic<int32_t>>(static_cast<size_t>(limits.reduce_tiles));
   for (int32_t slot = 0; slot < limits.launch_slots; ++slot) {
     jobs_.push_back(std::make_unique<Job>());
@@ -217,7 +215,7 @@ absl::Status CpuBackend::ConfigureOwn(const BackendLimits& limits) {
 }
 
 absl::Status CpuBackend::CheckAttention(const AttentionParams& params) const {
-  if (absl::Status ok = HostBackend::CheckAttention(params); !ok.ok()) return ok;
+  MLA_RETURN_IF_ERROR(HostBackend::CheckAttention(params));
   const int64_t needed = cpu::MakeRunLayout(kernels_, params.desc).bytes;
   if (needed > scratch_bytes_) {
     return absl::ResourceExhaustedError(

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/projected_weights.h"
 #include "kernels/types/page_ranges.h"
 
@@ -110,31 +111,30 @@ absl::Status HostBackend::Configure(const BackendLimits& limits) {
     return absl::InvalidArgumentError(
         absl::StrCat("limits.launch_slots: got ", limits.launch_slots, ", want >= 1"));
   }
-  auto pool = MappedMemory::Create("kv pool", limits.kv_pool_bytes, /*huge_pages=*/true);
-  if (!pool.ok()) return pool.status();
+  MLA_ASSIGN_OR_RETURN(auto pool,
+                       MappedMemory::Create("kv pool", limits.kv_pool_bytes, /*huge_pages=*/true));
   slots_.resize(static_cast<size_t>(limits.launch_slots));
   for (Slot& slot : slots_) {
-    auto workspace = MappedMemory::Create("slot workspace", limits.slot_workspace_bytes, true);
-    if (!workspace.ok()) return workspace.status();
-    slot.workspace = *std::move(workspace);
+    MLA_ASSIGN_OR_RETURN(slot.workspace,
+                         MappedMemory::Create("slot workspace", limits.slot_workspace_bytes, true));
   }
-  pool_ = *std::move(pool);
+  pool_ = std::move(pool);
   weights_.resize(static_cast<size_t>(limits.weights_slots));
   limits_ = limits;
-  if (absl::Status own = ConfigureOwn(limits); !own.ok()) return own;
+  MLA_RETURN_IF_ERROR(ConfigureOwn(limits));
   configured_ = true;
   return absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<HostBuffer>> HostBackend::AllocateHost(size_t bytes) {
-  auto memory = MappedMemory::Create("host buffer", static_cast<int64_t>(bytes), false);
-  if (!memory.ok()) return memory.status();
-  return std::make_unique<MappedHostBuffer>(*std::move(memory));
+  MLA_ASSIGN_OR_RETURN(auto memory,
+                       MappedMemory::Create("host buffer", static_cast<int64_t>(bytes), false));
+  return std::make_unique<MappedHostBuffer>(std::move(memory));
 }
 
 absl::Status HostBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                       int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
-  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
+  MLA_RETURN_IF_ERROR(CheckWeightsSlot(slot));
   if (head_begin < 0 || head_end <= head_begin) {
     return absl::InvalidArgumentError(
         absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
@@ -145,7 +145,7 @@ absl::Status HostBackend::LoadWeights(int32_t slot, const Geometry& geometry, in
   const bool fits = target.used && target.geometry == geometry &&
                     capacity <= static_cast<int32_t>(target.loaded.size());
   if (target.used && !fits) {
-    if (absl::Status freed = FreeWeights(slot); !freed.ok()) return freed;
+    MLA_RETURN_IF_ERROR(FreeWeights(slot));
   }
   const int32_t heads = head_end - head_begin;
   const int64_t head_bytes = static_cast<int64_t>(sizeof(Bf16)) * geometry.kv_lora_rank *
@@ -154,11 +154,11 @@ absl::Status HostBackend::LoadWeights(int32_t slot, const Geometry& geometry, in
   for (int32_t head = head_begin; head < head_end; ++head) {
     if (!target.used || !target.loaded[head]) charged += head_bytes;
   }
-  if (absl::Status fits = CheckBudget(charged); !fits.ok()) return fits;
+  MLA_RETURN_IF_ERROR(CheckBudget(charged));
   if (!target.used) {
-    auto memory = MappedMemory::Create("weights", PackedWeightBytes(geometry, capacity), true);
-    if (!memory.ok()) return memory.status();
-    target.memory = *std::move(memory);
+    MLA_ASSIGN_OR_RETURN(
+        target.memory,
+        MappedMemory::Create("weights", PackedWeightBytes(geometry, capacity), true));
     target.used = true;
     target.geometry = geometry;
     target.loaded.assign(static_cast<size_t>(capacity), false);
@@ -190,7 +190,7 @@ absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
   if (!Info().projects || (shape.codes() && !Info().projects_codes)) {
     return AttentionBackend::LoadProjected(slot, geometry, shape, part, head, weights);
   }
-  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
+  MLA_RETURN_IF_ERROR(CheckWeightsSlot(slot));
   if (head < 0 || head >= geometry.num_heads || !shape.present()) {
     return absl::InvalidArgumentError(absl::StrCat("weights head: got ", head, " of ",
                                                    geometry.num_heads, ", q_lora_rank ",
@@ -205,12 +205,11 @@ absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
   const auto index = static_cast<size_t>(part);
   const bool again = holds && target.projected_heads[index][static_cast<size_t>(head)];
   const int64_t charged = again ? 0 : WindowOf(geometry, shape, part, head, 1).Bytes(shape.weights);
-  if (absl::Status fits = CheckBudget(charged); !fits.ok()) return fits;
+  MLA_RETURN_IF_ERROR(CheckBudget(charged));
   if (!holds) {
-    auto memory =
-        MappedMemory::Create("projected weights", PackedProjectedBytes(geometry, shape), true);
-    if (!memory.ok()) return memory.status();
-    target.projected = *std::move(memory);
+    MLA_ASSIGN_OR_RETURN(
+        target.projected,
+        MappedMemory::Create("projected weights", PackedProjectedBytes(geometry, shape), true));
     target.shape = shape;
     target.projected_geometry = geometry;
     for (std::vector<bool>& heads : target.projected_heads) {
@@ -226,7 +225,7 @@ absl::Status HostBackend::LoadProjected(int32_t slot, const Geometry& geometry,
 
 absl::Status HostBackend::ReadWeights(int32_t slot, const Geometry& geometry, int32_t head,
                                       Bf16* w_uk, Bf16* w_uv) {
-  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
+  MLA_RETURN_IF_ERROR(CheckWeightsSlot(slot));
   if (!HoldsHeads(slot, head, 1) || !(weights_[slot].geometry == geometry)) {
     return NotHeld(slot, head);
   }
@@ -238,7 +237,7 @@ absl::Status HostBackend::ReadWeights(int32_t slot, const Geometry& geometry, in
 absl::Status HostBackend::ReadProjected(int32_t slot, const Geometry& geometry,
                                         const ProjectedShape& shape, ProjectedPart part,
                                         int32_t head, void* weights) {
-  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
+  MLA_RETURN_IF_ERROR(CheckWeightsSlot(slot));
   const WeightSlot& held = weights_[slot];
   const std::vector<bool>& loaded = held.projected_heads[static_cast<size_t>(part)];
   const bool fits =
@@ -251,7 +250,7 @@ absl::Status HostBackend::ReadProjected(int32_t slot, const Geometry& geometry,
 }
 
 absl::Status HostBackend::FreeWeights(int32_t slot) {
-  if (absl::Status exists = CheckWeightsSlot(slot); !exists.ok()) return exists;
+  MLA_RETURN_IF_ERROR(CheckWeightsSlot(slot));
   weight_bytes_used_ -= weights_[slot].charged_bytes;
   weights_[slot] = WeightSlot();
   return absl::OkStatus();
@@ -313,7 +312,7 @@ absl::Status HostBackend::CheckRowProjection(const char* name, const RowProjecti
 }
 
 absl::Status HostBackend::CheckAttention(const AttentionParams& params) const {
-  if (absl::Status able = CanRun(params.desc); !able.ok()) return able;
+  MLA_RETURN_IF_ERROR(CanRun(params.desc));
   if (params.plan.partial_rows > limits_.partial_rows ||
       static_cast<int64_t>(params.plan.reduce_final_map.size()) > limits_.reduce_tiles) {
     return absl::ResourceExhaustedError(
@@ -356,12 +355,12 @@ absl::Status HostBackend::Check(const Launch& launch) const {
 }
 
 absl::Status HostBackend::Submit(int32_t slot, const Launch& launch) {
-  if (absl::Status exists = CheckSlot(slot); !exists.ok()) return exists;
+  MLA_RETURN_IF_ERROR(CheckSlot(slot));
   Slot& owner = slots_[static_cast<size_t>(slot)];
   if (owner.launch != nullptr) {
     return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is running"));
   }
-  if (absl::Status valid = Check(launch); !valid.ok()) return valid;
+  MLA_RETURN_IF_ERROR(Check(launch));
   for (const HostInput& in : launch.inputs) {
     if (!in.in_place()) CopyRows(in.host, in.row_bytes, in.device, in.pitch, in.rows, in.row_bytes);
   }

@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace mla::kernels {
 namespace {
@@ -31,8 +32,7 @@ absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLim
   const int64_t pool_bytes = limits.kv_pool_bytes;
   int64_t places = 0;
   for (const PageRange& r : ranges) places += std::max(r.count, 1);
-  absl::Status room = CheckRoom("page ranges", places, limits.page_ranges);
-  if (!room.ok()) return room;
+  MLA_RETURN_IF_ERROR(CheckRoom("page ranges", places, limits.page_ranges));
   for (size_t i = 0; i < ranges.size(); ++i) {
     const PageRange& r = ranges[i];
     const bool copies = !r.zeroes();
@@ -57,8 +57,7 @@ absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLim
 
 absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> transfers,
                                 const BackendLimits& limits) {
-  absl::Status room = CheckRoom(part, std::ssize(transfers), limits.page_ranges);
-  if (!room.ok()) return room;
+  MLA_RETURN_IF_ERROR(CheckRoom(part, std::ssize(transfers), limits.page_ranges));
   int64_t parts = 0;
   for (size_t i = 0; i < transfers.size(); ++i) {
     const PageTransfer& t = transfers[i];
@@ -80,8 +79,7 @@ absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> 
 
 absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,
                               size_t entries) {
-  absl::Status room = CheckRoom("table ranges", std::ssize(ranges), limits.table_ranges);
-  if (!room.ok()) return room;
+  MLA_RETURN_IF_ERROR(CheckRoom("table ranges", std::ssize(ranges), limits.table_ranges));
   const int64_t limit = std::min(limits.page_table_entries, static_cast<int64_t>(entries));
   for (const TableRange& r : ranges) {
     if (Inside(r.first, r.count, limit)) continue;

@@ -1,6 +1,6 @@
 #include "kernels/cpu/items/launch_selects.h"
 
-#include <utility>
+#include "base/status_macros.h"
 
 namespace mla::kernels::cpu {
 namespace {
@@ -28,10 +28,9 @@ int64_t LaunchSelects::Bytes(int32_t threads, int32_t top_k) {
 
 absl::Status LaunchSelects::Configure(const KernelSet& kernels, int32_t threads, int32_t top_k) {
   const int64_t shares = MostShares(threads);
-  auto ranks = MappedMemory::Create("candidates of the indexer",
-                                    shares * top_k * int64_t{sizeof(uint64_t)}, false);
-  if (!ranks.ok()) return ranks.status();
-  ranks_ = *std::move(ranks);
+  MLA_ASSIGN_OR_RETURN(ranks_,
+                       MappedMemory::Create("candidates of the indexer",
+                                            shares * top_k * int64_t{sizeof(uint64_t)}, false));
   for (int64_t share = 0; share < shares; ++share) {
     candidates_.push_back({ranks_.As<uint64_t>() + share * top_k});
   }
