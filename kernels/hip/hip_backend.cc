@@ -286,9 +286,8 @@ absl::Status HipBackend::Configure(const BackendLimits& limits) {
 
 absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   limits_ = limits;
-  absl::Status weights =
-      device_.weights.Configure(runtime_.get(), streams_.compute, limits, *device_.arch);
-  if (!weights.ok()) return weights;
+  MLA_RETURN_IF_ERROR(
+      device_.weights.Configure(runtime_.get(), streams_.compute, limits, *device_.arch));
   const int64_t tables = limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t partials =
       (limits.partial_rows + limits.launch_rows) * static_cast<int64_t>(sizeof(float));

@@ -55,13 +55,9 @@ absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const Ba
         std::tuple(&pointers_, "weight pointers", pointers)}) {
     MLA_ASSIGN_OR_RETURN(*buffer, DeviceBuffer::Create(runtime, what, bytes));
   }
-  absl::StatusOr<PinnedBuffer> pinned = PinnedBuffer::Create(runtime, "weight pointers", pointers);
-  if (!pinned.ok()) return pinned.status();
-  pointers_host_ = *std::move(pinned);
+  MLA_ASSIGN_OR_RETURN(pointers_host_, PinnedBuffer::Create(runtime, "weight pointers", pointers));
   if (limits.weights_slots > 0) {
-    pinned = PinnedBuffer::Create(runtime, "packed weights", kPackedBytes);
-    if (!pinned.ok()) return pinned.status();
-    packed_ = *std::move(pinned);
+    MLA_ASSIGN_OR_RETURN(packed_, PinnedBuffer::Create(runtime, "packed weights", kPackedBytes));
   }
   slots_.resize(static_cast<size_t>(limits.weights_slots));
   projected_.resize(slots_.size());

@@ -173,12 +173,11 @@ absl::Status AbsorbedWork::Add(LaunchRecording& recording, const AttentionParams
   BoxArgs args = {};
   args.segments = rows.segments;
   if (!params.windows.empty()) {
-    auto windows = recording.metadata().PutEach(params.windows, [layer](WindowRecord record) {
-      record.layer_offset -= layer;
-      return record;
-    });
-    if (!windows.ok()) return windows.status();
-    args.windows = *windows;
+    MLA_ASSIGN_OR_RETURN(args.windows,
+                         recording.metadata().PutEach(params.windows, [layer](WindowRecord record) {
+                           record.layer_offset -= layer;
+                           return record;
+                         }));
   }
   args.page_tables = rows.page_tables;
   args.pool = rows.pool;
@@ -257,14 +256,14 @@ absl::Status AbsorbedWork::AddWiden(LaunchRecording& recording, const AttentionP
   const auto count = static_cast<int64_t>(params.segments.size());
   // The metadata has the row counts before each segment, then the page table that all segments
   // share, which has one page.
-  auto first_rows = metadata.Take((count + 2) * int64_t{sizeof(int32_t)});
-  if (!first_rows.ok()) return first_rows.status();
+  MLA_ASSIGN_OR_RETURN(const int64_t first_rows,
+                       metadata.Take((count + 2) * int64_t{sizeof(int32_t)}));
   const auto put = [&](int64_t i, int32_t x) {
-    metadata.Write(*first_rows + i * int64_t{sizeof(x)}, &x, sizeof(x));
+    metadata.Write(first_rows + i * int64_t{sizeof(x)}, &x, sizeof(x));
   };
   int32_t kv_rows = 0;
   int64_t at = 0;
-  auto widened = metadata.PutEach(params.segments, [&](SegmentRecord record) {
+  MLA_ASSIGN_OR_RETURN(auto widened, metadata.PutEach(params.segments, [&](SegmentRecord record) {
     put(at++, kv_rows);
     record.weights_slot -= params.segments[0].weights_slot;
     record.page_table = count + 1;
@@ -273,18 +272,17 @@ absl::Status AbsorbedWork::AddWiden(LaunchRecording& recording, const AttentionP
     record.page_size = kOnePage;
     kv_rows += record.kv_rows;
     return record;
-  });
-  if (!widened.ok()) return widened.status();
+  }));
   put(count, kv_rows);
   put(count + 1, 0);
   WidenArgs args = {};
   args.segments = rows->segments;
-  args.first_row = reinterpret_cast<const int32_t*>(metadata.device(*first_rows));
+  args.first_row = reinterpret_cast<const int32_t*>(metadata.device(first_rows));
   args.page_tables = rows->page_tables;
   args.pool = rows->pool;
   args.rows = widened_.As<uint8_t>();
   args.count = static_cast<int32_t>(count);
-  rows->segments = *widened;
+  rows->segments = widened;
   rows->format = KvFormat::kBf16;
   rows->products = DType::kBf16;
   rows->page_tables = reinterpret_cast<const uint32_t*>(args.first_row);

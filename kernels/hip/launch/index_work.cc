@@ -48,14 +48,13 @@ int64_t IndexWork::MetadataBytes(const BackendLimits& l, const BackendInfo& info
 
 absl::Status IndexWork::Allocate(const BackendLimits& limits, Stream stream) {
   if (WorkspaceBytes(limits, device_.info) == 0) return absl::OkStatus();
-  auto ranks = DeviceBuffer::Create(device_.runtime, "ranks of the indexer",
-                                    kRanks * int64_t{sizeof(uint32_t)});
-  if (!ranks.ok()) return ranks.status();
-  auto bins = DeviceBuffer::Create(device_.runtime, "counts of the indexer",
-                                   int64_t{kRoundRows} * kIndexBins * sizeof(uint32_t));
-  if (!bins.ok()) return bins.status();
-  ranks_ = *std::move(ranks);
-  bins_ = *std::move(bins);
+  MLA_ASSIGN_OR_RETURN(auto ranks, DeviceBuffer::Create(device_.runtime, "ranks of the indexer",
+                                                        kRanks * int64_t{sizeof(uint32_t)}));
+  MLA_ASSIGN_OR_RETURN(auto bins,
+                       DeviceBuffer::Create(device_.runtime, "counts of the indexer",
+                                            int64_t{kRoundRows} * kIndexBins * sizeof(uint32_t)));
+  ranks_ = std::move(ranks);
+  bins_ = std::move(bins);
   rows_.reserve(kRoundRows);
   first_blocks_.reserve(kRoundRows + 1);
   return device_.runtime->Fill(bins_.at(), 0, bins_.bytes(), stream);
@@ -103,12 +102,12 @@ absl::Status IndexWork::Add(LaunchRecording& recording, std::span<const SelectRe
                      ", multiples of 16 bytes, at most ", kRanks, " rows"));
   }
   const int64_t layer = records[0].layer_offset;
-  auto uploaded = recording.metadata().PutEach(records, [layer](SelectRecord record) {
-    record.layer_offset -= layer;
-    return record;
-  });
-  if (!uploaded.ok()) return uploaded.status();
-  const Indexing all{*uploaded, layer,
+  MLA_ASSIGN_OR_RETURN(auto uploaded,
+                       recording.metadata().PutEach(records, [layer](SelectRecord record) {
+                         record.layer_offset -= layer;
+                         return record;
+                       }));
+  const Indexing all{uploaded, layer,
                      IndexKeysPerBlock(*device_.arch, KeysOf(records), device_.runtime->units()),
                      LogitsSharedBytes(*device_.arch, records)};
   int64_t ranks = 0;

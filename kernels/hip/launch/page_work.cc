@@ -201,11 +201,11 @@ absl::Status PageWork::AddAppends(LaunchRecording& recording, std::span<const Ap
                                   bool next_starts_early) const {
   if (records.empty()) return absl::OkStatus();
   const int64_t count = static_cast<int64_t>(records.size());
-  absl::StatusOr<int64_t> prefix = recording.metadata().Take((count + 1) * sizeof(int32_t));
-  if (!prefix.ok()) return prefix.status();
+  MLA_ASSIGN_OR_RETURN(const int64_t prefix,
+                       recording.metadata().Take((count + 1) * sizeof(int32_t)));
   StagedRegion& metadata = recording.metadata();
-  const auto put_first_row = [&metadata, &prefix](int64_t i, int32_t first_row) {
-    metadata.Write(*prefix + i * int64_t{sizeof(first_row)}, &first_row, sizeof(first_row));
+  const auto put_first_row = [&metadata, prefix](int64_t i, int32_t first_row) {
+    metadata.Write(prefix + i * int64_t{sizeof(first_row)}, &first_row, sizeof(first_row));
   };
   int32_t rows = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -227,15 +227,14 @@ absl::Status PageWork::AddAppends(LaunchRecording& recording, std::span<const Ap
   put_first_row(count, rows);
   if (rows == 0) return absl::OkStatus();
   const int64_t layer = records[0].layer_offset;
-  auto uploaded = metadata.PutEach(records, [&](AppendRecord record) {
+  MLA_ASSIGN_OR_RETURN(auto uploaded, metadata.PutEach(records, [&](AppendRecord record) {
     record.layer_offset -= layer;
     record.kv_scale = device_.RowScale(record.format, record.kv_scale);
     return record;
-  });
-  if (!uploaded.ok()) return uploaded.status();
+  }));
   AppendArgs args = {};
-  args.records = *uploaded;
-  args.first_row = reinterpret_cast<const int32_t*>(metadata.device(*prefix));
+  args.records = uploaded;
+  args.first_row = reinterpret_cast<const int32_t*>(metadata.device(prefix));
   args.page_tables = device_.table_mirror.As<uint32_t>();
   args.pool = device_.pool.As<uint8_t>() + layer;
   args.count = static_cast<int32_t>(count);

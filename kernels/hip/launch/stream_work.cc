@@ -349,9 +349,9 @@ absl::Status StreamWork::Add(LaunchRecording& recording, int32_t index,
   const Taken& taken = taken_[static_cast<size_t>(index)];
   const RowsVariant& variant = device_->arch->stream.front();
   MLA_ASSIGN_OR_RETURN(auto segments, PutSegments(recording, *device_, params, taken.host_queries));
-  auto tensors = recording.metadata().PutEach(std::span<const StreamedTensors>(taken.tensors),
-                                              [](const StreamedTensors& t) { return t; });
-  if (!tensors.ok()) return tensors.status();
+  MLA_ASSIGN_OR_RETURN(auto tensors,
+                       recording.metadata().PutEach(std::span<const StreamedTensors>(taken.tensors),
+                                                    [](const StreamedTensors& t) { return t; }));
   StreamArgs args = {};
   args.segments = segments;
   args.page_tables = device_->table_mirror.As<uint32_t>();
@@ -366,7 +366,7 @@ absl::Status StreamWork::Add(LaunchRecording& recording, int32_t index,
   args.blocks = taken.cut.units * args.blocks_per_unit;
   args.xcds = 1;
   args.arrived = arrived_.As<uint32_t>() + index;
-  args.tensors = *tensors;
+  args.tensors = tensors;
   args.finished = finished_.As<uint32_t>();
   args.meetings = meetings_.As<uint32_t>();
   args.report = ReportOf(index);

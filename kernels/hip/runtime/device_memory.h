@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
+#include "base/status_macros.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
@@ -135,17 +136,15 @@ class StagedRegion {
   // Copies `values` in and returns their device address.
   template <class T>
   absl::StatusOr<const T*> Put(std::span<const T> values) {
-    absl::StatusOr<int64_t> at = Take(static_cast<int64_t>(values.size_bytes()));
-    if (!at.ok()) return at.status();
-    Write(*at, values.data(), values.size_bytes());
-    return reinterpret_cast<const T*>(device(*at));
+    MLA_ASSIGN_OR_RETURN(const int64_t begin, Take(static_cast<int64_t>(values.size_bytes())));
+    Write(begin, values.data(), values.size_bytes());
+    return reinterpret_cast<const T*>(device(begin));
   }
   // As Put, for the results of stored(value).
   template <class T, class Stored>
   absl::StatusOr<const T*> PutEach(std::span<const T> values, Stored&& stored) {
-    absl::StatusOr<int64_t> at = Take(static_cast<int64_t>(values.size_bytes()));
-    if (!at.ok()) return at.status();
-    int64_t offset = *at;
+    MLA_ASSIGN_OR_RETURN(const int64_t begin, Take(static_cast<int64_t>(values.size_bytes())));
+    int64_t offset = begin;
     for (const T& value : values) {
       T record = stored(value);
 #if __has_builtin(__builtin_clear_padding)
@@ -154,7 +153,7 @@ class StagedRegion {
       Write(offset, &record, sizeof(T));
       offset += static_cast<int64_t>(sizeof(T));
     }
-    return reinterpret_cast<const T*>(device(*at));
+    return reinterpret_cast<const T*>(device(begin));
   }
 
  private:

@@ -179,21 +179,16 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
                        api.nvidia_attribute(&reach, kNvidiaRemoteReachesVirtual, here.id) == 0;
     properties.rdma = known && reach != 0 ? 1 : 0;
     size_t unit = 0;
-    absl::Status s = Check(api.granularity(&unit, &properties, 0), "allocation granularity");
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api.granularity(&unit, &properties, 0), "allocation granularity"));
     size_ = (bytes + unit - 1) / unit * unit;
-    s = Check(api.create(&handle_, size_, &properties, 0), "memory create");
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api.create(&handle_, size_, &properties, 0), "memory create"));
     created_ = true;
-    s = Check(api.reserve(&address_, size_, 0, 0, 0), "address reserve");
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api.reserve(&address_, size_, 0, 0, 0), "address reserve"));
     reserved_ = true;
-    s = Check(api.map(address_, size_, 0, handle_, 0), "memory map");
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api.map(address_, size_, 0, handle_, 0), "memory map"));
     mapped_ = true;
     const Access access{here, kReadWrite};
-    s = Check(api.set_access(address_, size_, &access, 1), "memory access");
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(Check(api.set_access(address_, size_, &access, 1), "memory access"));
     return Check(api.export_descriptor(&exported_.descriptor, handle_, kPosixDescriptor, 0),
                  "memory export");
   }
@@ -223,12 +218,10 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     handles_.resize(static_cast<size_t>(count));
     for (Handle& handle : handles_) {
       Event event = nullptr;
-      absl::Status s =
-          Check(api.event_create(&event, kEventInterprocess | kEventWithoutTiming), "event create");
-      if (!s.ok()) return s;
+      MLA_RETURN_IF_ERROR(Check(api.event_create(&event, kEventInterprocess | kEventWithoutTiming),
+                                "event create"));
       events_.push_back(event);
-      s = Check(api.event_handle(&handle, event), "event handle");
-      if (!s.ok()) return s;
+      MLA_RETURN_IF_ERROR(Check(api.event_handle(&handle, event), "event handle"));
     }
     exported_.events = handles_;
     return absl::OkStatus();

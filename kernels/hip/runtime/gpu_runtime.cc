@@ -127,15 +127,13 @@ absl::Status GpuRuntime::Identify() {
 
 absl::Status GpuRuntime::IdentifyAmd() {
   int reach = 0;
-  absl::Status s =
-      Check(api_->device_attribute(&units_, kAmdMultiprocessorCount, device_), "attribute");
-  if (!s.ok()) return s;
+  MLA_RETURN_IF_ERROR(
+      Check(api_->device_attribute(&units_, kAmdMultiprocessorCount, device_), "attribute"));
   host_pointers_reach_ =
       api_->device_attribute(&reach, kAmdHostPointersReach, device_) == kSuccess && reach != 0;
   // The struct's layout differs between releases, so this searches it for "gfx".
   std::vector<char> properties(16384, 0);
-  s = Check(api_->amd_properties(properties.data(), device_), "properties");
-  if (!s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Check(api_->amd_properties(properties.data(), device_), "properties"));
   for (size_t i = name_.size() + 1; i + 16 < properties.size(); ++i) {
     if (std::memcmp(&properties[i], "gfx", 3) != 0) continue;
     const std::string full(&properties[i], strnlen(&properties[i], 64));

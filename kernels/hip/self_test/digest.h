@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/attention_backend.h"
 
 namespace mla::kernels::hip::self_test {
@@ -47,10 +48,9 @@ inline absl::Status CheckDigestsOf(AttentionBackend& backend, std::span<std::byt
 // Checks two contents, because a kernel that stores nothing leaves what was there before it: the
 // memory may hold the right digests of one of them, from an earlier test.
 inline absl::Status CheckDigests(AttentionBackend& backend) {
-  auto memory = backend.AllocateHost(2 * kDigestedBytes);
-  if (!memory.ok()) return memory.status();
-  absl::Status s = CheckDigestsOf(backend, (*memory)->bytes(), 0);
-  if (s.ok()) s = CheckDigestsOf(backend, (*memory)->bytes(), 1);
+  MLA_ASSIGN_OR_RETURN(const auto memory, backend.AllocateHost(2 * kDigestedBytes));
+  absl::Status s = CheckDigestsOf(backend, memory->bytes(), 0);
+  if (s.ok()) s = CheckDigestsOf(backend, memory->bytes(), 1);
   return s;
 }
 

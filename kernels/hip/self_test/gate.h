@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/self_test/data.h"
 
@@ -16,9 +17,8 @@ inline absl::Status CheckGate(AttentionBackend& backend) {
   if (!backend.Info().waits_for_words) return absl::OkStatus();
   constexpr int64_t kLimitNs = 100'000;
   constexpr uint32_t kBefore = 0xffffffffu, kAwaited = 1, kUnset = 7, kSet = 9;
-  auto memory = backend.AllocateHost(128);
-  if (!memory.ok()) return memory.status();
-  auto* const words = reinterpret_cast<uint32_t*>((*memory)->bytes().data());
+  MLA_ASSIGN_OR_RETURN(const auto memory, backend.AllocateHost(128));
+  auto* const words = reinterpret_cast<uint32_t*>(memory->bytes().data());
   const WordValue ready{words, kAwaited}, other{words + 8, kAwaited}, done{words + 16, kSet};
   Launch launch;
   launch.gate = {ready, kLimitNs, {&other, 1}};

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/plan.h"
@@ -34,7 +35,7 @@ inline absl::Status CheckPages(AttentionBackend& backend) {
   launch.page_tables = pages;
   launch.table_changes = {&table, 1};
   launch.appends = {&record, 1};
-  if (absl::Status s = Run(backend, launch); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Run(backend, launch));
 
   AppendRecord compared = record;
   compared.differs = static_cast<int32_t*>(*flags);
@@ -44,9 +45,9 @@ inline absl::Status CheckPages(AttentionBackend& backend) {
   launch.pages = ranges;
   launch.table_changes = {};
   launch.appends = {&compared, 1};
-  if (absl::Status s = Run(backend, launch); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(Run(backend, launch));
   std::vector<Bf16> got(kv.size());
-  if (absl::Status s = ReadRows(backend, 0, pages, record, got.data()); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(ReadRows(backend, 0, pages, record, got.data()));
   for (size_t i = 0; i < kv.size(); ++i) {
     const Bf16 want = i + 1 < kv.size() ? kv[i] : Bf16{0};
     if (got[i] != want) return Wrong("page work", ToFloat(got[i]), ToFloat(want));

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/attention_backend.h"
 #include "kernels/formats/fp8.h"
 #include "kernels/hip/args/row_args.h"
@@ -151,9 +152,8 @@ inline double ExpectedRotated(const RowProductData& d, int32_t row, int32_t colu
 
 inline absl::Status MultiplyRows(AttentionBackend& backend, RowProductData& d, RopeLayout rope) {
   for (int32_t head = 0; head < kProjectedGeometry.num_heads; ++head) {
-    absl::Status s = backend.LoadProjected(0, kProjectedGeometry, d.shape, d.part, head,
-                                           d.loaded[size_t(head)].data());
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(backend.LoadProjected(0, kProjectedGeometry, d.shape, d.part, head,
+                                              d.loaded[size_t(head)].data()));
   }
   LaunchLayout layout(backend, 0);
   const auto in = layout.Input(d.in.data(), int64_t(d.in.size()));
@@ -178,7 +178,7 @@ inline absl::Status MultiplyRows(AttentionBackend& backend, RowProductData& d, R
 inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart part, DType dtype,
                                     DType weights, int32_t rows, RopeLayout rope) {
   RowProductData d(part, dtype, weights, rows);
-  if (absl::Status s = MultiplyRows(backend, d, rope); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(MultiplyRows(backend, d, rope));
   double largest = 0.0;
   for (int32_t c = 0; c < d.columns; ++c) {
     largest = std::max(largest, std::abs(ExpectedSum(d, 0, c)));
@@ -203,7 +203,7 @@ inline absl::Status CheckRowProduct(AttentionBackend& backend, ProjectedPart par
 inline absl::Status CheckProjected(AttentionBackend& backend) {
   using enum RopeLayout;
   for (const DType weights : {DType::kBf16, DType::kFp8E4m3}) {
-    if (absl::Status s = backend.FreeWeights(0); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(backend.FreeWeights(0));
     const auto check = [&](ProjectedPart part, RopeLayout rope) {
       absl::Status s = CheckRowProduct(backend, part, DType::kF32, weights, 3, rope);
       return s.ok() ? CheckRowProduct(backend, part, DType::kBf16, weights, kProjectedRows, rope)

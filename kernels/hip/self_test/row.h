@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/launch_layout.h"
@@ -76,7 +77,7 @@ inline double ExpectedProjected(const Weights& w, int32_t head, int32_t c) {
 
 inline absl::Status CheckRow(AttentionBackend& backend, const Weights& w, const Data& data) {
   RowData d(data);
-  if (absl::Status s = ProjectRow(backend, d); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(ProjectRow(backend, d));
   const auto compare = [](const char* what, int32_t head, int32_t c, float got, double want) {
     if (std::abs(got - want) < kNarrowOff) return absl::OkStatus();
     return absl::InternalError(absl::StrCat("one row ", what, ", head ", head, ", column ", c,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/hip/args/expanded_args.h"
 #include "kernels/hip/runtime/kernel_graphs.h"
 #include "kernels/hip/self_test/data.h"
@@ -217,11 +218,10 @@ std::vector<uint32_t> Pages(const Shape& shape) {
 
 absl::Status Attend(AttentionBackend& backend, Data& d) {
   LaunchLayout layout(backend, 0);
-  absl::StatusOr<Staged> staged = Stage(layout, d);
-  if (!staged.ok()) return staged.status();
+  MLA_ASSIGN_OR_RETURN(const Staged staged, Stage(layout, d));
   const std::vector<uint32_t> pages = Pages(d.shape);
   const TableRange table[] = {{0, 1}, {1, static_cast<int64_t>(pages.size()) - 1}};
-  const AppendRecord append{.kv = staged->kv,
+  const AppendRecord append{.kv = staged.kv,
                             .dtype = DType::kBf16,
                             .kv_row_stride = kRowDim,
                             .page_table = 0,
@@ -235,12 +235,11 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
                             .format = d.format,
                             .kv_scale = kLayerScale};
   const ProjectionRecord absorb{
-      staged->q, staged->absorbed, kHeads * d.q_dim, d.q_dim, kHeads * kRowDim,
-      kRowDim,   d.rows,           kHeads,           0,       0};
+      staged.q, staged.absorbed, kHeads * d.q_dim, d.q_dim, kHeads * kRowDim,
+      kRowDim,  d.rows,          kHeads,           0,       0};
   const ProjectionRecord project[] = {
-      {staged->latent, staged->o, kHeads * 512, 512, kHeads * d.o_dim, d.o_dim, d.rows, kHeads, 0,
-       0},
-      {staged->narrow, staged->narrow_o, 512, 0, kHeads * d.o_dim, d.o_dim, 1, kHeads, 0, 0}};
+      {staged.latent, staged.o, kHeads * 512, 512, kHeads * d.o_dim, d.o_dim, d.rows, kHeads, 0, 0},
+      {staged.narrow, staged.narrow_o, 512, 0, kHeads * d.o_dim, d.o_dim, 1, kHeads, 0, 0}};
   Launch launch;
   launch.inputs = layout.inputs();
   launch.outputs = layout.outputs();
@@ -249,7 +248,7 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   launch.appends = {&append, 1};
   Work absorbed, expanded;
   if (d.shape.absorbed > 0) {
-    absorbed.segments = Segments(d, *staged, false, 1);
+    absorbed.segments = Segments(d, staged, false, 1);
     if (d.shape.pieces > 0) {
       absorbed.segments.resize(1);
       PlanPieces(d.shape, absorbed);
@@ -262,7 +261,7 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   }
   if (d.shape.expanded > 0) {
     expanded.segments =
-        Segments(d, *staged, true, d.shape.all_units ? size_t(ShortSegments(backend)) : 1);
+        Segments(d, staged, true, d.shape.all_units ? size_t(ShortSegments(backend)) : 1);
     AttentionDesc desc;
     desc.geometry = d.geometry;
     desc.form = AttentionForm::kExpanded;
@@ -303,7 +302,7 @@ BackendLimits Limits(const AttentionBackend& backend) {
 
 absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape shape,
                         KvFormat format, DType products, const SelfTestRun& run) {
-  if (absl::Status s = run.CheckTime(); !s.ok()) return s;
+  MLA_RETURN_IF_ERROR(run.CheckTime());
   AttentionDesc desc;
   desc.geometry = weights.geometry;
   desc.kv_format = format;

@@ -40,10 +40,9 @@ SubmittedLaunch::~SubmittedLaunch() {
 absl::Status SubmittedLaunch::EnqueueStaged(std::span<const HostInput> inputs) {
   const Stream stream = recording_.input_stream();
   if (recording_.metadata().changed()) {
-    absl::Status s =
-        runtime_->CopyIn(recording_.metadata().device(0), recording_.metadata().host(0),
-                         recording_.metadata().used(), stream);
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(runtime_->CopyIn(recording_.metadata().device(0),
+                                         recording_.metadata().host(0),
+                                         recording_.metadata().used(), stream));
     recording_.metadata().NoteUpload();
     recording_.NoteInput();
   }
@@ -148,9 +147,8 @@ absl::Status SubmittedLaunch::EnqueueKernels(size_t begin, size_t end) {
   if (graphs_ != nullptr && graphs_->Launch(kernels, streams_.compute)) return absl::OkStatus();
   one_by_one_.push_back(kernels);
   for (const PendingKernel& kernel : kernels) {
-    absl::Status s =
-        runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute);
-    if (!s.ok()) return s;
+    MLA_RETURN_IF_ERROR(
+        runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute));
   }
   return absl::OkStatus();
 }
