@@ -12,7 +12,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "scheduler/tables/model_checks.h"
-#include "scheduler/tables/tiny_model_test.h"
+#include "scheduler/testing/tiny_model_fixture.h"
 
 namespace mla::scheduler {
 namespace {

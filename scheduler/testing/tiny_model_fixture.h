@@ -1,6 +1,6 @@
 // Makes a table with the tiny model of EngineHarness, and weights to load into it, for tests.
-#ifndef MLA_SCHEDULER_TABLES_TINY_MODEL_TEST_H_
-#define MLA_SCHEDULER_TABLES_TINY_MODEL_TEST_H_
+#ifndef MLA_SCHEDULER_TESTING_TINY_MODEL_FIXTURE_H_
+#define MLA_SCHEDULER_TESTING_TINY_MODEL_FIXTURE_H_
 
 #include <cstddef>
 #include <span>
@@ -35,4 +35,4 @@ class TinyModelTest : public ::testing::Test {
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_TABLES_TINY_MODEL_TEST_H_
+#endif  // MLA_SCHEDULER_TESTING_TINY_MODEL_FIXTURE_H_
