@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/status_macros.h"
 #include "client/c/handles.h"
 #include "client/c/mla_ring.h"
 #include "client/c/ring.h"
@@ -37,12 +38,11 @@ absl::StatusOr<std::unique_ptr<mla_chain>> NewChain(const mla_ring& ring,
     status = Refuse("entry.flags", "MLA_RING_CHAINED", std::to_string(given.entry.flags));
   }
   if (!status.ok()) return status;
-  const absl::StatusOr<client::RingPlaces> places = PlacesOf(ring, given.entry);
-  if (!places.ok()) return places.status();
+  MLA_ASSIGN_OR_RETURN(const client::RingPlaces places, PlacesOf(ring, given.entry));
   auto chain = std::make_unique<mla_chain>();
   chain->stream = ring.stream;
   chain->entry = EntryOf(given.entry);
-  chain->places = *places;
+  chain->places = places;
   chain->in.assign(given.in().begin(), given.in().end());
   chain->out.assign(given.out().begin(), given.out().end());
   return chain;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "base/status_macros.h"
 #include "client/c/connection.h"
 #include "client/c/handles.h"
 
@@ -13,7 +14,7 @@ constexpr uint32_t kMostSubset = 4096;
 
 absl::StatusOr<client::ClusterOptions> ClusterOptionsOf(const mla_cluster_options* given) {
   mla_cluster_options known;
-  if (absl::Status status = Read(given, false, "cluster", &known); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Read(given, false, "cluster", &known));
   if (known.subset > kMostSubset) {
     return Refuse("cluster.subset", "0.." + std::to_string(kMostSubset),
                   std::to_string(known.subset));
@@ -45,14 +46,12 @@ absl::Status Recover(mla_client* client, mla_sequence* sequence, const mla_prefi
   if (one == nullptr || client->cluster == nullptr) {
     return absl::FailedPreconditionError("mla_sequence_recover: the client is not of a cluster");
   }
-  const auto known = PrefixOf(prefix);
-  if (!known.ok()) return known.status();
-  const auto found = client->cluster->Recover(one, *known);
-  if (!found.ok()) return found.status();
+  MLA_ASSIGN_OR_RETURN(const auto known, PrefixOf(prefix));
+  MLA_ASSIGN_OR_RETURN(const auto found, client->cluster->Recover(one, known));
   mla_recovery result{};
-  result.how = RecoveredOf(found->how);
-  result.rows = found->rows;
-  result.lost = found->lost;
+  result.how = RecoveredOf(found.how);
+  result.rows = found.rows;
+  result.lost = found.lost;
   Write(result, recovery);
   return absl::OkStatus();
 }
@@ -74,19 +73,15 @@ absl::Status StatusAt(const mla_step* step, size_t place) {
 
 absl::Status ConnectCluster(const char* target, const mla_connect_options* options,
                             const mla_cluster_options* cluster, mla_client** out) {
-  const auto known = OptionsOf(options);
-  if (!known.ok()) return known.status();
-  const auto of_cluster = ClusterOptionsOf(cluster);
-  if (!of_cluster.ok()) return of_cluster.status();
-  auto made = client::ClusterClient::Connect(target, *known, *of_cluster);
-  if (!made.ok()) return made.status();
+  MLA_ASSIGN_OR_RETURN(const auto known, OptionsOf(options));
+  MLA_ASSIGN_OR_RETURN(const auto of_cluster, ClusterOptionsOf(cluster));
+  MLA_ASSIGN_OR_RETURN(auto made, client::ClusterClient::Connect(target, known, of_cluster));
   auto client = std::make_unique<mla_client>();
-  client->cluster = *std::move(made);
+  client->cluster = std::move(made);
   absl::Status last;
   // One server must answer: the home, or any other.
-  const auto home = client->cluster->Home();
-  if (!home.ok()) return home.status();
-  std::vector<std::string> addresses = {*home};
+  MLA_ASSIGN_OR_RETURN(const auto home, client->cluster->Home());
+  std::vector<std::string> addresses = {home};
   for (const client::Member& one :
        client->cluster->Members().value_or(std::vector<client::Member>())) {
     addresses.push_back(one.address());

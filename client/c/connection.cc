@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/c/connection.h"
 #include "client/c/handles.h"
 #include "client/c/version.h"
@@ -21,7 +22,7 @@ constexpr uint64_t kElementBytes = 2;  // size of a weight: bf16
 
 absl::StatusOr<client::ClientOptions> OptionsOf(const mla_connect_options* given) {
   mla_connect_options known;
-  if (absl::Status status = Read(given, false, "options", &known); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Read(given, false, "options", &known));
   if (known.transport < MLA_TRANSPORT_AUTO || known.transport > MLA_TRANSPORT_UCX_DEVICE) {
     return Refuse("options.transport", "0..6", std::to_string(known.transport));
   }
@@ -133,10 +134,10 @@ absl::Status Upload(mla_client* client, const char* model_id, std::span<const ml
       if (!status.ok()) return status;
     }
   }
-  const auto model = client->With([&](auto* one) { return one->RegisteredModel(model_id); });
-  if (!model.ok()) return model.status();
+  MLA_ASSIGN_OR_RETURN(const auto model,
+                       client->With([&](auto* one) { return one->RegisteredModel(model_id); }));
   if (client->cluster == nullptr) {
-    return SendWeights(client->client.get(), model_id, model->geometry(), weights, complete);
+    return SendWeights(client->client.get(), model_id, model.geometry(), weights, complete);
   }
   // Servers that get the model later are sent the same tensors.
   std::string about = "weights";
@@ -146,7 +147,7 @@ absl::Status Upload(mla_client* client, const char* model_id, std::span<const ml
   const auto all = std::make_shared<std::atomic<int32_t>>(0);
   const absl::Status status = client->cluster->Upload(
       model_id, about,
-      [all, id = std::string(model_id), geometry = model->geometry(),
+      [all, id = std::string(model_id), geometry = model.geometry(),
        kept = std::vector<mla_weights>(weights.begin(), weights.end())](client::Client* server) {
         int32_t done = 0;
         absl::Status sent = SendWeights(server, id, geometry, kept, &done);
@@ -159,47 +160,46 @@ absl::Status Upload(mla_client* client, const char* model_id, std::span<const ml
 
 absl::Status Register(mla_client* client, const mla_model* given, mla_model_info* info) {
   mla_model model;
-  if (absl::Status status = Read(given, true, "model", &model); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Read(given, true, "model", &model));
   if (model.kv_scale_count > 0) {
     absl::Status status = CheckNotNull(model.kv_scales, "model.kv_scales");
     if (!status.ok()) return status;
   }
-  const auto reply = client->With([&](auto* one) {
+  MLA_ASSIGN_OR_RETURN(const auto reply, client->With([&](auto* one) {
     return one->RegisterModel(SpecOf(model), model.lease_ms,
                               {model.kv_scales, model.kv_scale_count});
-  });
-  if (!reply.ok()) return reply.status();
+  }));
   mla_model_info known{};
-  known.page_group_bytes = reply->page_group_bytes();
-  known.page_groups_max = reply->page_groups_max();
-  known.max_sequence_rows = reply->max_sequence_rows();
-  known.page_size = reply->model().page_size();
-  known.lease_ms = reply->lease_ms();
-  known.scales_complete = reply->scales_complete() ? 1 : 0;
+  known.page_group_bytes = reply.page_group_bytes();
+  known.page_groups_max = reply.page_groups_max();
+  known.max_sequence_rows = reply.max_sequence_rows();
+  known.page_size = reply.model().page_size();
+  known.lease_ms = reply.lease_ms();
+  known.scales_complete = reply.scales_complete() ? 1 : 0;
   Write(known, info);
   return absl::OkStatus();
 }
 
 absl::Status ServerInfo(const mla_client& client, mla_server_info* info) {
   mla_server_info known{};
-  if (absl::Status status = Read(info, true, "info", &known); !status.ok()) return status;
-  const absl::StatusOr<v1::GetServerInfoReply> reply =
-      client.cluster != nullptr ? client.cluster->HomeInfo() : client.client->info();
-  if (!reply.ok()) return reply.status();
-  known.boot_id = reply->boot_id();
-  known.message_bytes = reply->limits().message_bytes();
-  known.weight_chunk_bytes = reply->limits().weight_chunk_bytes();
-  known.kv_cache_bytes = reply->limits().kv_cache_bytes();
-  known.max_sequence_rows = reply->limits().max_sequence_rows();
-  known.shm_region_bytes = reply->limits().shm_region_bytes();
-  known.max_step_rows = reply->limits().max_step_rows();
-  known.max_step_sequences = reply->limits().max_step_sequences();
-  known.sequence_lease_ms = reply->limits().sequence_lease_ms();
-  known.step_lease_ms = reply->limits().step_lease_ms();
+  MLA_RETURN_IF_ERROR(Read(info, true, "info", &known));
+  MLA_ASSIGN_OR_RETURN(const v1::GetServerInfoReply reply, client.cluster != nullptr
+                                                               ? client.cluster->HomeInfo()
+                                                               : client.client->info());
+  known.boot_id = reply.boot_id();
+  known.message_bytes = reply.limits().message_bytes();
+  known.weight_chunk_bytes = reply.limits().weight_chunk_bytes();
+  known.kv_cache_bytes = reply.limits().kv_cache_bytes();
+  known.max_sequence_rows = reply.limits().max_sequence_rows();
+  known.shm_region_bytes = reply.limits().shm_region_bytes();
+  known.max_step_rows = reply.limits().max_step_rows();
+  known.max_step_sequences = reply.limits().max_step_sequences();
+  known.sequence_lease_ms = reply.limits().sequence_lease_ms();
+  known.step_lease_ms = reply.limits().step_lease_ms();
   {
     const MutexLock lock(client.texts_mutex);
-    known.server_version = client.texts.insert(reply->server_version()).first->c_str();
-    known.backend = client.texts.insert(reply->backend().name()).first->c_str();
+    known.server_version = client.texts.insert(reply.server_version()).first->c_str();
+    known.backend = client.texts.insert(reply.backend().name()).first->c_str();
   }
   Write(known, info);
   return absl::OkStatus();

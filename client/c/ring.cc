@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/status_macros.h"
 #include "client/c/handles.h"
 #include "client/c/mla_ring.h"
 #include "client/c/ring.h"
@@ -72,19 +73,18 @@ absl::StatusOr<std::unique_ptr<mla_ring>> Open(const char* path, const mla_ring_
   if (status.ok()) status = Read(given, true, "options", &options);
   if (status.ok()) status = CheckOptions(options);
   if (!status.ok()) return status;
-  auto memory = client::SharedMemory::Connect(path, MemoryOptions(options));
-  if (!memory.ok()) return memory.status();
+  MLA_ASSIGN_OR_RETURN(auto memory, client::SharedMemory::Connect(path, MemoryOptions(options)));
   auto ring = std::make_unique<mla_ring>();
-  ring->boot_id = (*memory)->boot_id();
-  const client::DeviceRegion* const device = (*memory)->device();
-  if (options.device_bytes > 0 && !(*memory)->has_device_memory()) {
-    ring->why_no_device = std::string((*memory)->device_status().message());
+  ring->boot_id = memory->boot_id();
+  const client::DeviceRegion* const device = memory->device();
+  if (options.device_bytes > 0 && !memory->has_device_memory()) {
+    ring->why_no_device = std::string(memory->device_status().message());
   }
-  if (!(*memory)->pinned().ok()) ring->why_no_chains = std::string((*memory)->pinned().message());
+  if (!memory->pinned().ok()) ring->why_no_chains = std::string(memory->pinned().message());
   if (device != nullptr) ring->warning = device->warning();
   const int64_t request_ms = options.request_ms > 0 ? options.request_ms : kRequestMs;
   ring->stream = std::make_shared<client::RingStream>(
-      *std::move(memory), ring->boot_id, milliseconds(request_ms),
+      std::move(memory), ring->boot_id, milliseconds(request_ms),
       std::numeric_limits<uint64_t>::max(), wire::ThreadTeamOptions());
   return ring;
 }
@@ -126,12 +126,11 @@ absl::Status Attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms
   if (status.ok()) status = CheckRange("room_ms", room_ms, 0, kMostMs);
   if (status.ok()) status = ReadEntry(entry, &given);
   if (!status.ok()) return status;
-  const absl::StatusOr<client::RingPlaces> places = PlacesOf(*ring, given.entry);
-  if (!places.ok()) return places.status();
+  MLA_ASSIGN_OR_RETURN(const client::RingPlaces places, PlacesOf(*ring, given.entry));
   auto request = NewRequest(ring->stream);
   request->pending->stream = given.entry.stream;
   request->pending->chained = (given.entry.flags & MLA_RING_CHAINED) != 0;
-  status = ring->stream->SendPlaced(EntryOf(given.entry), *places, given.in(), given.out(),
+  status = ring->stream->SendPlaced(EntryOf(given.entry), places, given.in(), given.out(),
                                     milliseconds(room_ms), request->pending);
   if (status.ok()) *out = request.release();
   return status;
@@ -304,7 +303,7 @@ extern "C" {
 mla_code mla_ring_open(const char* path, const mla_ring_options* options, mla_ring** out,
                        mla_error** error) {
   return Guard(error, [&]() -> absl::Status {
-    if (absl::Status s = mla::capi::CheckNotNull(out, "out"); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(mla::capi::CheckNotNull(out, "out"));
     auto ring = mla::capi::Open(path, options);
     if (ring.ok()) *out = ring->release();
     return ring.status();
@@ -313,9 +312,9 @@ mla_code mla_ring_open(const char* path, const mla_ring_options* options, mla_ri
 
 mla_code mla_ring_describe(const mla_ring* ring, mla_ring_info* info, mla_error** error) {
   return Guard(error, [&]() -> absl::Status {
-    if (absl::Status s = mla::capi::CheckNotNull(ring, "ring"); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(mla::capi::CheckNotNull(ring, "ring"));
     mla_ring_info known;
-    if (absl::Status s = mla::capi::Read(info, true, "info", &known); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(mla::capi::Read(info, true, "info", &known));
     mla::capi::Write(mla::capi::InfoOf(*ring), info);
     return absl::OkStatus();
   });
@@ -422,7 +421,7 @@ void mla_requests_free(mla_request* const* requests, size_t count) {
 
 mla_code mla_ring_state(mla_ring* ring, mla_error** error) {
   return Guard(error, [&]() -> absl::Status {
-    if (absl::Status s = mla::capi::CheckNotNull(ring, "ring"); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(mla::capi::CheckNotNull(ring, "ring"));
     return ring->stream->broken();
   });
 }

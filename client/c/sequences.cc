@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "base/status_macros.h"
 #include "client/c/connection.h"
 #include "client/c/handles.h"
 #include "client/cpp/cluster/placement.h"
@@ -28,7 +29,7 @@ absl::Status Give(absl::StatusOr<Sequence> sequence, mla_sequence** out) {
 
 absl::StatusOr<v1::Prefix> PrefixOf(const mla_prefix* given) {
   mla_prefix known;
-  if (absl::Status status = Read(given, false, "prefix", &known); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Read(given, false, "prefix", &known));
   v1::Prefix prefix;
   if (known.token_count > 0) {
     absl::Status status = CheckNotNull(known.token_ids, "prefix.token_ids");
@@ -62,13 +63,13 @@ mla_code mla_page_names(const uint32_t* token_ids, size_t token_count, uint32_t 
     const std::pair<const void*, const char*> given[] = {
         {token_ids, "token_ids"}, {salt, "salt"}, {names, "names"}};
     for (const auto& [pointer, field] : given) {
-      if (absl::Status status = CheckNotNull(pointer, field); !status.ok()) return status;
+      MLA_RETURN_IF_ERROR(CheckNotNull(pointer, field));
     }
-    const auto made = mla::client::PageNames({token_ids, token_count}, page_size,
-                                             {static_cast<const char*>(salt), salt_bytes});
-    if (!made.ok()) return made.status();
+    MLA_ASSIGN_OR_RETURN(const auto made,
+                         mla::client::PageNames({token_ids, token_count}, page_size,
+                                                {static_cast<const char*>(salt), salt_bytes}));
     auto* to = static_cast<char*>(names);
-    for (const std::string& name : *made) to = std::copy(name.begin(), name.end(), to);
+    for (const std::string& name : made) to = std::copy(name.begin(), name.end(), to);
     return absl::OkStatus();
   });
 }

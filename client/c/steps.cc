@@ -3,6 +3,7 @@
 #include <span>
 
 #include "absl/status/statusor.h"
+#include "base/status_macros.h"
 #include "client/c/connection.h"
 #include "client/c/handles.h"
 
@@ -82,13 +83,13 @@ absl::Status Wait(absl::StatusOr<client::AttendTimes> times, mla_attend_times* o
 
 absl::Status Begin(mla_session* session, const char* model_id, std::span<const mla_step_rows> rows,
                    const mla_step_options* given, mla_step** out) {
-  if (absl::Status status = CheckNotNull(out, "out"); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckNotNull(out, "out"));
   *out = nullptr;
   absl::Status named = CheckNotNull(model_id, "model_id");
   if (named.ok() && !rows.empty()) named = CheckNotNull(rows.data(), "rows");
   if (!named.ok()) return named;
   mla_step_options known;
-  if (absl::Status status = Read(given, false, "options", &known); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Read(given, false, "options", &known));
   client::BeginOptions options;
   options.step_id = known.step_id;
   options.lease_ms = known.lease_ms;
@@ -118,14 +119,11 @@ absl::Status Begin(mla_session* session, const char* model_id, std::span<const m
   auto result = std::make_unique<mla_step>();
   result->sequences = rows.size();
   if (session->cluster != nullptr) {
-    auto step = session->cluster->Begin(model_id, of_cluster,
-                                        {.step = options, .partial = known.partial != 0});
-    if (!step.ok()) return step.status();
-    result->cluster = *std::move(step);
+    MLA_ASSIGN_OR_RETURN(result->cluster,
+                         session->cluster->Begin(model_id, of_cluster,
+                                                 {.step = options, .partial = known.partial != 0}));
   } else {
-    auto step = session->session->Begin(model_id, sequences, options);
-    if (!step.ok()) return step.status();
-    result->step = *std::move(step);
+    MLA_ASSIGN_OR_RETURN(result->step, session->session->Begin(model_id, sequences, options));
   }
   *out = result.release();
   return absl::OkStatus();

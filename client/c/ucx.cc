@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "base/status_macros.h"
 #include "client/c/handles.h"
 #include "client/c/mla_ring.h"
 #include "client/c/ring.h"
@@ -48,12 +49,11 @@ absl::Status Start(const mla_ucx_options* given, mla_ucx** out) {
   options.link = {Text(known.transports), Text(known.devices), known.puts == 1};
   options.device_memory = known.device_memory == 1;
   options.spin = std::chrono::microseconds(known.spin_us);
-  auto memory = client::UcxMemory::Open(options);
-  if (!memory.ok()) return memory.status();
+  MLA_ASSIGN_OR_RETURN(auto memory, client::UcxMemory::Open(options));
   auto ucx = std::make_unique<mla_ucx>();
-  ucx->address = (*memory)->address();
-  ucx->handles_losses = (*memory)->handles_losses();
-  ucx->memory = *std::move(memory);
+  ucx->address = memory->address();
+  ucx->handles_losses = memory->handles_losses();
+  ucx->memory = std::move(memory);
   *out = ucx.release();
   return absl::OkStatus();
 }

@@ -501,13 +501,12 @@ absl::StatusOr<v1::ReadTailReply> Client::ReadTail(uint64_t id, uint64_t epoch, 
 }
 
 absl::StatusOr<Sequence> Client::Attach(uint64_t id) {
-  const auto reply = GetSequences({id}, false);
-  if (!reply.ok()) return reply.status();
-  if (reply->sequences_size() == 1) {
-    MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply->sequences(0).sequence_id(), id));
-    return Sequence(this, reply->sequences(0));
+  MLA_ASSIGN_OR_RETURN(const auto reply, GetSequences({id}, false));
+  if (reply.sequences_size() == 1) {
+    MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply.sequences(0).sequence_id(), id));
+    return Sequence(this, reply.sequences(0));
   }
-  return NotOpen(*reply);
+  return NotOpen(reply);
 }
 
 // ------------------------------------------------------------------------------------- Cached rows

@@ -82,12 +82,11 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
 }
 
 absl::Status Sequence::Refresh() {
-  const auto reply = client_->GetSequences({id_}, false);
-  if (!reply.ok()) return reply.status();
-  if (reply->sequences_size() != 1) return NotOpen(*reply);
-  MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply->sequences(0).sequence_id(), id_));
-  epoch_ = reply->sequences(0).epoch();
-  length_ = reply->sequences(0).length();
+  MLA_ASSIGN_OR_RETURN(const auto reply, client_->GetSequences({id_}, false));
+  if (reply.sequences_size() != 1) return NotOpen(reply);
+  MLA_RETURN_IF_ERROR(CheckSame("sequence_id", reply.sequences(0).sequence_id(), id_));
+  epoch_ = reply.sequences(0).epoch();
+  length_ = reply.sequences(0).length();
   return absl::OkStatus();
 }
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/random_bytes.h"
+#include "base/status_macros.h"
 #include "client/cpp/cluster/cluster_step.h"
 #include "client/cpp/cluster/faults.h"
 #include "client/cpp/cluster/recovery.h"
@@ -46,9 +47,8 @@ absl::StatusOr<uint64_t> BootIdOf(const std::string& address, ClientOptions opti
   options.transport = ClientOptions::Transport::kInline;
   options.device_bytes = 0;
   options.call_timeout_ms = std::min(options.call_timeout_ms, kAskMs);
-  const auto client = Client::Connect(address, options);
-  if (!client.ok()) return client.status();
-  return (*client)->info().boot_id();
+  MLA_ASSIGN_OR_RETURN(const auto client, Client::Connect(address, options));
+  return client->info().boot_id();
 }
 
 bool SameSpec(const v1::ModelSpec& a, const v1::ModelSpec& b) {
@@ -106,17 +106,16 @@ absl::StatusOr<std::unique_ptr<ClusterClient>> ClusterClient::Connect(
   if (!(cluster.refresh_s > 0)) {
     return RefuseValue("refresh_s", absl::StrCat(cluster.refresh_s), "above 0");
   }
-  auto registry = RegistryOf(target, cluster.etcd);
-  if (!registry.ok()) return registry.status();
+  MLA_ASSIGN_OR_RETURN(auto registry, RegistryOf(target, cluster.etcd));
   ClientOptions options = given;
   if (IsDnsTarget(target) && !options.tls_ca.empty() && options.tls_server_name.empty()) {
     // Certificates have the name, not the addresses that the name has.
     options.tls_server_name = ParseDnsTarget(target)->host;
   }
   std::unique_ptr<ClusterClient> client(
-      new ClusterClient(std::move(options), cluster, *std::move(registry)));
-  if (absl::Status status = client->members_->Refresh(); !status.ok()) return status;
-  if (absl::Status status = client->members_->Start(); !status.ok()) return status;
+      new ClusterClient(std::move(options), cluster, std::move(registry)));
+  MLA_RETURN_IF_ERROR(client->members_->Refresh());
+  MLA_RETURN_IF_ERROR(client->members_->Start());
   return client;
 }
 
@@ -136,9 +135,8 @@ absl::StatusOr<std::unique_ptr<Client>> ClusterClient::ConnectTo(const Member& m
                     member.node() == HostName() && access(member.socket().c_str(), F_OK) == 0;
   const std::string address = here ? kUnix + member.socket() : member.address();
   if (!same_host_->looks()) return Client::Connect(address, options_);
-  const auto boot_id = BootIdOf(address, options_);
-  if (!boot_id.ok()) return boot_id.status();
-  const std::string path = same_host_->PathOf(*boot_id);
+  MLA_ASSIGN_OR_RETURN(const auto boot_id, BootIdOf(address, options_));
+  const std::string path = same_host_->PathOf(boot_id);
   return path.empty() ? Client::Connect(address, options_)
                       : Client::Connect(kUnix + path, WithoutTls(options_));
 }
@@ -164,11 +162,10 @@ void ClusterClient::Gone(const std::vector<std::string>& addresses) {
 }
 
 absl::StatusOr<std::vector<Member>> ClusterClient::Usable() {
-  auto members = members_->All();
-  if (!members.ok()) return members.status();
-  owners_->Know(*members);
+  MLA_ASSIGN_OR_RETURN(auto members, members_->All());
+  owners_->Know(members);
   std::vector<Member> taking, well;
-  for (const Member& one : *members) {
+  for (const Member& one : members) {
     if (one.draining()) continue;
     taking.push_back(one);
     if (owners_->At(one.address())->well()) well.push_back(one);
@@ -176,7 +173,7 @@ absl::StatusOr<std::vector<Member>> ClusterClient::Usable() {
   if (taking.empty()) {
     return WithReason(absl::StatusCode::kUnavailable,
                       absl::StrCat("the cluster has no server that takes sequences: ",
-                                   members->size(), " members, all of which drain"),
+                                   members.size(), " members, all of which drain"),
                       kNoServers);
   }
   return well.empty() ? taking : well;
@@ -188,28 +185,25 @@ std::string ClusterClient::HomeAmong(const std::vector<std::string>& addresses) 
 }
 
 absl::StatusOr<std::string> ClusterClient::Home() {
-  const auto usable = Usable();
-  if (!usable.ok()) return usable.status();
-  return HomeAmong(AddressesOf(*usable));
+  MLA_ASSIGN_OR_RETURN(const auto usable, Usable());
+  return HomeAmong(AddressesOf(usable));
 }
 
 absl::StatusOr<std::shared_ptr<Client>> ClusterClient::ServerAt(const std::string& address) {
   Usable().status().IgnoreError();  // so that the owner knows how to connect
-  const auto connection = owners_->At(address)->connection();
-  if (!connection.ok()) return connection.status();
-  return std::shared_ptr<Client>(*connection, (*connection)->client());
+  MLA_ASSIGN_OR_RETURN(const auto connection, owners_->At(address)->connection());
+  return std::shared_ptr<Client>(connection, connection->client());
 }
 
 absl::Status ClusterClient::AtHome(const std::function<absl::Status(Client* home)>& act) {
   absl::Status status;
   // The home may have restarted, or have gone, so that another server is the home now.
   for (int tries = 0; tries < 2; ++tries) {
-    const auto home = Home();
-    if (!home.ok()) return home.status();
-    const auto server = ServerAt(*home);
+    MLA_ASSIGN_OR_RETURN(const auto home, Home());
+    const auto server = ServerAt(home);
     status = server.ok() ? act(server->get()) : server.status();
     if (status.ok()) break;
-    owners_->At(*home)->Failed(status);
+    owners_->At(home)->Failed(status);
     if (!IsAway(status) && !IsReplaced(status)) break;
   }
   return status;
@@ -313,8 +307,7 @@ absl::Status ClusterClient::RepeatElsewhere(const std::string& done, const Repea
 
 absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterAt(const std::string& address,
                                                             ModelRecord* model) {
-  const auto there = WithModel(address, model);
-  if (!there.ok()) return there.status();
+  MLA_RETURN_IF_ERROR(WithModel(address, model).status());
   const MutexLock lock(model->mutex);
   return model->reply;
 }
@@ -323,8 +316,7 @@ absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSp
                                                                uint32_t lease_ms,
                                                                std::span<const float> kv_scales,
                                                                std::span<const float> sinks) {
-  const auto usable = Usable();
-  if (!usable.ok()) return usable.status();
+  MLA_ASSIGN_OR_RETURN(const auto usable, Usable());
   const ModelRecord::Terms set{.lease_ms = lease_ms,
                                .kv_scales = {kv_scales.begin(), kv_scales.end()},
                                .sinks = {sinks.begin(), sinks.end()}};
@@ -341,9 +333,9 @@ absl::StatusOr<v1::RegisterReply> ClusterClient::RegisterModel(const v1::ModelSp
       record->terms = set;
     }
   }
-  std::vector<std::string> addresses = AddressesOf(*usable);
+  std::vector<std::string> addresses = AddressesOf(usable);
   addresses = SubsetOf(options_.client_id, addresses, kMostTried);
-  const std::string home = HomeAmong(AddressesOf(*usable));
+  const std::string home = HomeAmong(AddressesOf(usable));
   std::erase(addresses, home);
   addresses.insert(addresses.begin(), home);
   const Repeat terms{set, newest};
@@ -378,20 +370,18 @@ void ClusterClient::Keep(const std::shared_ptr<ModelRecord>& record, const Repea
 }
 
 absl::StatusOr<v1::ModelSpec> ClusterClient::RegisteredModel(const std::string& model_id) const {
-  const auto model = FindModel(model_id);
-  if (!model.ok()) return model.status();
-  return (*model)->spec;
+  MLA_ASSIGN_OR_RETURN(const auto model, FindModel(model_id));
+  return model->spec;
 }
 
 absl::Status ClusterClient::Upload(const std::string& model_id, const std::string& about,
                                    std::function<absl::Status(Client* server)> upload) {
-  const auto model = FindModel(model_id);
-  if (!model.ok()) return model.status();
+  MLA_ASSIGN_OR_RETURN(const auto model, FindModel(model_id));
   std::function<absl::Status(Client*)> before;
   {
     // Before the servers are looked at, so that none that gets the model meanwhile is left out.
-    const MutexLock lock((*model)->mutex);
-    before = std::exchange((*model)->uploads[about], upload);
+    const MutexLock lock(model->mutex);
+    before = std::exchange(model->uploads[about], upload);
   }
   absl::Status last =
       WithReason(absl::StatusCode::kUnavailable, "no server has the model", kNoServers);
@@ -409,11 +399,11 @@ absl::Status ClusterClient::Upload(const std::string& model_id, const std::strin
     owner->Drop();  // with the next connection it gets all of them
   }
   if (done > 0 && (IsAway(last) || IsReplaced(last))) return absl::OkStatus();
-  const MutexLock lock((*model)->mutex);
+  const MutexLock lock(model->mutex);
   if (before) {
-    (*model)->uploads[about] = before;
+    model->uploads[about] = before;
   } else {
-    (*model)->uploads.erase(about);
+    model->uploads.erase(about);
   }
   return last;
 }
@@ -442,12 +432,11 @@ absl::Status ClusterClient::UnregisterModel(const std::string& model_id) {
 absl::StatusOr<ClusterClient::Turn> ClusterClient::Begin(ModelRecord* model,
                                                          const v1::Prefix& prefix,
                                                          const std::string& last) {
-  const auto members = Usable();
-  if (!members.ok()) return members.status();
+  MLA_ASSIGN_OR_RETURN(const auto members, Usable());
   Turn turn;
   turn.model = model;
-  turn.everyone = AddressesOf(*members);
-  turn.fills = owners_->FillsOf(*members);
+  turn.everyone = AddressesOf(members);
+  turn.fills = owners_->FillsOf(members);
   turn.addresses = SubsetOf(options_.client_id, turn.everyone, cluster_.subset);
   turn.home = HomeAmong(turn.everyone);
   if (Has(turn.everyone, last)) turn.last = last;
@@ -507,18 +496,17 @@ absl::StatusOr<ClusterSequence> ClusterClient::OpenAt(const std::string& address
   const auto owner = owners_->At(address);
   absl::Status status;
   for (int turn = 0; turn < 2; ++turn) {
-    auto connection = WithModel(address, model);
-    if (!connection.ok()) return connection.status();
-    auto opened = (*connection)->client()->OpenSequence(model->spec.model_id(), "", prefix, match);
+    MLA_ASSIGN_OR_RETURN(auto connection, WithModel(address, model));
+    auto opened = connection->client()->OpenSequence(model->spec.model_id(), "", prefix, match);
     // A repeat of the registration may have found meanwhile that the server has made it again.
-    status = opened.ok() ? Ensure(connection->get(), model) : opened.status();
+    status = opened.ok() ? Ensure(connection.get(), model) : opened.status();
     if (status.ok()) {
       if (turn > 0) owner->Reached();
-      return ClusterSequence(this, *connection, *std::move(opened), model->spec.model_id());
+      return ClusterSequence(this, connection, *std::move(opened), model->spec.model_id());
     }
     // Its lease there has ended: it is registered again.
     const bool forgotten = ReasonOf(status) == "model_not_found";
-    if (forgotten) (*connection)->ForgetModel(model->spec.model_id());
+    if (forgotten) connection->ForgetModel(model->spec.model_id());
     owner->Failed(status);
     if (!forgotten && !IsReplaced(status)) break;
   }
@@ -529,26 +517,24 @@ absl::StatusOr<ClusterSequence> ClusterClient::OpenSequence(const std::string& m
                                                             const v1::Prefix& prefix,
                                                             v1::PrefixMatch* match,
                                                             const std::string& last) {
-  const auto model = FindModel(model_id);
-  if (!model.ok()) return model.status();
-  const auto turn = Begin(model->get(), prefix, last);
-  if (!turn.ok()) return turn.status();
+  MLA_ASSIGN_OR_RETURN(const auto model, FindModel(model_id));
+  MLA_ASSIGN_OR_RETURN(const auto turn, Begin(model.get(), prefix, last));
   absl::Status error = WithReason(absl::StatusCode::kUnavailable,
                                   "no server of the cluster was found to try", kNoServers);
   size_t tried = 0;
   std::vector<Choice> choices;
-  if (GoesHome(*turn)) choices.push_back({turn->home, 0.0, {}});
+  if (GoesHome(turn)) choices.push_back({turn.home, 0.0, {}});
   for (bool asked = false; tried < kMostTried;) {
     if (tried == choices.size()) {
       if (asked) break;
       asked = true;
-      for (Choice& one : Choices(*turn, prefix)) choices.push_back(std::move(one));
+      for (Choice& one : Choices(turn, prefix)) choices.push_back(std::move(one));
       continue;
     }
     const std::string& address = choices[tried++].address;
-    auto opened = OpenAt(address, model->get(), prefix, match);
+    auto opened = OpenAt(address, model.get(), prefix, match);
     if (opened.ok()) {
-      if (turn->key) marks_.Remember(model_id, prefix, address);
+      if (turn.key) marks_.Remember(model_id, prefix, address);
       const MutexLock lock(mutex_);
       ++counts_.opened;
       counts_.spilled += tried > 1 ? 1 : 0;
@@ -606,16 +592,14 @@ bool ClusterClient::Follow(ClusterSequence* sequence) {
 }
 
 absl::StatusOr<ClusterSequence> ClusterClient::Attach(const std::string& model_id, uint64_t id) {
-  const auto model = FindModel(model_id);
-  if (!model.ok()) return model.status();
-  const auto members = members_->All();
-  if (!members.ok()) return members.status();
-  owners_->Know(*members);
+  MLA_ASSIGN_OR_RETURN(const auto model, FindModel(model_id));
+  MLA_ASSIGN_OR_RETURN(const auto members, members_->All());
+  owners_->Know(members);
   absl::Status last = WithReason(absl::StatusCode::kNotFound,
                                  "no server of the cluster has the sequence", "sequence_not_found");
-  for (const Member& member : *members) {
+  for (const Member& member : members) {
     if (!owners_->At(member.address())->well()) continue;
-    auto found = AttachFrom(member.address(), model->get(), id);
+    auto found = AttachFrom(member.address(), model.get(), id);
     if (found.ok()) return found;
     if (!IsAway(found.status()) && !absl::IsNotFound(found.status())) return found.status();
     if (absl::IsNotFound(found.status())) last = found.status();
@@ -625,9 +609,8 @@ absl::StatusOr<ClusterSequence> ClusterClient::Attach(const std::string& model_i
 
 absl::StatusOr<Recovery> ClusterClient::Recover(ClusterSequence* sequence,
                                                 const v1::Prefix& prefix) {
-  const auto model = FindModel(sequence->model_id());
-  if (!model.ok()) return model.status();
-  auto found = SequenceRecovery(this, model->get(), prefix, sequence).Run();
+  MLA_ASSIGN_OR_RETURN(const auto model, FindModel(sequence->model_id()));
+  auto found = SequenceRecovery(this, model.get(), prefix, sequence).Run();
   const MutexLock lock(mutex_);
   counts_.recovered += found.ok() ? 1 : 0;
   return found;

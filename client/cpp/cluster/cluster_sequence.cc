@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "base/status_macros.h"
 #include "client/cpp/cluster/cluster_client.h"
 #include "client/cpp/cluster/faults.h"
 
@@ -59,10 +60,10 @@ Result ClusterSequence::WhereItIs(Call call) {
 }
 
 absl::StatusOr<ClusterSequence> ClusterSequence::Fork(std::optional<uint64_t> length) {
-  auto child = WhereItIs<absl::StatusOr<Sequence>>(
-      [length](Sequence* sequence) { return sequence->Fork(length); });
-  if (!child.ok()) return child.status();
-  return ClusterSequence(client_, connection_, *std::move(child), model_id_);
+  MLA_ASSIGN_OR_RETURN(auto child,
+                       WhereItIs<absl::StatusOr<Sequence>>(
+                           [length](Sequence* sequence) { return sequence->Fork(length); }));
+  return ClusterSequence(client_, connection_, std::move(child), model_id_);
 }
 
 absl::StatusOr<v1::PrefixMatch> ClusterSequence::Match(const v1::Prefix& prefix,

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/cpp/cluster/cluster_step.h"
 #include "client/cpp/cluster/faults.h"
 
@@ -16,11 +17,10 @@ absl::StatusOr<std::shared_ptr<OwnerSession>> ClusterSession::SessionOn(
     const auto known = sessions_.find(connection.get());
     if (known != sessions_.end() && !known->second->broken) return known->second;
   }
-  auto session = connection->OpenSession();
-  if (!session.ok()) return session.status();
+  MLA_ASSIGN_OR_RETURN(auto session, connection->OpenSession());
   const MutexLock lock(mutex_);
-  sessions_[connection.get()] = *session;
-  return *session;
+  sessions_[connection.get()] = session;
+  return session;
 }
 
 std::vector<ClusterStep::Part> ClusterSession::PartsOf(const std::vector<ClusterRows>& rows) const {
@@ -101,11 +101,10 @@ absl::StatusOr<std::unique_ptr<ClusterStep>> ClusterSession::Begin(
     const ClusterBeginOptions& options) {
   if (options.failed != nullptr) options.failed->clear();
   if (rows.empty()) return RefuseValue("step.sequences", "none", "at least one");
-  const auto model = client_->FindModel(model_id);
-  if (!model.ok()) return model.status();
+  MLA_ASSIGN_OR_RETURN(const auto model, client_->FindModel(model_id));
   std::unique_ptr<ClusterStep> step(new ClusterStep());
   step->session_ = this;
-  step->model_ = (*model)->spec;
+  step->model_ = model->spec;
   step->rows_ = rows;
   step->partial_ = options.partial;
   for (int turn = 0; turn <= kMostMoves; ++turn) {

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/status_macros.h"
 #include "client/cpp/cluster/faults.h"
 #include "client/cpp/cluster/row_tensors.h"
 
@@ -100,7 +101,7 @@ absl::StatusOr<AttendTimes> PendingClusterAttend::WaitWhole() {
     }
   }
   if (!wrong.ok()) return wrong;
-  if (absl::Status status = step_->Told(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(step_->Told());
   times.messages = messages;
   return times;
 }
@@ -319,7 +320,7 @@ absl::StatusOr<std::vector<uint64_t>> ClusterStep::EndWith(
     if (!ended[i].ok()) Fail(&parts_[i], ended[i].status());
     parts_[i].step.reset();
   }
-  if (absl::Status status = Told(); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(Told());
   std::vector<uint64_t> lengths;
   for (const ClusterRows& one : rows_) lengths.push_back(one.sequence->length());
   return lengths;

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "base/status_macros.h"
 #include "client/cpp/cluster/faults.h"
 
 namespace mla::client {
@@ -44,14 +45,14 @@ absl::Status CheckMember(const Member& member) {
                                                               {"device", &member.device()},
                                                               {"version", &member.version()}};
   for (const auto& [field, text] : texts) {
-    if (absl::Status status = CheckText(field, *text); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(CheckText(field, *text));
   }
   if (member.models_size() > kMostDigests) {
     return Wrong("models", absl::StrCat(member.models_size()),
                  absl::StrCat("at most ", kMostDigests));
   }
   for (const std::string& digest : member.models()) {
-    if (absl::Status status = CheckText("models", digest); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(CheckText("models", digest));
   }
   return absl::OkStatus();
 }
@@ -67,7 +68,7 @@ absl::StatusOr<Member> ParseMember(std::string_view json) {
   const auto parsed = google::protobuf::util::JsonStringToMessage(
       google::protobuf::StringPiece(json.data(), json.size()), &member, options);
   if (!parsed.ok()) return Wrong("value", std::string(parsed.message()), "JSON of a member");
-  if (absl::Status status = CheckMember(member); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(CheckMember(member));
   return member;
 }
 

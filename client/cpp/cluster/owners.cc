@@ -10,6 +10,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/cpp/cluster/faults.h"
 #include "client/cpp/probes.h"
 
@@ -110,11 +111,10 @@ absl::Status Connection::GivenUp() const {
 
 absl::StatusOr<std::shared_ptr<OwnerSession>> Connection::OpenSession() {
   if (dropped()) return GivenUp();
-  auto session = client_->OpenSession();
-  if (!session.ok()) return session.status();
+  MLA_ASSIGN_OR_RETURN(auto session, client_->OpenSession());
   auto made = std::make_shared<OwnerSession>();
   made->connection = shared_from_this();
-  made->session = *std::move(session);
+  made->session = std::move(session);
   {
     const MutexLock lock(sessions_mutex_);
     std::erase_if(sessions_, [](const auto& one) { return one.expired(); });
@@ -156,22 +156,22 @@ absl::StatusOr<v1::RegisterReply> Connection::BringModel(
     arriving_.erase(id);
     models_changed_.NotifyAll();
   };
-  auto reply = client_->RegisterModel(model->spec, terms.lease_ms, terms.kv_scales, terms.sinks);
-  if (!reply.ok()) return reply.status();
+  MLA_ASSIGN_OR_RETURN(auto reply, client_->RegisterModel(model->spec, terms.lease_ms,
+                                                          terms.kv_scales, terms.sinks));
   std::map<std::string, std::function<absl::Status(Client*)>> uploads;
   {
     const MutexLock uploads_lock(model->mutex);
-    if (model->reply.page_group_bytes() == 0) model->reply = *reply;
+    if (model->reply.page_group_bytes() == 0) model->reply = reply;
     uploads = model->uploads;
   }
   for (const auto& [about, upload] : uploads) {
-    if (absl::Status status = upload(client_.get()); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(upload(client_.get()));
   }
   if (on_peer) {
-    if (absl::Status status = on_peer(client_.get()); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(on_peer(client_.get()));
   }
   const MutexLock lock(models_mutex_);
-  models_[id] = {model, reply->instance()};
+  models_[id] = {model, reply.instance()};
   return reply;
 }
 
@@ -254,7 +254,7 @@ absl::StatusOr<bool> Connection::IfModel(const std::string& id,
     AwaitArrival(id, lock);
     if (!models_.contains(id)) return false;
   }
-  if (absl::Status status = act(client_.get()); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(act(client_.get()));
   return true;
 }
 

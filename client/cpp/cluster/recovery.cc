@@ -9,6 +9,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
+#include "base/status_macros.h"
 #include "client/cpp/cluster/faults.h"
 
 namespace mla::client {
@@ -92,7 +93,7 @@ absl::StatusOr<Recovery> SequenceRecovery::Run() {
     found.how = "checkpoint";
   } else {
     Forget();
-    if (absl::Status status = OpenAgain(); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(OpenAgain());
     found.how = sequence_->length() > 0 ? "peer" : "none";
   }
   found.address = sequence_->address();
@@ -166,10 +167,9 @@ void SequenceRecovery::Forget() {
 
 absl::Status SequenceRecovery::OpenAgain() {
   // The server that had it last, if it is there again or still, may have its rows in its cache.
-  const auto turn = cluster_->Begin(model_, prefix_, sequence_->address());
-  if (!turn.ok()) return turn.status();
-  if (turn->key) {
-    const std::vector<Choice> choices = cluster_->Choices(*turn, prefix_);
+  MLA_ASSIGN_OR_RETURN(const auto turn, cluster_->Begin(model_, prefix_, sequence_->address()));
+  if (turn.key) {
+    const std::vector<Choice> choices = cluster_->Choices(turn, prefix_);
     const auto holder =
         std::max_element(choices.begin(), choices.end(),
                          [](const Choice& a, const Choice& b) { return RowsAt(a) < RowsAt(b); });
@@ -181,9 +181,8 @@ absl::Status SequenceRecovery::OpenAgain() {
       if (saves > 0 && Fetch(holder->address, choices[0].address)) return absl::OkStatus();
     }
   }
-  auto opened = cluster_->OpenSequence(sequence_->model_id(), prefix_);
-  if (!opened.ok()) return opened.status();
-  sequence_->Become(*std::move(opened));
+  MLA_ASSIGN_OR_RETURN(auto opened, cluster_->OpenSequence(sequence_->model_id(), prefix_));
+  sequence_->Become(std::move(opened));
   return absl::OkStatus();
 }
 

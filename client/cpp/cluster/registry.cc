@@ -96,10 +96,9 @@ class EtcdRegistry final : public Registry {
     request.set_key(start);
     request.set_range_end(absl::StrCat(start.substr(0, start.size() - 1), "0"));  // '0' follows '/'
     request.set_limit(kMostMembers + 1);
-    auto reply = Range(request);
-    if (!reply.ok()) return reply.status();
+    MLA_ASSIGN_OR_RETURN(auto reply, Range(request));
     std::vector<Member> members;
-    for (const etcdserverpb::KeyValue& one : reply->kvs()) {
+    for (const etcdserverpb::KeyValue& one : reply.kvs()) {
       if (auto member = ParseMember(one.value()); member.ok()) {
         members.push_back(*std::move(member));
       }
@@ -110,21 +109,19 @@ class EtcdRegistry final : public Registry {
   absl::StatusOr<std::string> Moved(uint64_t sequence_id) override {
     etcdserverpb::RangeRequest request;
     request.set_key(MovedKey(sequence_id));
-    const auto reply = Range(request);
-    if (!reply.ok()) return reply.status();
-    if (reply->kvs_size() != 1) return std::string();
-    const Member member = MemberAt(reply->kvs(0).value());
-    if (absl::Status status = CheckMember(member); !status.ok()) return status;
+    MLA_ASSIGN_OR_RETURN(const auto reply, Range(request));
+    if (reply.kvs_size() != 1) return std::string();
+    const Member member = MemberAt(reply.kvs(0).value());
+    MLA_RETURN_IF_ERROR(CheckMember(member));
     return member.address();
   }
 
   absl::Status WriteMoved(const std::vector<uint64_t>& sequence_ids,
                           const std::string& address) override {
     if (sequence_ids.empty()) return absl::OkStatus();
-    const auto lease = Grant(kTombstoneSeconds);
-    if (!lease.ok()) return lease.status();
+    MLA_ASSIGN_OR_RETURN(const auto lease, Grant(kTombstoneSeconds));
     for (const uint64_t id : sequence_ids) {
-      if (absl::Status status = Put(MovedKey(id), address, *lease); !status.ok()) return status;
+      MLA_RETURN_IF_ERROR(Put(MovedKey(id), address, lease));
     }
     return absl::OkStatus();
   }
@@ -284,8 +281,7 @@ class EtcdRegistry final : public Registry {
 
 absl::StatusOr<std::unique_ptr<Registry>> MakeEtcd(const std::string& target,
                                                    const EtcdFiles& files) {
-  auto parsed = ParseEtcdTarget(target);
-  if (!parsed.ok()) return parsed.status();
+  MLA_ASSIGN_OR_RETURN(auto parsed, ParseEtcdTarget(target));
   if (GrpcIsBroken()) {
     return WithReason(absl::StatusCode::kFailedPrecondition,
                       "this process was forked from one that had connected: connect after the "
@@ -294,10 +290,10 @@ absl::StatusOr<std::unique_ptr<Registry>> MakeEtcd(const std::string& target,
   }
   UseGrpc();
   std::unique_ptr<TlsFiles> pem;
-  if (parsed->tls) {
+  if (parsed.tls) {
     MLA_ASSIGN_OR_RETURN(pem, TlsFiles::Open({files.ca, files.cert, files.key}, "etcd_"));
   }
-  return std::make_unique<EtcdRegistry>(*std::move(parsed), std::move(pem));
+  return std::make_unique<EtcdRegistry>(std::move(parsed), std::move(pem));
 }
 
 }  // namespace
@@ -306,13 +302,11 @@ absl::StatusOr<std::unique_ptr<Registry>> RegistryOf(const std::string& target,
                                                      const EtcdFiles& files) {
   if (IsEtcdTarget(target)) return MakeEtcd(target, files);
   if (IsDnsTarget(target)) {
-    auto name = ParseDnsTarget(target);
-    if (!name.ok()) return name.status();
-    return std::make_unique<DnsRegistry>(*std::move(name));
+    MLA_ASSIGN_OR_RETURN(auto name, ParseDnsTarget(target));
+    return std::make_unique<DnsRegistry>(std::move(name));
   }
-  const auto addresses = ParseStaticTarget(target);
-  if (!addresses.ok()) return addresses.status();
-  return std::make_unique<StaticRegistry>(*addresses);
+  MLA_ASSIGN_OR_RETURN(const auto addresses, ParseStaticTarget(target));
+  return std::make_unique<StaticRegistry>(addresses);
 }
 
 }  // namespace mla::client

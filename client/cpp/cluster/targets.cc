@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "base/status_macros.h"
 #include "client/cpp/cluster/faults.h"
 
 namespace mla::client {
@@ -108,9 +109,8 @@ absl::StatusOr<EtcdTarget> ParseEtcdTarget(std::string_view target) {
     return Wrong(text, "etcd://HOST:2379/PREFIX");
   }
   for (const absl::string_view one : absl::StrSplit(rest.substr(0, slash), ',')) {
-    auto endpoint = ParseEndpoint(one, kEtcdPort, text);
-    if (!endpoint.ok()) return endpoint.status();
-    found.endpoints.push_back(*std::move(endpoint));
+    MLA_ASSIGN_OR_RETURN(auto endpoint, ParseEndpoint(one, kEtcdPort, text));
+    found.endpoints.push_back(std::move(endpoint));
   }
   if (found.endpoints.size() > kMostEndpoints) {
     return Wrong(text, absl::StrCat("of at most ", kMostEndpoints, " endpoints"));
@@ -142,9 +142,8 @@ absl::StatusOr<std::vector<std::string>> ParseStaticTarget(std::string_view targ
     const absl::string_view one = absl::StripAsciiWhitespace(part);
     std::string address(one);
     if (!absl::StartsWith(one, "unix:")) {
-      const auto endpoint = ParseEndpoint(one, kServerPort, View(target));
-      if (!endpoint.ok()) return endpoint.status();
-      address = endpoint->ToString();
+      MLA_ASSIGN_OR_RETURN(const auto endpoint, ParseEndpoint(one, kServerPort, View(target)));
+      address = endpoint.ToString();
     }
     if (!known.insert(address).second) return Wrong(View(target), "a list without repeats");
     addresses.push_back(std::move(address));

@@ -89,10 +89,9 @@ class UcxCall final {
 
 absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcxRing(std::shared_ptr<grpc::Channel> channel,
                                                        const UcxSessionOptions& options) {
-  auto memory = UcxMemory::Open(options.memory);
-  if (!memory.ok()) return memory.status();
-  auto call = std::make_shared<UcxCall>(std::move(channel), memory->get());
-  (*memory)->OnGivenUp([call] { call->Cancel(); });
+  MLA_ASSIGN_OR_RETURN(auto memory, UcxMemory::Open(options.memory));
+  auto call = std::make_shared<UcxCall>(std::move(channel), memory.get());
+  memory->OnGivenUp([call] { call->Cancel(); });
   MLA_ASSIGN_OR_RETURN(const v1::OpenUcxReply reply, call->Start(options));
   if (reply.boot_id() != options.boot_id) {
     return RestartedError(options.boot_id, reply.boot_id());
@@ -111,7 +110,7 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcxRing(std::shared_ptr<grpc::Cha
   ring.device_bytes = reply.device_bytes();
   ring.secret = reply.secret();
   ring.batches = reply.batches();
-  MLA_RETURN_IF_ERROR((*memory)->Connect(ring));
+  MLA_RETURN_IF_ERROR(memory->Connect(ring));
   return memory;
 }
 
