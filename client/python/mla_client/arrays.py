@@ -39,16 +39,16 @@ def floats(name: str, array: Any) -> Any:
     if getattr(getattr(array, "dtype", None), "name", "") == "bfloat16":  # ml_dtypes, as in JAX
         return np.asarray(array).view(np.uint16)
     try:
-        found = np.asarray(array)
+        values = np.asarray(array)
     except (TypeError, ValueError, RuntimeError) as error:
         raise _refused(name, type(array).__name__, f": {error}") from error
-    kind = found.dtype.kind
-    if kind == "u" and found.dtype.itemsize == 2 and not plain:
-        return found.astype(np.uint16, copy=False)  # its byte order may be the other one
+    kind = values.dtype.kind
+    if kind == "u" and values.dtype.itemsize == 2 and not plain:
+        return values.astype(np.uint16, copy=False)  # its byte order may be the other one
     if kind == "f" or (plain and kind in "iu"):
-        return found.astype(np.float32, copy=False)
-    hint = ": view bf16 patterns as numpy.uint16" if found.dtype.itemsize == 2 else ""
-    raise _refused(name, found.dtype, hint)
+        return values.astype(np.float32, copy=False)
+    hint = ": view bf16 patterns as numpy.uint16" if values.dtype.itemsize == 2 else ""
+    raise _refused(name, values.dtype, hint)
 
 
 def numbers(name: str, array: Any) -> npt.NDArray[np.float32]:

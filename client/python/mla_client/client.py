@@ -370,12 +370,12 @@ class Client(Steps, Pages, Operations, Following):
         for _ in range(TAIL_TURNS):
             tail, serial = b"", 0
             while True:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     raise errors.DeadlineExceeded("read_tail: no whole tail before the deadline")
                 reply = self._call(self._sequences.ReadTail, sequence_pb2.ReadTailRequest(
                     sequence_id=sequence_id, expected_epoch=epoch, offset=len(tail)),
-                                   timeout_s=left)
+                                   timeout_s=remaining_s)
                 if tail and reply.serial != serial:
                     break  # a step has stored another tail
                 serial, tail = reply.serial, tail + reply.tail

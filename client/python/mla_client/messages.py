@@ -176,14 +176,14 @@ def check_in_force(asked: ModelSpec, got: ModelSpec) -> None:
             "model.needs_sinks: the server takes sinks with register_model only")
     for field in ("num_heads", "kv_lora_rank", "rope_dim", "nope_dim", "v_dim", "q_lora_rank",
                   "hidden_size"):
-        wanted, found = getattr(asked.geometry, field), getattr(got.geometry, field)
-        if wanted != found:
-            raise wrong_answer("register_model", f"model.geometry.{field}", found, wanted)
+        wanted, value = getattr(asked.geometry, field), getattr(got.geometry, field)
+        if wanted != value:
+            raise wrong_answer("register_model", f"model.geometry.{field}", value, wanted)
     for field in ("model_id", "layers", "softmax_scale", "top_k", "index_dim", "window",
                   "tail_bytes", "rope_layout"):
-        wanted, found = getattr(asked, field), getattr(got, field)
-        if wanted != found:
-            raise wrong_answer("register_model", f"model.{field}", found, wanted)
+        wanted, value = getattr(asked, field), getattr(got, field)
+        if wanted != value:
+            raise wrong_answer("register_model", f"model.{field}", value, wanted)
     if tuple(asked.ratios) != got.ratios:
         raise wrong_answer("register_model", "model.ratios", got.ratios, tuple(asked.ratios))
     if asked.page_size not in (0, got.page_size) or got.page_size < 1:

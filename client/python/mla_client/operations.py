@@ -122,12 +122,12 @@ class Operations:
             raise errors.Unimplemented(
                 "all_tenants: the server lists only the caller's sequences")
         request = sequence_pb2.GetRequest(all_tenants=True, client_id=client_id)
-        found: List[SequenceState] = []
+        states: List[SequenceState] = []
         while True:
             reply = self._call(self._sequences.Get, request)
-            found += [messages.state_of(entry) for entry in reply.sequences]
+            states += [messages.state_of(entry) for entry in reply.sequences]
             if not reply.more:
-                return found
+                return states
             if not reply.sequences or reply.sequences[-1].sequence_id <= request.after:
                 raise messages.wrong_answer("all_sequences", "more", "true",
                                             "true only after a part that goes on")

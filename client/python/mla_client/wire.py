@@ -134,19 +134,19 @@ def output_dtype(dtype: DType) -> DType:
     return DType(dtype)
 
 
-def check_number(name: str, number: int, most: int = LARGEST) -> None:
+def check_number(name: str, number: int, limit: int = LARGEST) -> None:
     """INVALID_ARGUMENT unless the number is 0..most."""
-    if not 0 <= number <= most:
+    if not 0 <= number <= limit:
         raise errors.InvalidArgument(
-            f"{name}: got {number}, must be 0..{most}",
-            errors.ErrorDetail(field=name, got=str(number), limit=f"0..{most}"))
+            f"{name}: got {number}, must be 0..{limit}",
+            errors.ErrorDetail(field=name, got=str(number), limit=f"0..{limit}"))
 
 
-def check_numbers(name: str, numbers: Seq[int], most: int = LARGEST) -> None:
+def check_numbers(name: str, numbers: Seq[int], limit: int = LARGEST) -> None:
     """As check_number, for each of them."""
-    if numbers and not (0 <= min(numbers) and max(numbers) <= most):
+    if numbers and not (0 <= min(numbers) and max(numbers) <= limit):
         for index, number in enumerate(numbers):
-            check_number(f"{name}[{index}]", number, most)
+            check_number(f"{name}[{index}]", number, limit)
 
 
 def check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[int, ...]]) -> None:

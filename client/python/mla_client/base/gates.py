@@ -40,10 +40,10 @@ class Latch:
     def wait(self, deadline: float) -> bool:
         """Waits until it is open; false if the deadline (`time.monotonic`) comes first."""
         while not self._open:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 return False
-            if self._lock.acquire(timeout=min(left, LONGEST_WAIT_S)):
+            if self._lock.acquire(timeout=min(remaining_s, LONGEST_WAIT_S)):
                 self._lock.release()  # for the next waiter
         return True
 
@@ -64,10 +64,10 @@ class Gates:
         try:
             self._waiting[gate] = None
             while not holds():
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     return False
-                gate.acquire(timeout=min(left, LONGEST_WAIT_S))
+                gate.acquire(timeout=min(remaining_s, LONGEST_WAIT_S))
             return True
         finally:
             self._waiting.pop(gate, None)

@@ -323,10 +323,10 @@ class ClusterClient:
         steps elsewhere send them.
         """
         client = self.owners.at(self.home).client
-        made: Buffers = client.buffers(model, rows, profile,
-                                       stream=None if stream is None else stream.of(client),
-                                       **options)
-        return made
+        buffers: Buffers = client.buffers(model, rows, profile,
+                                          stream=None if stream is None else stream.of(client),
+                                          **options)
+        return buffers
 
     def attach(self, model: ClusterModel, sequence_id: int, *, lease_ms: int = 0) -> Sequence:
         """Returns a sequence that is already open on some server. NotFound if none has it."""

@@ -133,18 +133,18 @@ class MemberList:
     def refresh(self) -> bool:
         """Asks the registry once; false if it did not answer."""
         try:
-            found = self._read()
-            if len(found) > MOST_MEMBERS:
+            answer = self._read()
+            if len(answer) > MOST_MEMBERS:
                 raise errors.ResourceExhausted(
-                    f"members: got {len(found)}, must be at most {MOST_MEMBERS}",
-                    errors.ErrorDetail(field="members", got=str(len(found)),
+                    f"members: got {len(answer)}, must be at most {MOST_MEMBERS}",
+                    errors.ErrorDetail(field="members", got=str(len(answer)),
                                        limit=str(MOST_MEMBERS)))
         except errors.MlaError as error:
             with self._lock:
                 self._error = error.again()
             return False
         with self._lock:
-            before, self._members = self._members, {one.address: one for one in found}
+            before, self._members = self._members, {one.address: one for one in answer}
             self._at, self._error = self._now(), None
             gone = [address for address, one in before.items()
                     if address not in self._members or _restarted(one, self._members[address])]

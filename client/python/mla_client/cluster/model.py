@@ -22,11 +22,12 @@ class ClusterModel(Model):
     get the model later, so the arrays must not change. `Client.connect(on_peer=...)` reads the
     weights again instead."""
 
-    def __init__(self, cluster: "ClusterClient", asked: ModelSpec, made: Model, lease_ms: int,
+    def __init__(self, cluster: "ClusterClient", asked: ModelSpec, registered: Model, lease_ms: int,
                  extras: Dict[str, Any]) -> None:
-        """`asked`: the spec before a server has filled it in; `made`: as that server has it."""
+        """`asked`: the spec before a server has filled it in. `registered`: as that server has
+        it."""
         service: Any = cluster
-        super().__init__(service, made.spec, made.page_group_bytes)
+        super().__init__(service, registered.spec, registered.page_group_bytes)
         self.asked = asked
         self.lease_ms = lease_ms
         self.extras = extras  # of the registration

@@ -81,10 +81,10 @@ class Owner:
         asked, known = self._models.get(spec.model_id, (None, None))
         if known is not None and known.service is client and spec in (asked, known.spec):
             return known
-        made: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
-        self._prepare(made)
-        self._models[spec.model_id] = spec, made
-        return made
+        model: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
+        self._prepare(model)
+        self._models[spec.model_id] = spec, model
+        return model
 
     def renew(self, spec: ModelSpec, lease_ms: int, extras: Mapping[str, Any],
               newest: Tuple[int, Mapping[str, Any]]) -> Model:
@@ -95,14 +95,14 @@ class Owner:
         if known is not None and known.service is client and (
                 known.instance or _has_model(client, spec.model_id)):
             try:
-                made: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
+                model: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
             except (errors.Unavailable, errors.DeadlineExceeded) as error:
                 if not error.detail.reason:  # no answer: it may have made it again, empty
                     self.forget_model(spec.model_id)
                 raise
-            if made.instance == known.instance:
-                self._models[spec.model_id] = spec, made
-                return made
+            if model.instance == known.instance:
+                self._models[spec.model_id] = spec, model
+                return model
         self.forget_model(spec.model_id)
         return self.model(spec, *newest)
 
@@ -262,12 +262,12 @@ class Owners:
     def at(self, address: str) -> Owner:
         """The server of an address, a member or not."""
         with self._lock:
-            found = self._owners.get(address)
-            if found is None:
-                found = Owner(address, lambda: self._connect(self._member(address)), self._prepare,
+            owner = self._owners.get(address)
+            if owner is None:
+                owner = Owner(address, lambda: self._connect(self._member(address)), self._prepare,
                               self._now)
-                self._owners[address] = found
-            return found
+                self._owners[address] = owner
+            return owner
 
     def of(self, sequence: Sequence) -> Optional[Owner]:
         """The server that a sequence was on last."""
@@ -290,13 +290,13 @@ class Owners:
                                                            Optional[errors.MlaError]]:
         """Calls `act` with the client of each connected server, at the same time unless this has no
         threads. Returns the results, and the first error: a server that is away stops no other."""
-        found: List[_Result] = []
+        results: List[_Result] = []
         failed: List[errors.MlaError] = []
         faults: List[Exception] = []
 
         def attempt(client: Any) -> None:
             try:
-                found.append(act(client))
+                results.append(act(client))
             except errors.MlaError as error:
                 failed.append(error)
             except Exception as error:  # the caller gets it, in whichever thread it was raised
@@ -308,7 +308,7 @@ class Owners:
             _at_once(attempt, clients)
         if faults:
             raise faults[0]
-        return found, failed[0] if failed else None
+        return results, failed[0] if failed else None
 
     def probe(self, addresses: Seq[str], model_id: str, prefix: Prefix,
               timeout_s: float = PROBE_S) -> Dict[str, Optional[Probe]]:

@@ -142,8 +142,8 @@ def ranked(probes: Mapping[str, Optional[Probe]], rows: int, bytes_of_rows: Dict
     return sorted(choices, key=lambda choice: choice.cost_s)
 
 
-def subset_of(worker: str, addresses: Sequence[str], most: int) -> List[str]:
-    """Returns the servers that a worker uses, its home first; with `most` 0 all. A member that
+def subset_of(worker: str, addresses: Sequence[str], limit: int) -> List[str]:
+    """Returns the servers that a worker uses, its home first; with `limit` 0 all. A member that
     comes or goes changes nothing in the order of the others."""
     order = by_hash(hashlib.blake2b(worker.encode(), digest_size=16).digest(), addresses)
-    return order[:most] if most > 0 else order
+    return order[:limit] if limit > 0 else order

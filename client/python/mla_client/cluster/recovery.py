@@ -148,24 +148,25 @@ def _open_again(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[P
 
 
 def _fetch(cluster: "ClusterClient", sequence: Sequence, prefix: Prefix, holder: str,
-           to: str) -> bool:
+           destination: str) -> bool:
     """Brings the rows that `holder` has of a prefix to another server. False if it did not work."""
     try:
         there = _model_at(cluster, holder, sequence)
-        here = _model_at(cluster, to, sequence)
-        from_client, to_client = cluster.owners.at(holder).client, cluster.owners.at(to).client
+        here = _model_at(cluster, destination, sequence)
+        from_client = cluster.owners.at(holder).client
+        to_client = cluster.owners.at(destination).client
         with there.open_sequence(prefix=prefix) as source:
             if source.length == 0:
                 return False
-            made = to_client.import_rows(here, from_client.export_rows(source))
+            imported = to_client.import_rows(here, from_client.export_rows(source))
         try:
-            made.match(prefix)
+            imported.match(prefix)
         except errors.MlaError:
             pass  # nothing is shared with others then; the rows are right all the same
     except errors.MlaError as error:
         cluster.owners.at(holder).failed(error)
         return False
-    _become(sequence, made)
+    _become(sequence, imported)
     return True
 
 

@@ -50,11 +50,11 @@ class DnsRegistry(Registry):
 
     def read(self) -> List[Member]:
         try:
-            found = self._look_up(self._name.host, self._name.port, type=socket.SOCK_STREAM)
+            answers = self._look_up(self._name.host, self._name.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise errors.Unavailable(f"{self._name.host}: {error}",
                                      errors.ErrorDetail(reason="registry_away")) from error
-        addresses = {str(targets.Endpoint(address[4][0], self._name.port)) for address in found}
+        addresses = {str(targets.Endpoint(address[4][0], self._name.port)) for address in answers}
         return [Member.checked({"address": address}) for address in sorted(addresses)]
 
 
@@ -90,10 +90,10 @@ class EtcdRegistry(Registry):
     def below(self, name: str) -> List[Tuple[str, str]]:
         """Keys, without the prefix, and values."""
         start = f"{self._target.prefix}/{name}"
-        found = self.call(lambda etcd: etcd.get_prefix(start))
+        entries = self.call(lambda etcd: etcd.get_prefix(start))
         cut = len(self._target.prefix) + 1
         return [(about["key"].decode("utf-8", "replace")[cut:], value.decode("utf-8", "replace"))
-                for value, about in found]
+                for value, about in entries]
 
     def grant(self, ttl_s: int) -> Any:
         """A lease, to be refreshed within its time."""

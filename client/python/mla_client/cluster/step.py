@@ -105,7 +105,7 @@ class _Whole(AttendFuture):
     def _gather(self) -> AttendResult:
         o, lse, lists = self._shapes.arrays(self._rows)
         timings: List[Any] = []
-        for part, at, future in self._sent:
+        for part, indices, future in self._sent:
             try:
                 if future is None or part.error is not None:
                     raise part.error or errors.Aborted("the owner has failed")
@@ -114,13 +114,13 @@ class _Whole(AttendFuture):
                 self._step.fail(part, error)
                 for array in (o, lse):
                     if array is not None:
-                        array[at] = _nothing(array)
+                        array[indices] = _nothing(array)
                 if lists is not None:
-                    lists[at] = -1
+                    lists[indices] = -1
                 continue
             for array, values in ((o, got.o), (lse, got.lse), (lists, got.lists)):
                 if array is not None and values is not None:
-                    array[at] = _as(array, values)
+                    array[indices] = _as(array, values)
             timings.extend(got.timings)
         return AttendResult(o, lse, timings, lists)
 
@@ -266,9 +266,9 @@ class ClusterStep(Step):
             first, last = part.within(row_begin, rows)
             if first == last:
                 continue
-            at = part.rows[first:last] - row_begin
+            indices = part.rows[first:last] - row_begin
             if part.error is not None:
-                sent.append(_Sent(part, at, None))
+                sent.append(_Sent(part, indices, None))
                 continue
             own = None
             if entries is not None and ends is not None:
@@ -277,17 +277,17 @@ class ClusterStep(Step):
                 own = arrays.floats("attend.entries", entries)[np.concatenate(some)]
             try:
                 future: Optional[AttendFuture] = part.step.attend_async(
-                    layer, _rows(q, at), _rows(kv, at), profile, row_begin=first,
+                    layer, _rows(q, indices), _rows(kv, indices), profile, row_begin=first,
                     want_lse=want_lse or (out is not None and out.lse is not None),
-                    lists=None if lists is None else [lists[row] for row in at],
-                    index=None if index is None else (index[0][at], index[1][at]),
+                    lists=None if lists is None else [lists[row] for row in indices],
+                    index=None if index is None else (index[0][indices], index[1][indices]),
                     want_lists=want_lists, entries=own, **options)
             except errors.InvalidArgument:
                 raise  # the call itself is wrong, for every owner
             except errors.MlaError as error:
                 self.fail(part, error)
                 future = None
-            sent.append(_Sent(part, at, future))
+            sent.append(_Sent(part, indices, future))
         heads = None if q is None else q.shape[1]
         o_dim = spec.geometry.o_dim(profile)
         o_shape: Tuple[int, ...] = () if profile == Profile.PROJECTED else (heads or 0,)
@@ -383,9 +383,10 @@ class OwnedStep(Step):
         return self.begin()
 
 
-def _rows(array: Optional[npt.NDArray], at: npt.NDArray[np.int64]) -> Optional[npt.NDArray]:
+def _rows(array: Optional[npt.NDArray], indices: npt.NDArray[np.int64]) -> Optional[npt.NDArray]:
     if array is None:
         return None
-    if len(at) and at[-1] - at[0] + 1 == len(at):
-        return array[int(at[0]):int(at[-1]) + 1]  # as a view: owners' rows mostly lie together
-    return array[at]
+    if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
+        # As a view: owners' rows mostly lie together.
+        return array[int(indices[0]):int(indices[-1]) + 1]
+    return array[indices]

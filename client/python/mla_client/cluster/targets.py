@@ -80,10 +80,10 @@ def static_target(target: str) -> List[str]:
 
 def endpoint(text: str, port: int, target: str) -> Endpoint:
     """HOST[:PORT], [IPV6][:PORT]."""
-    found = re.match(r"^(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._\-]+))(?::([0-9]{1,5}))?$", text)
-    if not found or not 0 < int(found.group(3) or port) < 65536:
+    match = re.match(r"^(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._\-]+))(?::([0-9]{1,5}))?$", text)
+    if not match or not 0 < int(match.group(3) or port) < 65536:
         raise _wrong(target, "of HOST:PORT")
-    return Endpoint(found.group(1) or found.group(2), int(found.group(3) or port))
+    return Endpoint(match.group(1) or match.group(2), int(match.group(3) or port))
 
 
 def _wrong(got: str, limit: str) -> errors.InvalidArgument:

@@ -52,10 +52,10 @@ class Tls:
     def signature(self) -> Optional[Tuple[Tuple[int, int, int], ...]]:
         """Differs once a file has changed; None if one is missing."""
         try:
-            found = [os.stat(path) for path in (self.ca, self.cert, self.key)]
+            stats = [os.stat(path) for path in (self.ca, self.cert, self.key)]
         except OSError:
             return None
-        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in stats)
 
     def _read(self) -> Tuple[bytes, ...]:
         return tuple(pathlib.Path(path).read_bytes() for path in (self.ca, self.cert, self.key))

@@ -123,10 +123,10 @@ class LeaseRenewer:
         with self._changed:
             while not self._closed:
                 due = self._schedule.due()
-                left = None if due is None else due - time.monotonic()
-                if left is not None and left <= 0:
+                remaining_s = None if due is None else due - time.monotonic()
+                if remaining_s is not None and remaining_s <= 0:
                     return max(self._schedule.period_s(), LEAST_RETRY_S)
-                self._changed.wait(left)
+                self._changed.wait(remaining_s)
         return None
 
     def _run(self) -> None:

@@ -39,12 +39,12 @@ class SameHost:
         # The one that had this boot id is asked first, then new files, then those of others.
         for file in sorted(files, key=lambda one: (known.get(one) != boot_id, one in known)):
             try:
-                found = self._boot_id_of(file[0])
+                file_boot_id = self._boot_id_of(file[0])
             except errors.MlaError:
                 continue  # whatever listens there, if anything does
             with self._lock:
-                self._known[file] = found
-            if found == boot_id:
+                self._known[file] = file_boot_id
+            if file_boot_id == boot_id:
                 return file[0]
         return ""
 

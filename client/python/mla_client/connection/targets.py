@@ -59,11 +59,11 @@ def _is_loopback(address: str) -> bool:
     if host.lower() == "localhost" or host.lower().endswith(".localhost"):
         return True
     try:
-        found = ipaddress.ip_address(host.partition("%")[0])
+        parsed = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_loopback
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
 
 
 def check_socket_owner(path: str, server_uid: Optional[int] = None) -> None:

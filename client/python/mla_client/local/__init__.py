@@ -418,10 +418,10 @@ class LocalReference(Service):
                 rows = np.concatenate([sequence.rows[args.layer],
                                        opened.kv[args.layer, first:row + 1]])
                 keys = rows[:, spec.geometry.row_dim:].astype(np.float64)
-                at = row - args.row_begin
-                logits = weights[at] @ np.maximum(queries[at] @ keys.T, 0)
+                index = row - args.row_begin
+                logits = weights[index] @ np.maximum(queries[index] @ keys.T, 0)
                 best = np.argsort(-logits, kind="stable")[:spec.top_k]
-                lists[at, :len(best)] = np.sort(best)
+                lists[index, :len(best)] = np.sort(best)
             first += count
         return lists
 

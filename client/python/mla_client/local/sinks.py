@@ -29,13 +29,13 @@ def set_sinks(model: ModelState, layer: int, head: int, sinks: npt.NDArray,
     spec = model.spec
     if not spec.window:
         raise errors.InvalidArgument("sinks: must be none, the attention has no window")
-    for name, begin, count, most in (("layer", layer, sinks.shape[0], spec.layers),
-                                     ("head", head, sinks.shape[1], spec.geometry.num_heads)):
-        if begin >= most:
-            raise errors.InvalidArgument(f"{name}_begin: got {begin}, must be below {most}")
-        if begin + count > most:
+    for name, begin, count, limit in (("layer", layer, sinks.shape[0], spec.layers),
+                                      ("head", head, sinks.shape[1], spec.geometry.num_heads)):
+        if begin >= limit:
+            raise errors.InvalidArgument(f"{name}_begin: got {begin}, must be below {limit}")
+        if begin + count > limit:
             raise errors.InvalidArgument(
-                f"{name}_count: got {count}, must be at most {most - begin}")
+                f"{name}_count: got {count}, must be at most {limit - begin}")
     _check_values(sinks.reshape(-1))
     place = model.sinks[layer:layer + sinks.shape[0], head:head + sinks.shape[1]]
     if in_use and (~np.isnan(place) & (place != sinks)).any():

@@ -153,15 +153,15 @@ class BlockEvents:
         there; `end` as PrefixMatch.end. `client`: that of a server, or of a cluster."""
         self._listen(client)
         self.ended(request, None)
-        made = _Request(sequence_id, tokens, self.block_size)
-        self._requests[request] = made
-        self._sequences[sequence_id] = made
+        entry = _Request(sequence_id, tokens, self.block_size)
+        self._requests[request] = entry
+        self._sequences[sequence_id] = entry
         blocks = found // self.block_size
         if end in ENDS:
             # A prompt's last row is always computed, so nothing was asked of its block.
-            self._gone([made.hash(place) for place
+            self._gone([entry.hash(place) for place
                         in range(blocks, (len(tokens) - 1) // self.block_size)])
-        self._stored(made, blocks)
+        self._stored(entry, blocks)
 
     def ended(self, request: str, tokens: Optional[Seq[int]]) -> None:
         """A request has ended with these tokens, which the server will be told; None: without."""

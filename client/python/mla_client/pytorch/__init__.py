@@ -180,14 +180,14 @@ class Sender:
         shape = rows, dtype, gpu
         if self._buffers is None or self._shape != shape or self._stream is not step._handle:
             self.release()
-            made = self._make(step, rows, dtype, gpu)
-            if made.q is None or made.o is None:
+            buffers = self._make(step, rows, dtype, gpu)
+            if buffers.q is None or buffers.o is None:
                 raise errors.Internal("buffers of a profile with queries lack tensors")
-            on_gpu = made.place is not None and made.place.on_device
+            on_gpu = buffers.place is not None and buffers.place.on_device
             self._tensors = tuple(
                 None if array is None else torch.from_dlpack(array) if on_gpu else tensor_of(array)
-                for array in (made.kv, made.q, made.o))
-            self._buffers, self._shape, self._stream = made, shape, step._handle
+                for array in (buffers.kv, buffers.q, buffers.o))
+            self._buffers, self._shape, self._stream = buffers, shape, step._handle
         return self._buffers
 
     def _make(self, step: Step, rows: int, dtype: DType, gpu: bool) -> Buffers:

@@ -30,12 +30,12 @@ def codes_of(weight: torch.Tensor, scales: Optional[torch.Tensor],
     if scales is None or not scales.is_floating_point() or tuple(scales.shape) != want:
         got = "missing" if scales is None else f"{scales.dtype} {tuple(scales.shape)}"
         return None, f"scales {got}, must be floats {want}"
-    codes, found = weight.detach().view(torch.uint8), scales.detach().float()
+    codes, block_scales = weight.detach().view(torch.uint8), scales.detach().float()
     if weight.dtype == torch.float8_e4m3fnuz:
         if any(bool((codes == code).any()) for code in FNUZ_ALONE):
             return None, "codes of torch.float8_e4m3fnuz that e4m3 does not have"
-        found = found / 2
-    return Codes(codes, found), ""
+        block_scales = block_scales / 2
+    return Codes(codes, block_scales), ""
 
 
 def decoded(weight: torch.Tensor, scales: torch.Tensor, block: Optional[Sequence[int]]

@@ -91,73 +91,74 @@ class Exchange:
         return cls(passes, Sender(profile, ranks.rank, ranks.size), spec.softmax_scale,
                    spec.geometry.kv_lora_rank, None if sparse else weights, projections)
 
-    def attend(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
+    def attend(self, model_pass: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
                chosen: Optional[torch.Tensor] = None) -> None:
         """Writes the outputs of a layer, [rows, heads, v] or flat, into `output`. q and kv are as
         in Sender.attend_chained, with the rows of the pass; in PROJECTED q is [rows, 1,
         q_lora_rank] and the output [rows, hidden_size]. `chosen` [rows, width]: the positions that
         each row attends to; None: to all."""
-        if self._fast_path is not None and self._fast_path_of is made and chosen is None:
+        if self._fast_path is not None and self._fast_path_of is model_pass and chosen is None:
             try:
                 if self._fast_path.attend(layer, q, kv, output):
-                    made.layers += 1  # all that layer_done does here
+                    model_pass.layers += 1  # all that layer_done does here
                     return
             except FAILURES as error:
-                self._fail(made, error)
+                self._fail(model_pass, error)
         self._fast_path = None
         rows = q.shape[0]
         self.largest = max(self.largest, rows)
-        if made.step is not None:
+        if model_pass.step is not None:
             try:
-                self._send(made, layer, q, kv, output, chosen)
+                self._send(model_pass, layer, q, kv, output, chosen)
             except FAILURES as error:
-                self._fail(made, error)
-        if made.whole:
-            if made.chained:
-                self._fast_path, self._fast_path_of = self._sender.fast_path, made
+                self._fail(model_pass, error)
+        if model_pass.whole:
+            if model_pass.chained:
+                self._fast_path, self._fast_path_of = self._sender.fast_path, model_pass
         else:
             heads = output.view(rows, q.shape[1], -1)
-            for part in made.parts:
+            for part in model_pass.parts:
                 self._without(part, layer, q, whole(kv), heads)
-        self._passes.layer_done(made)
+        self._passes.layer_done(model_pass)
 
     def release(self) -> None:
         """Gives the transport's memory back."""
         self._sender.release()
 
-    def _fail(self, made: Pass, error: Exception) -> None:
+    def _fail(self, model_pass: Pass, error: Exception) -> None:
         self._sender.forget()
-        self._passes.fail(made, error)
+        self._passes.fail(model_pass, error)
 
-    def _send(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
+    def _send(self, model_pass: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
               chosen: Optional[torch.Tensor]) -> None:
-        if made.whole:
-            self._exchange(made, layer, q, kv, output, chosen)
+        if model_pass.whole:
+            self._exchange(model_pass, layer, q, kv, output, chosen)
             return
         output = output.view(q.shape[0], q.shape[1], -1)
-        rows = torch.cat([torch.arange(part.begin, part.end) for part in made.sent()]).to(q.device)
-        found = output.new_empty((len(rows), *output.shape[1:]))
-        self._exchange(made, layer, q[rows], whole(kv)[rows], found,
+        rows = torch.cat([torch.arange(part.begin, part.end)
+                          for part in model_pass.sent()]).to(q.device)
+        outputs = output.new_empty((len(rows), *output.shape[1:]))
+        self._exchange(model_pass, layer, q[rows], whole(kv)[rows], outputs,
                        None if chosen is None else chosen[rows])
-        output[rows] = found
+        output[rows] = outputs
 
-    def _exchange(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
-                  chosen: Optional[torch.Tensor]) -> None:
+    def _exchange(self, model_pass: Pass, layer: int, q: torch.Tensor, kv: Rows,
+                  output: torch.Tensor, chosen: Optional[torch.Tensor]) -> None:
         """Chained where that can be: then the pass says at its end whether outputs are good."""
-        assert made.step is not None
+        assert model_pass.step is not None
         if chosen is not None:
             lists = chosen.to(device="cpu", dtype=torch.int32).numpy()
-            found = self._sender.attend(made.step, layer, q, whole(kv), lists)
-            output.view(found.shape).copy_(found)
+            outputs = self._sender.attend(model_pass.step, layer, q, whole(kv), lists)
+            output.view(outputs.shape).copy_(outputs)
             return
-        if made.may_chain and (made.chained or made.layers == 0) and self._sender.attend_chained(
-                made.step, layer, q, kv, output):
-            made.chained = True
+        may_chain = model_pass.may_chain and (model_pass.chained or model_pass.layers == 0)
+        if may_chain and self._sender.attend_chained(model_pass.step, layer, q, kv, output):
+            model_pass.chained = True
             return
         # A pass that is repeated begins as the one before was: chained.
-        made.chained = made.chained and made.layers > 0
-        found = self._sender.attend(made.step, layer, q, whole(kv))
-        output.view(found.shape).copy_(found)
+        model_pass.chained = model_pass.chained and model_pass.layers > 0
+        outputs = self._sender.attend(model_pass.step, layer, q, whole(kv))
+        output.view(outputs.shape).copy_(outputs)
 
     def _without(self, part: Part, layer: int, q: torch.Tensor, kv: torch.Tensor,
                  output: torch.Tensor) -> None:

@@ -110,10 +110,10 @@ class Service(abc.ABC):
     def _get(self, sequence_ids: List[int]) -> Tuple[List[SequenceState], List[int]]: ...
 
     def _found(self, sequence_id: int) -> SequenceState:
-        found, _ = self._get([sequence_id])
-        if not found:
+        sequences, _ = self._get([sequence_id])
+        if not sequences:
             raise errors.NotFound(f"sequence {sequence_id:#x}: released, expired or never opened")
-        return found[0]
+        return sequences[0]
 
     def _adopt(self, sequence_id: int) -> SequenceState:
         """Keeps its lease from now on."""
@@ -254,11 +254,11 @@ class Service(abc.ABC):
         memory = self._shared_memory(stream)
         row_dim = model.spec.sent_row_dim if kv else 0
         shape = geometry, profile, rows, heads, row_dim, want_lse, dtype, o_dtype
-        made = device_memory.buffers_in(memory, device, shape)
-        if made:
+        buffers = device_memory.buffers_in(memory, device, shape)
+        if buffers:
             if profile == Profile.PROJECTED:
-                made.heads = geometry.num_heads
-            return made
+                buffers.heads = geometry.num_heads
+            return buffers
         computes = profile != Profile.APPEND_ONLY
         return Buffers(
             np.empty((rows, row_dim), dtype.numpy) if kv else None,

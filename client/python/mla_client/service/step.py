@@ -191,10 +191,10 @@ class Step:
         buffers in memory for which the server or the GPU's driver offers none. All calls of a
         stream of steps that are under way are chained, on one GPU stream, or none is."""
         self._check_begun("chain")
-        made = self.service._chain(self, out, profile, head_offset)
-        if made is not None:
-            self._chains.append(made)
-        return made
+        chain = self.service._chain(self, out, profile, head_offset)
+        if chain is not None:
+            self._chains.append(chain)
+        return chain
 
     def replay(self, captured: Any, graph_exec: int, gpu_stream: int) -> None:
         """Sends the calls that a graph has captured (`Service.capture`), as calls of this step.

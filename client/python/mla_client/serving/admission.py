@@ -146,8 +146,8 @@ class Admission:
     def plan(self, rows: Mapping[str, Tuple[int, int]], gone: Iterable[str]) -> PassPlan:
         """The plan of a pass. `rows` gives (computed, new) for each request, in the order of the
         pass; the requests of `gone` have ended or lost their pages."""
-        left = tuple(sorted(set(gone)))
-        for request in left:
+        departed = tuple(sorted(set(gone)))
+        for request in departed:
             self._promised.pop(request, None)
             self._forget_pairs(request)
             self._turns.pop(request, None)
@@ -167,7 +167,7 @@ class Admission:
             scheduled.append(Scheduled(request, computed, new, sequence, turn))
         said, self._said = self._said, {}
         self._number += 1
-        return PassPlan(self._number, tuple(scheduled), left, said)
+        return PassPlan(self._number, tuple(scheduled), departed, said)
 
     def again(self, requests: Iterable[str]) -> Optional[int]:
         """The number of a plan with the same requests as the last one, from which nothing but the

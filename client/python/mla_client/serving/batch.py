@@ -238,17 +238,17 @@ class RemoteBatch:
     def _branch(self, heads: List[int], groups: Indices) -> None:
         """Gives each group its own sequence, and releases sequences that no row uses."""
         sequences: List[Sequence] = []
-        made: List[Sequence] = []
+        branches: List[Sequence] = []
         try:
             for row in heads:
                 sequence = self._sequences[self._group[row]]
                 if sequence in sequences:
                     sequence = (sequence.fork() if sequence.length
                                 else self._model.open_sequence())
-                    made.append(sequence)
+                    branches.append(sequence)
                 sequences.append(sequence)
         except errors.MlaError:
-            self._drop(made)
+            self._drop(branches)
             raise
         left = [sequence for sequence in self._sequences if sequence not in sequences]
         self._sequences, self._group = sequences, groups

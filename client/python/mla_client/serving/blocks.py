@@ -84,13 +84,13 @@ class Given(NamedTuple):
 class _Last:
     """The last plan in columns, for one that differs from it by the rows alone."""
 
-    def __init__(self, made: BatchPlan) -> None:
-        names, computed, new, _, turns = zip(*made.plan.scheduled)
+    def __init__(self, batch_plan: BatchPlan) -> None:
+        names, computed, new, _, turns = zip(*batch_plan.plan.scheduled)
         self.names: List[str] = list(names)
         self.new: List[int] = list(new)
         self.turns: Tuple[int, ...] = turns
         self.next: List[int] = [before + count for before, count in zip(computed, new)]
-        self.written, self.first, self.key = made.blocks, made.first, made.key
+        self.written, self.first, self.key = batch_plan.blocks, batch_plan.first, batch_plan.key
 
 
 class Planner:
@@ -106,8 +106,8 @@ class Planner:
 
     def plan(self, given: Seq[Given], gone: Iterable[str]) -> BatchPlan:
         """The plan of a pass of these requests; those of `gone` have ended or lost their blocks."""
-        left = set(gone)
-        for request in left:
+        departed = set(gone)
+        for request in departed:
             self._blocks.pop(request, None)
         rows: Dict[str, Tuple[int, int]] = {}
         written: Dict[int, str] = {}
@@ -125,10 +125,10 @@ class Planner:
             end = (computed + new - 1) // size
             for block in held[max(0, computed - drafts) // size:end + 1]:
                 written[block] = request
-        made = BatchPlan(self.admission.plan(rows, left), written, first,
-                         tuple([(request, new) for request, (_, new) in rows.items()]))
-        self._last = _Last(made) if rows and not self._drafts else None
-        return made
+        batch_plan = BatchPlan(self.admission.plan(rows, departed), written, first,
+                               tuple([(request, new) for request, (_, new) in rows.items()]))
+        self._last = _Last(batch_plan) if rows and not self._drafts else None
+        return batch_plan
 
     def again(self, rows: Mapping[str, int], requests: Seq[str], computed: Seq[int],
               blocks: Seq[Any]) -> Optional[BatchPlan]:

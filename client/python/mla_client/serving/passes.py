@@ -102,37 +102,38 @@ class Passes:
         for request, before, new, _, _ in scheduled:
             parts.append(Part(request, begin, begin + new, before))
             begin += new
-        made = Pass(number, parts)
-        made.may_chain = self.drops_first_tokens or 0 not in computed.values()
-        self._open.append(made)
+        model_pass = Pass(number, parts)
+        model_pass.may_chain = self.drops_first_tokens or 0 not in computed.values()
+        self._open.append(model_pass)
         self.counts["passes"] += 1
         for again in (True, False):  # the connection may be one to a server that has restarted
-            self._try(made, scheduled)
+            self._try(model_pass, scheduled)
             if self._link.client is not None or not again:
                 break
-        made.given_up = any(part.how != How.SENT for part in made.parts)
-        if made.step is None and any(part.how == How.VOID for part in made.parts):
+        model_pass.given_up = any(part.how != How.SENT for part in model_pass.parts)
+        if model_pass.step is None and any(part.how == How.VOID for part in model_pass.parts):
             time.sleep(AWAY_PAUSE_S)  # the engine would begin them again as fast as it can
-        return made
+        return model_pass
 
-    def fail(self, made: Pass, error: Exception) -> None:
+    def fail(self, model_pass: Pass, error: Exception) -> None:
         """A layer of the pass has failed: from this layer on its rows are not sent."""
         fault = self._failed(error)
         self._smooth = False
         self._repeated = None
         self.counts["failed"] += 1
-        LOG.warning("mla: pass %d failed at layer %d: %s", made.number, made.layers, error)
-        step, made.step = made.step, None
-        if fault != Fault.AWAY and step is not None and made.leads:
+        LOG.warning("mla: pass %d failed at layer %d: %s", model_pass.number, model_pass.layers,
+                    error)
+        step, model_pass.step = model_pass.step, None
+        if fault != Fault.AWAY and step is not None and model_pass.leads:
             self._abort(step)
-        for part in made.sent():
-            self._give_up(part, made.chained)
-            made.given_up = True
+        for part in model_pass.sent():
+            self._give_up(part, model_pass.chained)
+            model_pass.given_up = True
 
-    def layer_done(self, made: Pass) -> bool:
+    def layer_done(self, model_pass: Pass) -> bool:
         """A layer has its outputs. Returns True if that was the last one of this process."""
-        made.layers += 1
-        return made.layers == self._layers
+        model_pass.layers += 1
+        return model_pass.layers == self._layers
 
     def end(self, ahead: bool = False) -> None:
         """Keeps all rows of the pass, unless passes end with later ones. Outputs of chained calls
@@ -150,12 +151,12 @@ class Passes:
             if not ahead:
                 self.settle()
             return
-        made = self.current
-        if made is not None and made.step is not None and made.chained:
+        model_pass = self.current
+        if model_pass is not None and model_pass.step is not None and model_pass.chained:
             try:
-                made.step.collect()
+                model_pass.step.collect()
             except FAILURES as error:
-                self.fail(made, error)
+                self.fail(model_pass, error)
 
     @property
     def ending(self) -> bool:
@@ -165,14 +166,14 @@ class Passes:
     def settle(self) -> None:
         """Waits for ends that went ahead."""
         ending, self._ending = self._ending, []
-        for made, kept in ending:
-            assert made.step is not None
+        for model_pass, kept in ending:
+            assert model_pass.step is not None
             try:
-                made.step.finish()
+                model_pass.step.finish()
             except FAILURES as error:
-                self.fail(made, error)
+                self.fail(model_pass, error)
                 continue
-            self._note_ended(made, kept)
+            self._note_ended(model_pass, kept)
 
     def lost(self, among: Optional[Iterable[str]] = None) -> List[str]:
         """Requests that the engine must begin again from nothing, each once; `among`: of these."""
@@ -221,10 +222,10 @@ class Passes:
         self.counts["passes"] += 1
         return repeated.made
 
-    def _try(self, made: Pass, scheduled: Seq[Scheduled]) -> None:
+    def _try(self, model_pass: Pass, scheduled: Seq[Scheduled]) -> None:
         """Gives the requests their sequences and begins the step with all that have theirs."""
         model, requests = self._model(), self._requests
-        for each, part in zip(scheduled, made.parts):
+        for each, part in zip(scheduled, model_pass.parts):
             part.how = How.SENT
             request = requests.get(each.request)
             # Most requests have gone on by the rows of the pass before, and no call is needed.
@@ -233,7 +234,7 @@ class Passes:
                     or request.length != each.computed) and not self._ready(
                         each, model if self._link.client is not None else None):
                 self._give_up(part)
-        self._start(made)
+        self._start(model_pass)
 
     def _model(self) -> Optional[Model]:
         """The model; None: the server is away. Requests of another connection are lost."""
@@ -307,41 +308,41 @@ class Passes:
             request.truncate(each.computed, self._link.ranks.size)
         return sequence.length == each.computed
 
-    def _start(self, made: Pass) -> None:
+    def _start(self, model_pass: Pass) -> None:
         """Begins the step with the parts that are ready. If the server lacks room, the newest
         request goes on without the server, so that the others can use it."""
-        while parts := made.sent():
+        while parts := model_pass.sent():
             requests = [self._requests[part.request] for part in parts]
             entries: List[Tuple[Sequence, int]] = []
             for request, part in zip(requests, parts):
                 assert request.sequence is not None
                 entries.append((request.sequence, part.end - part.begin))
             try:
-                made.step = self._began(made, entries)
+                model_pass.step = self._began(model_pass, entries)
             except FAILURES as error:
-                self._not_begun(made, error)
+                self._not_begun(model_pass, error)
                 continue
             move_all(requests, Event.BEGIN)
             return
 
-    def _began(self, made: Pass, entries: List[Tuple[Sequence, int]]) -> Step:
+    def _began(self, model_pass: Pass, entries: List[Tuple[Sequence, int]]) -> Step:
         """The step, which ranks begin together: the first one leads it. One that comes before
         the last step has ended waits for that."""
         size = self._link.ranks.size
         number = None
         if size > 1:
-            text = f"{self._name}/{made.number}/{len(entries)}"
+            text = f"{self._name}/{model_pass.number}/{len(entries)}"
             number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
         deadline = time.monotonic() + RANKS_WAIT_S
         while True:
             steps = self._link.fleet or entries[0][0].model.service
             rotations = (None if self.rotations is None
-                         else rotations_of(self.rotations, made.sent()))
+                         else rotations_of(self.rotations, model_pass.sent()))
             step = steps.step(entries, participants=size, step_id=number, lease_ms=self._lease_ms,
                               rotations=rotations)
             try:
-                step.begin(self._goes_ahead(made, entries))
-                made.leads = step.joined <= 1
+                step.begin(self._goes_ahead(model_pass, entries))
+                model_pass.leads = step.joined <= 1
                 return step
             except errors.FailedPrecondition as error:
                 waits = error.detail.reason in ("in_step", "position_mismatch", "step_ending")
@@ -349,11 +350,11 @@ class Passes:
                     raise
             time.sleep(RANKS_PAUSE_S)
 
-    def _goes_ahead(self, made: Pass, entries: List[Tuple[Sequence, int]]) -> bool:
+    def _goes_ahead(self, model_pass: Pass, entries: List[Tuple[Sequence, int]]) -> bool:
         """Returns true if the answer to the begin need not be waited for. A refusal would lose all
         requests of the pass, so there must be room, and the last pass was good."""
         if (not self._smooth or not self._may_go_ahead()
-                or any(part.computed == 0 for part in made.parts)):
+                or any(part.computed == 0 for part in model_pass.parts)):
             return False
         return self._room.take(entries[0][0].model, [sequence.length for sequence, _ in entries],
                                [rows for _, rows in entries])
@@ -363,20 +364,20 @@ class Passes:
         return (self._link.ranks.size == 1 and self._link.fleet is None
                 and not self._link.options.arguments.get("follow_moves"))
 
-    def _not_begun(self, made: Pass, error: Exception) -> None:
+    def _not_begun(self, model_pass: Pass, error: Exception) -> None:
         """Decides which parts go without the server: the newest one if the server lacks room, else
         the lost ones, in the worst case all."""
         fault = self._failed(error)
         self._smooth = False
         self.counts["failed"] += 1
-        parts = made.sent()
+        parts = model_pass.sent()
         if fault == Fault.NO_ROOM:
             parts = [parts[-1]] if self._drops_newest else parts
         elif fault == Fault.LOST:
             parts = [part for part in parts
                      if self._requests[part.request].differs()] or parts
-        LOG.warning("mla: pass %d: %d of %d requests go without the server: %s", made.number,
-                    len(parts), len(made.parts), error)
+        LOG.warning("mla: pass %d: %d of %d requests go without the server: %s", model_pass.number,
+                    len(parts), len(model_pass.parts), error)
         for part in parts:
             self._give_up(part)
 
@@ -425,10 +426,10 @@ class Passes:
         not name keep theirs."""
         self.settle()
         passes, self._open = self._open, []
-        for made in passes:
-            if made.step is None:
+        for model_pass in passes:
+            if model_pass.step is None:
                 continue
-            parts = made.sent()
+            parts = model_pass.sent()
             kept = [part.end - part.begin for part in parts]
             if computed:
                 kept = [min(max(computed.get(part.request, part.computed + count) - part.computed,
@@ -437,9 +438,9 @@ class Passes:
                 self.counts["drafts_kept"] += sum(
                     max(0, count - 1) for part, count in zip(parts, kept) if part.computed)
             try:
-                self._commit(made, kept, ahead)
+                self._commit(model_pass, kept, ahead)
             except FAILURES as error:
-                self.fail(made, error)
+                self.fail(model_pass, error)
 
     def _end_repeated(self, repeated: Repeated) -> None:
         self._open.clear()
@@ -449,37 +450,37 @@ class Passes:
         except FAILURES as error:
             self.fail(repeated.made, error)
 
-    def _commit(self, made: Pass, kept: List[int], ahead: bool) -> None:
-        step = made.step
+    def _commit(self, model_pass: Pass, kept: List[int], ahead: bool) -> None:
+        step = model_pass.step
         assert step is not None
-        if made.layers < self._layers:
-            raise errors.Internal(f"pass {made.number} ended after {made.layers} of "
+        if model_pass.layers < self._layers:
+            raise errors.Internal(f"pass {model_pass.number} ended after {model_pass.layers} of "
                                   f"{self._layers} layers")
-        if not made.leads:
-            for part, count in zip(made.sent(), kept):
+        if not model_pass.leads:
+            for part, count in zip(model_pass.sent(), kept):
                 sequence = self._requests[part.request].sequence
                 assert sequence is not None
                 sequence.length += count
-        elif any(kept) and made.chained and (ahead or self._may_go_ahead()):
+        elif any(kept) and model_pass.chained and (ahead or self._may_go_ahead()):
             step.end_ahead(None if kept == step.rows else kept)
-            self._ending.append((made, kept))
+            self._ending.append((model_pass, kept))
             return
         elif any(kept):
             step.end(None if kept == step.rows else kept)
         else:
             step.abort()
-        self._note_ended(made, kept)
+        self._note_ended(model_pass, kept)
 
-    def _note_ended(self, made: Pass, kept: List[int]) -> None:
-        self._smooth = made.chained
+    def _note_ended(self, model_pass: Pass, kept: List[int]) -> None:
+        self._smooth = model_pass.chained
         repeated = self._repeated
         if repeated is not None and kept is repeated.rows:
             repeated.note_ended()
             return
-        move_all([self._requests[part.request] for part in made.sent()],
+        move_all([self._requests[part.request] for part in model_pass.sent()],
                  Event.COMMIT if any(kept) else Event.ABORT)
         if not self._deferred and self.rotations is None and self._may_go_ahead():
-            self._repeated = Repeated.of(made, kept, self._requests)
+            self._repeated = Repeated.of(model_pass, kept, self._requests)
 
     def _abort(self, step: Step) -> None:
         try:

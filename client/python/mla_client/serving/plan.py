@@ -107,33 +107,34 @@ class Repeated:
     kept, because the rest of a pass costs time for each request. Belongs to one thread at a time.
     """
 
-    def __init__(self, made: Pass, step: Step, requests: List[Request], model: Model) -> None:
-        """`made` has `step`, with all rows of these requests."""
-        self.made = made
+    def __init__(self, model_pass: Pass, step: Step, requests: List[Request], model: Model) -> None:
+        """`model_pass` has `step`, with all rows of these requests."""
+        self.made = model_pass
         self.step = step
         self.model = model
-        self.rows = [part.end - part.begin for part in made.parts]
+        self.rows = [part.end - part.begin for part in model_pass.parts]
         self._requests = requests
         # Columns of the pass that may follow, as zip makes them of `Scheduled`s.
-        self._names = tuple(part.request for part in made.parts)
+        self._names = tuple(part.request for part in model_pass.parts)
         self._rows = tuple(self.rows)
         self._sequences = (None,) * len(requests)
         self._turns = tuple(request.turn for request in requests)
         self._lengths = tuple(request.length for request in requests)
-        for part, length in zip(made.parts, self._lengths):
+        for part, length in zip(model_pass.parts, self._lengths):
             part.computed = length  # or more, in later passes
 
     @classmethod
-    def of(cls, made: Pass, kept: List[int], requests: Mapping[str, Request]
+    def of(cls, model_pass: Pass, kept: List[int], requests: Mapping[str, Request]
            ) -> Optional["Repeated"]:
         """A pass that has ended well with `kept` rows; None: none like it may follow."""
-        if not (made.chained and made.may_chain and made.whole) or made.step is None:
+        repeatable = model_pass.chained and model_pass.may_chain and model_pass.whole
+        if not repeatable or model_pass.step is None:
             return None
-        own = [requests[part.request] for part in made.parts]
+        own = [requests[part.request] for part in model_pass.parts]
         sequence = own[0].sequence
-        if sequence is None or kept != [part.end - part.begin for part in made.parts]:
+        if sequence is None or kept != [part.end - part.begin for part in model_pass.parts]:
             return None
-        return cls(made, made.step, own, sequence.model)
+        return cls(model_pass, model_pass.step, own, sequence.model)
 
     def followed_by(self, scheduled: Seq[Scheduled]) -> bool:
         """Returns true if these are such a pass."""
@@ -154,9 +155,9 @@ class Repeated:
 
     def ends(self, under_way: List[Pass], layers: int) -> bool:
         """Returns true if this pass is the only one under way, and has done all of its layers."""
-        made = self.made
-        return (len(under_way) == 1 and under_way[0] is made and made.chained
-                and made.layers == layers and made.whole)
+        model_pass = self.made
+        return (len(under_way) == 1 and under_way[0] is model_pass and model_pass.chained
+                and model_pass.layers == layers and model_pass.whole)
 
     def note_ended(self) -> None:
         """Such a pass has ended well, with all of its rows."""

@@ -120,11 +120,11 @@ class Runtime:
         worker = self.worker
         assert worker is not None and worker.spec is not None and worker.exchange is not None
         output = q.new_zeros(len(q), q.shape[1] * worker.spec.geometry.v_dim)
-        made = worker.made
-        if made is not None:
+        model_pass = worker.made
+        if model_pass is not None:
             rows = worker.check_turn(layer, len(q))
-            worker.exchange.attend(made, layer, q[:rows], kv[:rows], output[:rows])
-            if made.layers == worker.spec.layers:
+            worker.exchange.attend(model_pass, layer, q[:rows], kv[:rows], output[:rows])
+            if model_pass.layers == worker.spec.layers:
                 worker.end()
         return output
 

@@ -296,9 +296,9 @@ class DeviceRegion(DeviceMemory):
     def _map(self, kind: int, descriptor: Optional[int], memory: bytes) -> int:
         runtime = self._runtime
         if kind == HANDLE:
-            at = self._made(runtime.open_memory, _handle(memory), _LAZY_PEER_ACCESS)
-            self._undo.append(lambda: runtime.close_memory(at))
-            return at
+            address = self._made(runtime.open_memory, _handle(memory), _LAZY_PEER_ACCESS)
+            self._undo.append(lambda: runtime.close_memory(address))
+            return address
         allocation, number, version = _U64(), _INT(descriptor or 0), _INT()
         if not runtime.nvidia:
             runtime.version(ctypes.byref(version))
@@ -306,13 +306,13 @@ class DeviceRegion(DeviceMemory):
         runtime.import_memory(ctypes.byref(allocation),
                               descriptor if by_value else ctypes.byref(number), _POSIX_DESCRIPTOR)
         self._undo.append(lambda: runtime.release(allocation))
-        at = self._made(runtime.reserve, self.size, 0, None, 0)
-        self._undo.append(lambda: runtime.unreserve(at, self.size))
-        runtime.map(at, self.size, 0, allocation, 0)
-        self._undo.append(lambda: runtime.unmap(at, self.size))
-        runtime.set_access(at, self.size,
+        address = self._made(runtime.reserve, self.size, 0, None, 0)
+        self._undo.append(lambda: runtime.unreserve(address, self.size))
+        runtime.map(address, self.size, 0, allocation, 0)
+        self._undo.append(lambda: runtime.unmap(address, self.size))
+        runtime.set_access(address, self.size,
                            ctypes.byref(_Access(_ON_DEVICE, self.device, _READ_WRITE)), 1)
-        return at
+        return address
 
     def record(self, slot: int, stream: int) -> None:
         """Records in the event of a ring slot what the stream has been given so far (a handle as
@@ -449,16 +449,16 @@ class DeviceArray:
 def buffers_in(memory: Any, device: str, shape: Tuple[Any, ...]) -> Optional[Buffers]:
     """Buffers in a stream's SharedMemory, of the host ("cpu"; None if there is none or no room) or
     of the GPU."""
-    made: Optional[Buffers] = None
+    buffers: Optional[Buffers] = None
     if device == "cpu":
-        made = memory and memory.buffers(*shape)
-        return made
+        buffers = memory and memory.buffers(*shape)
+        return buffers
     if device not in ("cuda", "hip"):
         raise errors.InvalidArgument(f"buffers.device: got {device!r}, must be cpu, cuda or hip")
     if memory is None:
         raise errors.Unavailable("device memory: the stream has no shared memory")
-    made = memory.device_buffers(*shape)
-    return made
+    buffers = memory.device_buffers(*shape)
+    return buffers
 
 
 def check_call(q: Any, kv: Any, out: Optional[Buffers], lists: Any,

@@ -80,12 +80,12 @@ class Ring:
 
     def submit(self, *fields: int) -> None:
         """Publishes an entry and wakes the server if it sleeps. REQUIRES: not full()."""
-        at = RING_HEADER_BYTES + (self._submitted & self._mask) * ENTRY_BYTES
-        SUBMISSION.pack_into(self._map, at + 4, *fields)
+        offset = RING_HEADER_BYTES + (self._submitted & self._mask) * ENTRY_BYTES
+        SUBMISSION.pack_into(self._map, offset + 4, *fields)
         fence.ordered()
         self._submitted += 1
         words = self._words
-        words[at >> 2] = self._submitted & 0xFFFFFFFF
+        words[offset >> 2] = self._submitted & 0xFFFFFFFF
         fence.full()
         if words[SERVER_WAITS]:
             words[SUBMIT_DOORBELL] = (words[SUBMIT_DOORBELL] + 1) & 0xFFFFFFFF
@@ -127,11 +127,11 @@ class Ring:
             doorbell = words[COMPLETE_DOORBELL]
             words[CLIENT_WAITS] = 1
             fence.full()
-            left = deadline - time.monotonic()
+            remaining_s = deadline - time.monotonic()
             try:
-                if not self.ready() and left > 0 and not self._memory.ended:
+                if not self.ready() and remaining_s > 0 and not self._memory.ended:
                     futex.wait(self._memory.address + 4 * COMPLETE_DOORBELL, doorbell,
-                               min(left, LONGEST_SLEEP_S))
+                               min(remaining_s, LONGEST_SLEEP_S))
             finally:
                 words[CLIENT_WAITS] = 0
             if self.ready():
@@ -139,19 +139,19 @@ class Ring:
             # Requests completed before the end can still be taken, so this check comes last.
             if not self.connected() and not self.ready():
                 raise errors.Unavailable("the shared memory has ended")
-            if left <= 0:
+            if remaining_s <= 0:
                 return False
 
     def _spin(self) -> bool:
         if self._spin_s <= 0:
             return False
-        at = (self._completions + (self._taken & self._mask) * ENTRY_BYTES) >> 2
+        index = (self._completions + (self._taken & self._mask) * ENTRY_BYTES) >> 2
         wanted = (self._taken + 1) & 0xFFFFFFFF
         words, clock = self._words, time.monotonic
         end = clock() + self._spin_s
         while clock() < end:
             for _ in range(SPINS_A_CLOCK):
-                if words[at] == wanted:
+                if words[index] == wanted:
                     return True
         return False
 

@@ -207,10 +207,10 @@ class SharedMemory:
             said = connect_reply.message.rstrip(b"\0").decode(errors="replace")
             self.why_no_device = said or "the server offers none"
             return
-        at = handshake.ring_end(self.ring_entries)
+        start = handshake.ring_end(self.ring_entries)
         try:
             self.device = device_memory.DeviceRegion(
-                self.map[at:self.arena_offset], descriptor, self.ring_entries, wish.device,
+                self.map[start:self.arena_offset], descriptor, self.ring_entries, wish.device,
                 wish.library)
         except errors.MlaError as error:
             self.why_no_device = str(error)
@@ -330,24 +330,24 @@ class SharedMemory:
         if offsets is None:
             return None
         placement.blocks = offsets
-        at = placement.in_offset = offsets[0]
+        offset = placement.in_offset = offsets[0]
         for part in wire.request_arrays(args, chunk):
             sent = part.dtype if part.dtype == np.uint8 else args.dtype.numpy
-            wire.encode_into(self.array(at, part.shape, sent), part)
-            at += kv_end
+            wire.encode_into(self.array(offset, part.shape, sent), part)
+            offset += kv_end
         for lists in wire.lists_of(args, chunk):
             self.array(placement.in_offset + lists_at, lists.shape, lists.dtype)[...] = lists
         if out is not None:
             placement.out_offset = out.place.out_offset
             placement.o, placement.lse = out.o, out.lse
         elif copy_out:
-            at = placement.out_offset = offsets[1]
-            placement.o = self.array(at, (chunk.rows, chunk.heads, geometry.o_dim(args.profile)),
-                                     args.o_dtype.numpy)
+            offset = placement.out_offset = offsets[1]
+            placement.o = self.array(
+                offset, (chunk.rows, chunk.heads, geometry.o_dim(args.profile)), args.o_dtype.numpy)
             if sizes.lse:
-                placement.lse = self.array(at + o_end, (chunk.rows, chunk.heads), np.float32)
+                placement.lse = self.array(offset + o_end, (chunk.rows, chunk.heads), np.float32)
             if sizes.lists:
-                placement.lists = self.array(at + lists_out_at, (chunk.rows, args.wanted_lists),
+                placement.lists = self.array(offset + lists_out_at, (chunk.rows, args.wanted_lists),
                                              np.dtype("<i4"))
         return placement
 

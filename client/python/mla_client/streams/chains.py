@@ -169,13 +169,13 @@ class Chain(_Calls):
 
     def _new(self) -> ctypes.c_void_p:
         """A chain of the library's with the copies that the entry has."""
-        memory, made = self._owner.memory, ctypes.c_void_p()
-        memory.lib.check(memory.lib.mla_chain_new(memory.ring, self._entry_at, ctypes.byref(made),
+        memory, chain = self._owner.memory, ctypes.c_void_p()
+        memory.lib.check(memory.lib.mla_chain_new(memory.ring, self._entry_at, ctypes.byref(chain),
                                                   self._error_at), self._error)
-        self._made.append(made)
-        self._now = made
+        self._made.append(chain)
+        self._now = chain
         self._addresses = (ctypes.c_void_p * (self._entry.in_count + self._entry.out_count))()
-        return made
+        return chain
 
     def _once_more(self, call: Callable[[int, Any, Any], int]) -> None:
         """A call has failed: sends it when there is room. `call`: as of NativeStream.send."""

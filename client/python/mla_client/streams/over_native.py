@@ -308,7 +308,7 @@ class NativeStream(stream.StepStream):
 
 def _entry(step_id: int, layer: int, row_begin: int, rows: int, head_offset: int, heads: int,
            **others: Any) -> native.Entry:
-    made: native.Entry = native.sized(
+    entry: native.Entry = native.sized(
         native.Entry, step_id=step_id, layer=layer, row_begin=row_begin, row_count=rows,
         head_offset=head_offset, num_heads=heads, **others)
-    return made
+    return entry

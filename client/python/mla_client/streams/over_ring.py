@@ -139,10 +139,11 @@ class RingStream(stream.StepStream):
         tag = next(self._tags)
         header = attention_pb2.AttendStreamRequest(tag=tag, **body)
         (name,) = body
-        most = header.ByteSize() + (SHARED_BYTES if tails else 0)
+        header_bytes = header.ByteSize() + (SHARED_BYTES if tails else 0)
         try:
             blocks = self._with_room(
-                lambda: self.memory.allocate(most + room, *([len(tails)] if tails else [])),
+                lambda: self.memory.allocate(header_bytes + room,
+                                             *([len(tails)] if tails else [])),
                 deadline)
             if tails:
                 self.memory.map[blocks[1]:blocks[1] + len(tails)] = tails

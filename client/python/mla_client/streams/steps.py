@@ -47,15 +47,15 @@ class _Pending(AttendFuture):
 
 
 def _begin_of(step: Step) -> Any:
-    made = attention_pb2.BeginStep(
+    begin = attention_pb2.BeginStep(
         step_id=step.step_id, model_id=step.model.spec.model_id, participants=step.participants,
         lease_ms=step.lease_ms, traceparent=tracing.traceparent(),
         rotations=step.rotations is not None)
-    add = made.sequences.add  # messages of a list that is given are copied
+    add = begin.sequences.add  # messages of a list that is given are copied
     for sequence, rows in zip(step.sequences, step.rows):
         add(sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
             rows=rows)
-    return made
+    return begin
 
 
 def _rotations_of(step: Step) -> bytes:

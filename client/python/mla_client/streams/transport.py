@@ -118,9 +118,9 @@ class StreamMaker:
 
     def _region(self, kind: str) -> SharedMemory:
         """Memory of the wanted size, or of what the server has left if none was asked for."""
-        most = self._info.limits.shm_region_bytes
+        limit = self._info.limits.shm_region_bytes
         wanted = DEFAULT_SHARED_BYTES if self._shared_bytes is None else self._shared_bytes
-        size = min(wanted, most)
+        size = min(wanted, limit)
         while True:
             try:
                 memory = self._connect(kind, size)
@@ -133,10 +133,10 @@ class StreamMaker:
                 memory.check_granted()
             if memory.device is not None and memory.device.warning:
                 _log.warning("%s", memory.device.warning)
-            if size < min(wanted, most):
+            if size < min(wanted, limit):
                 _log.info("the server had %d MiB of shared memory left for this stream, not %d: "
                           "large steps are split into more messages", size >> 20,
-                          min(wanted, most) >> 20)
+                          min(wanted, limit) >> 20)
             return memory
 
     def _connect(self, kind: str, size: int) -> SharedMemory:

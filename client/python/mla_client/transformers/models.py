@@ -121,15 +121,15 @@ def codes_in(module: Any, geometry: Geometry) -> Tuple[Optional[Tuple[Codes, Cod
     """W_UQ and W_O of a layer as codes, in the shapes of projections_of. None and the reason if the
     server cannot hold them so. Unimplemented as projections_of."""
     _check_projections(module, geometry)
-    found = []
+    matrices = []
     for name in ("q_b_proj", "o_proj"):
         projection = getattr(module, name)
         codes, reason = codes_of(projection.weight, getattr(projection, "weight_scale_inv", None),
                                  getattr(projection, "block_size", None))
         if codes is None:
             return None, f"{name}: {reason}"
-        found.append(codes)
-    w_uq, w_o = found
+        matrices.append(codes)
+    w_uq, w_o = matrices
     order = _row_order(module, geometry).to(w_uq.codes.device)
     # A row keeps its scales, which the server looks up by where the row is.
     if not torch.equal(w_uq.scales[order // BLOCK], w_uq.scales[order.sort().values // BLOCK]):

@@ -41,17 +41,17 @@ def _never_again(config: Any) -> bool:
 def _given(output: Any) -> List[Given]:
     """What a vllm.v1.core.sched.output.SchedulerOutput says of each request."""
     rows: Dict[str, int] = output.num_scheduled_tokens
-    found = {new.req_id: Given(new.req_id, new.num_computed_tokens, rows.get(new.req_id, 0),
+    given = {new.req_id: Given(new.req_id, new.num_computed_tokens, rows.get(new.req_id, 0),
                                tuple(new.block_ids[0]), begins=True)
              for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     resumed = cached.resumed_req_ids
     for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids,
                                       cached.num_computed_tokens):
-        found[name] = Given(name, computed, rows.get(name, 0), tuple(blocks[0]) if blocks else (),
+        given[name] = Given(name, computed, rows.get(name, 0), tuple(blocks[0]) if blocks else (),
                             name in resumed)
-    ordered = [found.pop(name) for name in rows if name in found]
-    ordered.extend(found.values())
+    ordered = [given.pop(name) for name in rows if name in given]
+    ordered.extend(given.values())
     return ordered
 
 
@@ -176,12 +176,12 @@ class MlaServerConnector(KVConnectorBase_V1):
             request.num_computed_tokens = 0
         self._again.clear()
         output, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
-        made: Optional[BatchPlan] = None
+        plan: Optional[BatchPlan] = None
         if not (output.scheduled_new_reqs or output.finished_req_ids or output.preempted_req_ids
                 or cached.resumed_req_ids):
-            made = self._planner.again(output.num_scheduled_tokens, cached.req_ids,
+            plan = self._planner.again(output.num_scheduled_tokens, cached.req_ids,
                                        cached.num_computed_tokens, cached.new_block_ids)
-        return PlanMetadata(made or self._planner.plan(_given(output), {
+        return PlanMetadata(plan or self._planner.plan(_given(output), {
             *output.finished_req_ids, *(output.preempted_req_ids or ())}))
 
     def update_connector_output(self, connector_output: Any) -> None:

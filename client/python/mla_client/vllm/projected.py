@@ -123,15 +123,15 @@ class Projections:
 def whole(layers: List[Optional[Projections]]) -> List[Projections]:
     """The projections of all layers, whose rows are rotated by the table of the first one.
     Unimplemented if some layer has none, or others."""
-    made = [one for one in layers if one is not None]
-    if len(made) < len(layers):
+    projections = [one for one in layers if one is not None]
+    if len(projections) < len(layers):
         raise errors.Unimplemented(
             "projected: the model's attention layers are none that vLLM lets others replace "
             "(MultiHeadLatentAttentionWrapper), or the platform has layers of its own")
-    first = made[0]
-    for one in made[1:]:
+    first = projections[0]
+    for one in projections[1:]:
         if one.rotary is not first.rotary and not (
                 one.layout == first.layout
                 and torch.equal(one.rotary.cos_sin_cache, first.rotary.cos_sin_cache)):
             raise errors.Unimplemented("projected: layers that rotate in different ways")
-    return made
+    return projections

@@ -49,13 +49,13 @@ def matrix_of(linear: Any, name: str, rows: int, columns: int, dtype: torch.dtyp
 
 def _asked(linear: Any, columns: int, like: torch.Tensor) -> torch.Tensor:
     """The products of a layer with unit vectors, [rows, columns]."""
-    found = []
+    products = []
     for begin in range(0, columns, ASKED_COLUMNS):
         count = min(ASKED_COLUMNS, columns - begin)
         units = torch.zeros(count, columns, dtype=like.dtype, device=like.device)
         units.diagonal(begin).fill_(1.0)
-        found.append(linear.quant_method.apply(linear, units, bias=None).T.to(like.dtype))
-    return torch.cat(found, dim=1)
+        products.append(linear.quant_method.apply(linear, units, bias=None).T.to(like.dtype))
+    return torch.cat(products, dim=1)
 
 
 def _differs(linear: Any, matrix: torch.Tensor, columns: int) -> bool:

@@ -38,17 +38,18 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
 
     def add(name: str, cluster: bool = True) -> argparse.ArgumentParser:
-        made = commands.add_parser(name)
+        subparser = commands.add_parser(name)
         if cluster:
-            made.add_argument("--cluster", required=True, metavar="TARGET",
-                              help="etcd://HOST:2379/PREFIX, dns:///NAME:50551 or a:50551,b:50551")
+            subparser.add_argument(
+                "--cluster", required=True, metavar="TARGET",
+                help="etcd://HOST:2379/PREFIX, dns:///NAME:50551 or a:50551,b:50551")
         for option in ("--ca", "--cert", "--key"):
-            made.add_argument(option, default="", help="PEM file, for the servers")
+            subparser.add_argument(option, default="", help="PEM file, for the servers")
         for option in ("--etcd-ca", "--etcd-cert", "--etcd-key"):
-            made.add_argument(option, default="", help="PEM file, for the registry")
-        made.add_argument("--tenant", default="default")
-        made.add_argument("--timeout-s", type=float, default=5.0)
-        return made
+            subparser.add_argument(option, default="", help="PEM file, for the registry")
+        subparser.add_argument("--tenant", default="default")
+        subparser.add_argument("--timeout-s", type=float, default=5.0)
+        return subparser
     add("status").add_argument("--json", action="store_true", help="for programs")
     listed = add("sequences")
     listed.add_argument("--json", action="store_true", help="for programs")
@@ -101,15 +102,15 @@ def _connect(args: argparse.Namespace, address: str) -> Client:
 def _each(args: argparse.Namespace, act: Callable[[Client], Any]) -> Dict[str, Any]:
     """Returns the result of `act`, or its error, for each member."""
     source = _registry(args, args.cluster)
-    found: Dict[str, Any] = {}
+    results: Dict[str, Any] = {}
     for member in source.read():
         try:
             with _connect(args, member.address) as client:
-                found[member.address] = (member, act(client))
+                results[member.address] = (member, act(client))
         except errors.MlaError as error:
-            found[member.address] = (member, error)
+            results[member.address] = (member, error)
     source.close()
-    return found
+    return results
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -144,11 +145,11 @@ def _sequences(args: argparse.Namespace) -> int:
             return client.all_sequences()
         reply = client._call(client._sequences.Get, sequence_pb2.GetRequest())
         return [messages.state_of(one) for one in reply.sequences]
-    found = _each(args, all_of)
+    results = _each(args, all_of)
     rows = [{"address": address, "tenant": one.tenant, "sequence": f"{one.sequence_id:016x}",
              "rows": one.length, "kv_bytes": one.kv_bytes, "age_ms": one.age_ms,
              "model": one.model_id, "client": one.client_id}
-            for address, (_, sequences) in sorted(found.items())
+            for address, (_, sequences) in sorted(results.items())
             if not isinstance(sequences, errors.MlaError) for one in sequences]
     if args.json:
         print(json.dumps(rows))
@@ -158,7 +159,7 @@ def _sequences(args: argparse.Namespace) -> int:
             age = "-" if row["age_ms"] is None else f"{row['age_ms'] / 1e3:.1f} s"
             print(f"{row['address']:28} {tenant}{row['sequence']} {row['rows']:8} {age:>12} "
                   f"{row['model']} {row['client']}")
-    failed = [(address, one) for address, (_, one) in found.items()
+    failed = [(address, one) for address, (_, one) in results.items()
               if isinstance(one, errors.MlaError)]
     for address, why in failed:
         print(f"mla_client.cluster: {address}: {why}", file=sys.stderr)
@@ -166,10 +167,10 @@ def _sequences(args: argparse.Namespace) -> int:
 
 
 def _etcd(args: argparse.Namespace, target: str) -> registry.EtcdRegistry:
-    found = _registry(args, target)
-    if not isinstance(found, registry.EtcdRegistry):
+    source = _registry(args, target)
+    if not isinstance(source, registry.EtcdRegistry):
         raise errors.InvalidArgument(f"{args.command}: got {target!r}, must be etcd://HOST/PREFIX")
-    return found
+    return source
 
 
 def _until_signal() -> threading.Event:
@@ -189,11 +190,11 @@ def _announce(args: argparse.Namespace) -> int:
 def _drain(args: argparse.Namespace) -> int:
     source = _registry(args, args.cluster)
     try:
-        left = drain(source, lambda address: _connect(args, address), args.server,
-                     deadline_ms=args.deadline_ms, exit=args.exit, say=print)
+        remaining = drain(source, lambda address: _connect(args, address), args.server,
+                          deadline_ms=args.deadline_ms, exit=args.exit, say=print)
     finally:
         source.close()
-    return NOT_SERVING if left else GOOD
+    return NOT_SERVING if remaining else GOOD
 
 
 def _quotas(args: argparse.Namespace) -> int:

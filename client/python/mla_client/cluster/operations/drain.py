@@ -36,13 +36,13 @@ def drain(source: Registry, connect: Callable[[str], Any], server: str, *, deadl
     with connect(server) as client:
         reply = client.drain(deadline_ms, exit, peers)
     moved: Dict[str, List[int]] = {}
-    left = 0
+    remaining = 0
     for one in reply.handed_over:
         if one.outcome == admin_pb2.HAND_OVER_OUTCOME_MOVED:
             # A server that knows one peer alone does not say which.
             moved.setdefault(one.peer or peers[0], []).append(one.sequence_id)
         elif one.rows > 0:
-            left += 1
+            remaining += 1
     failed = None
     for peer, sequence_ids in moved.items():
         say(f"{peer}: {len(sequence_ids)} sequences have moved")
@@ -54,10 +54,10 @@ def drain(source: Registry, connect: Callable[[str], Any], server: str, *, deadl
     for asked in reply.peers:
         if asked.reason:
             say(asked.message)
-    say(f"{left} sequences are left")
+    say(f"{remaining} sequences are left")
     if failed is not None:
         raise failed
-    return left
+    return remaining
 
 
 def _write_down(source: Registry, sequence_ids: List[int], peer: str) -> None:

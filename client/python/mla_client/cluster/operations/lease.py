@@ -67,10 +67,10 @@ class ApiServer:
 
 
 def _object(text: bytes) -> Dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    value = json.loads(text)
+    if not isinstance(value, dict):
         raise ValueError("the reply is no object")
-    return found
+    return value
 
 
 class KubernetesLease:

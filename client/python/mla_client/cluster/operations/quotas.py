@@ -38,11 +38,11 @@ def shares(total: int, used: Mapping[str, int], kept: Mapping[str, int] = {}) ->
     the tenant's use of each server that answers; `kept`: the bounds of the others, which stay."""
     if not used:
         return {}
-    left = max(0, total - sum(kept.values()))
+    remaining = max(0, total - sum(kept.values()))
     taken = sum(used.values())
-    if taken >= left:  # no server gets more; what is in use is not taken away
+    if taken >= remaining:  # no server gets more; what is in use is not taken away
         return dict(used)
-    free, count = left - taken, len(used)
+    free, count = remaining - taken, len(used)
     return {address: amount + free // count + (place < free % count)
             for place, (address, amount) in enumerate(sorted(used.items()))}
 
@@ -149,10 +149,10 @@ class Reconciler:
                 used = {}
                 before = self._set.setdefault((tenant, resource), {})
                 for address, of_tenants in usage.items():
-                    found = of_tenants.get(tenant, {}).get(resource)
-                    used[address] = found.used if found is not None else 0
-                    if found is not None and found.source == "runtime":
-                        before[address] = found.bound
+                    entry = of_tenants.get(tenant, {}).get(resource)
+                    used[address] = entry.used if entry is not None else 0
+                    if entry is not None and entry.source == "runtime":
+                        before[address] = entry.bound
                     else:
                         before.pop(address, None)
                 kept = {address: bound for address, bound in before.items()
