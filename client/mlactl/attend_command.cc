@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
 #include "client/mlactl/cli/interrupt.h"
@@ -157,7 +158,7 @@ class Registered {
   absl::Status Register(const Example& example, const std::string& id) {
     v1::ModelSpec model = Model();
     model.set_model_id(id);
-    if (absl::Status status = client_->RegisterModel(model).status(); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(client_->RegisterModel(model).status());
     id_ = id;
     bool sent = false;
     return client_
@@ -183,19 +184,16 @@ class Registered {
 absl::Status RunSteps(client::Client* client, const Example& example, const std::string& model_id,
                       OutputComparison* comparison, std::string* transport) {
   Registered model(client);
-  if (absl::Status status = model.Register(example, model_id); !status.ok()) return status;
-  auto sequence = client->OpenSequence(model.id());
-  if (!sequence.ok()) return sequence.status();
-  auto session = client->OpenSession();
-  if (!session.ok()) return session.status();
-  *transport = std::string((*session)->transport());
+  MLA_RETURN_IF_ERROR(model.Register(example, model_id));
+  MLA_ASSIGN_OR_RETURN(auto sequence, client->OpenSequence(model.id()));
+  MLA_ASSIGN_OR_RETURN(auto session, client->OpenSession());
+  *transport = std::string(session->transport());
   const ValueBounds bounds = example.Bounds();
   for (const bool expanded : {true, false}) {
     if (CatchInterrupts().load()) return absl::CancelledError("interrupted");
     const uint32_t first = expanded ? 0 : kPromptRows, rows = expanded ? kPromptRows : 1;
     const uint32_t width = expanded ? kV : kLora;
-    auto step = (*session)->Begin(model.id(), {{&*sequence, rows}});
-    if (!step.ok()) return step.status();
+    MLA_ASSIGN_OR_RETURN(auto step, session->Begin(model.id(), {{&sequence, rows}}));
     std::vector<float> o(size_t{rows} * kHeads * width), lse(size_t{rows} * kHeads);
     client::AttendCall call;
     call.row_count = rows;
@@ -206,8 +204,8 @@ absl::Status RunSteps(client::Client* client, const Example& example, const std:
     call.q = expanded ? example.q_expanded().data() : example.q_absorbed().data();
     call.o = o.data();
     call.lse = lse.data();
-    if (const auto times = (*step)->Attend(call); !times.ok()) return times.status();
-    if (const auto ended = (*step)->End(); !ended.ok()) return ended.status();
+    MLA_RETURN_IF_ERROR(step->Attend(call).status());
+    MLA_RETURN_IF_ERROR(step->End().status());
     for (uint32_t cell = 0; cell < rows * kHeads; ++cell) {
       const uint32_t row = first + cell / kHeads, head = cell % kHeads;
       float expected_lse = lse[cell];

@@ -19,6 +19,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/time.h"
+#include "base/status_macros.h"
 #include "client/cpp/client.h"
 #include "client/cpp/pages_file.h"
 #include "client/mlactl/cli/output.h"
@@ -37,9 +38,8 @@ absl::StatusOr<v1::SequenceInfo> FindSequence(client::Client* client, const std:
     return absl::InvalidArgumentError(
         absl::StrCat("SEQUENCE: got \"", text, "\", must be an id as sequences shows it"));
   }
-  const auto found = client->GetSequences({id}, false);
-  if (!found.ok()) return found.status();
-  if (found->sequences_size() == 1) return found->sequences(0);
+  MLA_ASSIGN_OR_RETURN(const auto found, client->GetSequences({id}, false));
+  if (found.sequences_size() == 1) return found.sequences(0);
   return absl::NotFoundError(absl::StrCat("sequence ", text, " is not open"));
 }
 

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/mutex.h"
+#include "base/status_macros.h"
 #include "client/mlactl/cli/output.h"
 
 namespace mla::mlactl {
@@ -113,9 +114,8 @@ class SceneRunner {
   absl::StatusOr<SceneRun> Run(client::Client* client, Progress* progress) {
     std::vector<std::unique_ptr<TurnWorker>> workers;
     for (uint32_t i = 0; i < options_.points.front().concurrency; ++i) {
-      auto worker = TurnWorker::Create(options_, model_id_, i, stopping_);
-      if (!worker.ok()) return worker.status();
-      workers.push_back(*std::move(worker));
+      MLA_ASSIGN_OR_RETURN(auto worker, TurnWorker::Create(options_, model_id_, i, stopping_));
+      workers.push_back(std::move(worker));
     }
     run_.transport = workers.front()->transport();
     auto stats = client->GetStats();

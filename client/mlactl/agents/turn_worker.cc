@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/status_macros.h"
 #include "client/cpp/streams/errors.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/cli/transport.h"
@@ -50,7 +51,7 @@ absl::StatusOr<std::unique_ptr<TurnWorker>> TurnWorker::Create(const BenchOption
                                                                uint32_t index,
                                                                std::function<bool()> stopping) {
   std::unique_ptr<TurnWorker> worker(new TurnWorker(options, model_id, std::move(stopping)));
-  if (absl::Status status = worker->Connect(index); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(worker->Connect(index));
   return worker;
 }
 
@@ -60,13 +61,9 @@ absl::Status TurnWorker::Connect(uint32_t index) {
   const CallBytes most = BytesOf(options_.model, point.profile, options_.scene.prefill_rows);
   options.shared_bytes = most.sum() + (8u << 20);
   SetTransport(point.transport, options_.spin_us, &options);
-  auto client = client::Client::Connect(options_.target, options);
-  if (!client.ok()) return client.status();
-  client_ = *std::move(client);
+  MLA_ASSIGN_OR_RETURN(client_, client::Client::Connect(options_.target, options));
   most_rows_ = std::min(client_->info().limits().max_step_rows(), options_.scene.prefill_rows);
-  auto session = client_->OpenSession();
-  if (!session.ok()) return session.status();
-  session_ = *std::move(session);
+  MLA_ASSIGN_OR_RETURN(session_, client_->OpenSession());
   PlaceTensors(index);
   return absl::OkStatus();
 }
@@ -125,21 +122,15 @@ absl::StatusOr<client::Sequence> TurnWorker::Open(const Trace& trace, const Turn
     const uint32_t shared =
         std::min<uint32_t>({trace.Shared(kept_->turn, turn), turn.input_rows - 1,
                             static_cast<uint32_t>(kept_->sequence.length())});
-    auto fork = kept_->sequence.Fork(shared);
-    if (!fork.ok()) return fork.status();
-    sequence = *std::move(fork);
+    MLA_ASSIGN_OR_RETURN(sequence, kept_->sequence.Fork(shared));
     // A prompt of one row has nothing to match, and the server takes a bound of 0 as unbounded.
     if (turn.input_rows > 1) {
       name(shared);
-      auto matched = sequence->Match(prefix, shared);
-      if (!matched.ok()) return matched.status();
-      match = *std::move(matched);
+      MLA_ASSIGN_OR_RETURN(match, sequence->Match(prefix, shared));
     }
   } else {
     if (turn.input_rows > 1) name(0);
-    auto opened = client_->OpenSequence(model_id_, "", prefix, &match);
-    if (!opened.ok()) return opened.status();
-    sequence = *std::move(opened);
+    MLA_ASSIGN_OR_RETURN(sequence, client_->OpenSequence(model_id_, "", prefix, &match));
   }
   result->end = match.end();
   result->found = static_cast<uint32_t>(sequence->length());
@@ -149,15 +140,14 @@ absl::StatusOr<client::Sequence> TurnWorker::Open(const Trace& trace, const Turn
 absl::Status TurnWorker::Append(client::Sequence* sequence, uint32_t rows) {
   client::BeginOptions options;
   options.lease_ms = StepLeaseMs(*client_);
-  auto step = session_->Begin(model_id_, {{sequence, rows}}, options);
-  if (!step.ok()) return step.status();
+  MLA_ASSIGN_OR_RETURN(auto step, session_->Begin(model_id_, {{sequence, rows}}, options));
   call_.row_count = rows;
   for (uint32_t layer = 0; layer < options_.model.layers(); ++layer) {
     if (stopping_()) return absl::CancelledError("interrupted");
     call_.layer = layer;
-    if (const auto times = (*step)->Attend(call_); !times.ok()) return times.status();
+    MLA_RETURN_IF_ERROR(step->Attend(call_).status());
   }
-  return (*step)->End().status();
+  return step->End().status();
 }
 
 absl::Status TurnWorker::Try(const Trace& trace, const Turn& turn, bool keep, TurnResult* result) {
@@ -169,13 +159,13 @@ absl::Status TurnWorker::Try(const Trace& trace, const Turn& turn, bool keep, Tu
   while (sequence->length() < turn.input_rows) {
     const auto rows =
         static_cast<uint32_t>(std::min<uint64_t>(most_rows_, turn.input_rows - sequence->length()));
-    if (absl::Status status = Append(&*sequence, rows); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(Append(&*sequence, rows));
   }
   result->first_ns = NanosSince(start);
   result->next_ns.clear();
   for (uint32_t output = 1; output < turn.output_rows; ++output) {
     const Clock::time_point before = Clock::now();
-    if (absl::Status status = Append(&*sequence, 1); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(Append(&*sequence, 1));
     result->next_ns.push_back(NanosSince(before));
   }
   // Declares the outputs, so that later turns find their rows.
@@ -184,8 +174,7 @@ absl::Status TurnWorker::Try(const Trace& trace, const Turn& turn, bool keep, Tu
       trace.Tokens(turn, turn.input_rows, static_cast<uint32_t>(sequence->length()));
   prefix.mutable_token_ids()->Assign(tokens.begin(), tokens.end());
   if (!tokens.empty()) {
-    auto match = sequence->Match(prefix, turn.input_rows);
-    if (!match.ok()) return match.status();
+    MLA_RETURN_IF_ERROR(sequence->Match(prefix, turn.input_rows).status());
   }
   result->done = true;
   if (keep) {

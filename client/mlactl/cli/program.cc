@@ -18,6 +18,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "base/status_macros.h"
 #include "client/mlactl/cli/interrupt.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/context/context.h"
@@ -49,17 +50,16 @@ int Written(int code) {
 // Completes what the command line says of the server: client/mlactl/context/context.h.
 absl::Status FillFromContext(const std::string& name, CommonOptions* common) {
   client::ClientOptions& options = common->client;
-  const auto connection =
-      Complete({common->target, options.tenant, options.tls_ca, options.tls_cert, options.tls_key,
-                options.tls_server_name},
-               name, [](const char* variable) { return std::getenv(variable); });
-  if (!connection.ok()) return connection.status();
-  common->target = connection->target.empty() ? kDefaultTarget : connection->target;
-  options.tenant = connection->tenant;
-  options.tls_ca = connection->tls_ca;
-  options.tls_cert = connection->tls_cert;
-  options.tls_key = connection->tls_key;
-  options.tls_server_name = connection->tls_server_name;
+  MLA_ASSIGN_OR_RETURN(const auto connection,
+                       Complete({common->target, options.tenant, options.tls_ca, options.tls_cert,
+                                 options.tls_key, options.tls_server_name},
+                                name, [](const char* variable) { return std::getenv(variable); }));
+  common->target = connection.target.empty() ? kDefaultTarget : connection.target;
+  options.tenant = connection.tenant;
+  options.tls_ca = connection.tls_ca;
+  options.tls_cert = connection.tls_cert;
+  options.tls_key = connection.tls_key;
+  options.tls_server_name = connection.tls_server_name;
   return absl::OkStatus();
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "nlohmann/json.hpp"
 
 namespace mla::mlactl {
@@ -127,12 +128,11 @@ absl::StatusOr<Connection> Complete(const Connection& given, const std::string& 
   std::string wanted = name.empty() ? Value(environment, "MLA_CLIENT_CONTEXT") : name;
   if (wanted.empty() && !connection.target.empty()) return connection;
   const std::string path = ContextsPath(environment);
-  auto contexts = ReadContexts(path);
-  if (!contexts.ok()) return contexts.status();
-  if (wanted.empty()) wanted = contexts->current;
+  MLA_ASSIGN_OR_RETURN(auto contexts, ReadContexts(path));
+  if (wanted.empty()) wanted = contexts.current;
   if (wanted.empty()) return connection;
-  const auto entry = contexts->all.find(wanted);
-  if (entry == contexts->all.end()) {
+  const auto entry = contexts.all.find(wanted);
+  if (entry == contexts.all.end()) {
     return absl::NotFoundError(
         absl::StrCat("--server-context: got \"", wanted, "\", not in ", path));
   }

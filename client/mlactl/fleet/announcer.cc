@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "base/status_macros.h"
 #include "client/cpp/cluster/targets.h"
 #include "client/mlactl/cli/interrupt.h"
 #include "client/mlactl/cli/output.h"
@@ -109,10 +110,9 @@ absl::Status Announcer::Turn() {
 }
 
 absl::Status Announcer::AskSeldom() {
-  const auto models = client_->ListModels();
-  if (!models.ok()) return models.status();
+  MLA_ASSIGN_OR_RETURN(const auto models, client_->ListModels());
   std::set<std::string> digests;
-  for (const v1::ModelInfo& one : models->models()) {
+  for (const v1::ModelInfo& one : models.models()) {
     if (one.model().weights_digest().empty()) continue;
     if (digests.size() == static_cast<size_t>(client::kMostDigests)) break;
     digests.insert(absl::BytesToHexString(one.model().weights_digest()));
@@ -126,13 +126,11 @@ absl::Status Announcer::AskSeldom() {
 
 absl::Status Announcer::Ask() {
   if (client_ == nullptr) {
-    auto client = ConnectTo(common_, common_.target);
-    if (!client.ok()) return client.status();
-    client_ = *std::move(client);
+    MLA_ASSIGN_OR_RETURN(client_, ConnectTo(common_, common_.target));
     turn_ = 0;
   }
   if (turn_ % kSeldom == 0) {
-    if (absl::Status s = AskSeldom(); !s.ok()) return s;
+    MLA_RETURN_IF_ERROR(AskSeldom());
   }
   const auto probe = client_->Probe("");
   if (probe.ok()) {
@@ -146,13 +144,12 @@ absl::Status Announcer::Ask() {
   }
   if (!absl::IsUnimplemented(probe.status())) return probe.status();
   // A release that cannot be probed; its counters say the same.
-  const auto stats = client_->GetStats();
-  if (!stats.ok()) return stats.status();
-  member_.set_boot_id(stats->boot_id());
-  member_.set_bytes_total(stats->kv_bytes_total());
-  member_.set_bytes_free(stats->kv_bytes_total() -
-                         std::min(stats->kv_bytes_total(), stats->kv_bytes_used()));
-  member_.set_sequences(stats->sequences());
+  MLA_ASSIGN_OR_RETURN(const auto stats, client_->GetStats());
+  member_.set_boot_id(stats.boot_id());
+  member_.set_bytes_total(stats.kv_bytes_total());
+  member_.set_bytes_free(stats.kv_bytes_total() -
+                         std::min(stats.kv_bytes_total(), stats.kv_bytes_used()));
+  member_.set_sequences(stats.sequences());
   return absl::OkStatus();
 }
 

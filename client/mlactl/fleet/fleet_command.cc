@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "client/cpp/client.h"
 #include "client/cpp/cluster/placement.h"
 #include "client/cpp/cluster/registry.h"
@@ -83,10 +84,9 @@ void FillStatus(const CommonOptions& common, const client::Member& member,
 }
 
 absl::StatusOr<fleet::FleetStatus> StatusOf(const CommonOptions& common, const Options& options) {
-  const auto members = ReadMembers(common, options.etcd);
-  if (!members.ok()) return members.status();
-  std::vector<fleet::ServerStatus> servers(members->size());
-  ForEach(members->size(), [&](size_t i) { FillStatus(common, (*members)[i], &servers[i]); });
+  MLA_ASSIGN_OR_RETURN(const auto members, ReadMembers(common, options.etcd));
+  std::vector<fleet::ServerStatus> servers(members.size());
+  ForEach(members.size(), [&](size_t i) { FillStatus(common, members[i], &servers[i]); });
   std::sort(servers.begin(), servers.end(),
             [](const auto& a, const auto& b) { return a.address() < b.address(); });
   fleet::FleetStatus status;

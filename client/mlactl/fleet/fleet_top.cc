@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "client/cpp/client.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/fleet/rates.h"
@@ -59,9 +60,7 @@ absl::StatusOr<v1::GetStatsReply> Looks::Ask(const std::string& address, Seen* s
   for (int turn = 0; turn < 2; ++turn) {
     const bool fresh = seen->client == nullptr;
     if (fresh) {
-      auto client = ConnectTo(common_, address);
-      if (!client.ok()) return client.status();
-      seen->client = *std::move(client);
+      MLA_ASSIGN_OR_RETURN(seen->client, ConnectTo(common_, address));
     }
     stats = seen->client->GetStats();
     if (stats.ok()) return stats;

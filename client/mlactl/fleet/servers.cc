@@ -4,6 +4,7 @@
 #include <atomic>
 #include <thread>
 
+#include "base/status_macros.h"
 #include "client/mlactl/cli/output.h"
 
 namespace mla::mlactl {
@@ -15,9 +16,8 @@ constexpr size_t kMostAtOnce = 16;
 }  // namespace
 
 absl::StatusOr<Members> ReadMembers(const CommonOptions& common, const client::EtcdFiles& etcd) {
-  const auto registry = client::RegistryOf(common.target, etcd);
-  if (!registry.ok()) return registry.status();
-  return (*registry)->Read();
+  MLA_ASSIGN_OR_RETURN(const auto registry, client::RegistryOf(common.target, etcd));
+  return registry->Read();
 }
 
 absl::StatusOr<std::unique_ptr<client::Client>> ConnectTo(const CommonOptions& common,

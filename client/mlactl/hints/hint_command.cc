@@ -10,6 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "base/status_macros.h"
 #include "client/cpp/client.h"
 #include "client/mlactl/cli/output.h"
 
@@ -42,10 +43,9 @@ absl::StatusOr<v1::HintRequest> RequestOf(client::Client* client, const HintOpti
       return absl::InvalidArgumentError(absl::StrCat("--sequence: got \"", options.sequence,
                                                      "\", must be an id as sequences shows it"));
     }
-    const auto found = client->GetSequences({id}, false);
-    if (!found.ok()) return found.status();
+    MLA_ASSIGN_OR_RETURN(const auto found, client->GetSequences({id}, false));
     request.set_sequence_id(id);
-    if (found->sequences_size() == 1) request.set_expected_epoch(found->sequences(0).epoch());
+    if (found.sequences_size() == 1) request.set_expected_epoch(found.sequences(0).epoch());
     return request;
   }
   request.set_model_id(options.model);
@@ -98,9 +98,8 @@ void AddHintCommand(Program* program) {
     return CallAndPrint(
         common,
         [options](client::Client* client) -> absl::StatusOr<v1::HintReply> {
-          const auto request = RequestOf(client, *options);
-          if (!request.ok()) return request.status();
-          return client->Hint(*request);
+          MLA_ASSIGN_OR_RETURN(const auto request, RequestOf(client, *options));
+          return client->Hint(request);
         },
         AnswerText);
   });

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/mlactl/replay/record_fields.h"
 
 namespace mla::mlactl {
@@ -128,7 +129,7 @@ absl::Status RecordingReader::ReadHeaderLine() {
 
 absl::Status RecordingReader::ReadPayload(Record* record) {
   uint64_t bytes = 0;
-  if (absl::Status status = ReadBytes(&bytes, sizeof(bytes)); !status.ok()) return status;
+  MLA_RETURN_IF_ERROR(ReadBytes(&bytes, sizeof(bytes)));
   if (bytes > file_bytes_ - read_) return Truncated();
   record->payload.resize(bytes);
   return ReadBytes(record->payload.data(), bytes);
@@ -143,9 +144,7 @@ absl::Status RecordingReader::Next(Record* record) {
   *record = Record();
   record->payload = std::move(payload);
   uint32_t header_bytes = 0;
-  if (absl::Status status = ReadBytes(&header_bytes, sizeof(header_bytes)); !status.ok()) {
-    return status;
-  }
+  MLA_RETURN_IF_ERROR(ReadBytes(&header_bytes, sizeof(header_bytes)));
   if (header_bytes > kMostHeaderBytes) return absl::DataLossError("a record's header is too long");
   record->header.resize(header_bytes);
   absl::Status status = ReadBytes(record->header.data(), header_bytes);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/mlactl/tensors/value_bounds.h"
 
 namespace mla::mlactl {
@@ -76,11 +77,10 @@ std::string Whole() {
 absl::Status ReadAll(const std::string& bytes, std::vector<RecordKind>* kinds = nullptr) {
   const std::string path = Path("read.rec");
   std::ofstream(path, std::ios::binary) << bytes;
-  auto reader = RecordingReader::Open(path);
-  if (!reader.ok()) return reader.status();
+  MLA_ASSIGN_OR_RETURN(auto reader, RecordingReader::Open(path));
   Record record;
   do {
-    if (absl::Status status = (*reader)->Next(&record); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(reader->Next(&record));
     if (kinds != nullptr) kinds->push_back(record.kind);
   } while (record.kind != RecordKind::kDone);
   return absl::OkStatus();

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "client/mlactl/cli/interrupt.h"
 #include "client/mlactl/cli/output.h"
 #include "client/mlactl/cli/progress.h"
@@ -138,19 +139,16 @@ std::string ReplayJson(const Replayer& replayer, const v1::GetServerInfoReply& s
 // names of the models that the replay registered.
 absl::Status RunReplay(const CommonOptions& common, const Inputs& inputs, client::Client* client,
                        std::vector<std::string>* model_ids, int* code) {
-  auto reader = RecordingReader::Open(inputs.recording);
-  if (!reader.ok()) return reader.status();
+  MLA_ASSIGN_OR_RETURN(auto reader, RecordingReader::Open(inputs.recording));
   std::unique_ptr<RecordingWriter> writer;
   if (!inputs.save_file.empty()) {
-    auto created = RecordingWriter::Create(inputs.save_file, (*reader)->header_line());
-    if (!created.ok()) return created.status();
-    writer = *std::move(created);
+    MLA_ASSIGN_OR_RETURN(writer, RecordingWriter::Create(inputs.save_file, reader->header_line()));
   }
   const std::atomic<bool>& interrupted = CatchInterrupts();
   Progress progress(stderr, inputs.quiet);
-  Replayer replayer(client, reader->get(), writer.get(), OptionsOf(inputs));
+  Replayer replayer(client, reader.get(), writer.get(), OptionsOf(inputs));
   absl::Status status = replayer.Run([&] {
-    progress.Show("replaying", (*reader)->fraction_read(),
+    progress.Show("replaying", reader->fraction_read(),
                   absl::StrCat(replayer.counts().attends, " attends"));
     return !interrupted.load();
   });

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "client/mlactl/cli/output.h"
 
 namespace mla::mlactl {
@@ -75,13 +76,11 @@ absl::Status Replayer::RegisterModels() {
 }
 
 absl::Status Replayer::Run(const std::function<bool()>& progress) {
-  auto session = client_->OpenSession();
-  if (!session.ok()) return session.status();
-  session_ = *std::move(session);
-  if (absl::Status status = RegisterModels(); !status.ok()) return status;
+  MLA_ASSIGN_OR_RETURN(session_, client_->OpenSession());
+  MLA_RETURN_IF_ERROR(RegisterModels());
   Record record;
   do {
-    if (absl::Status status = reader_->Next(&record); !status.ok()) return status;
+    MLA_RETURN_IF_ERROR(reader_->Next(&record));
     absl::Status status;
     // An upload ends at the first record of another kind, which is replayed after it.
     if (record.kind == RecordKind::kWeights) {
@@ -192,9 +191,7 @@ absl::Status Replayer::Begin(const Record& record) {
   }
   client::BeginOptions options;
   options.lease_ms = StepLeaseMs(*client_);
-  auto begun = session_->Begin(step->model->server_id, rows, options);
-  if (!begun.ok()) return begun.status();
-  step->remote = *std::move(begun);
+  MLA_ASSIGN_OR_RETURN(step->remote, session_->Begin(step->model->server_id, rows, options));
   steps_[record.step] = std::move(step);
   return absl::OkStatus();
 }
@@ -226,8 +223,7 @@ absl::Status Replayer::Attend(const Record& record) {
   call.o = output_.data();
   if (!lse_.empty()) call.lse = lse_.data();
   const Clock::time_point sent = Clock::now();
-  const auto times = step.remote->Attend(call);
-  if (!times.ok()) return times.status();
+  MLA_RETURN_IF_ERROR(step.remote->Attend(call).status());
   counts_.attend_times.Record(
       std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - sent).count());
   ++counts_.attends;
@@ -269,12 +265,12 @@ void Replayer::Compare(const Record& record, const OpenStep& step) {
 absl::Status Replayer::End(const Record& record) {
   const auto step = steps_.extract(record.step);
   client::Step& remote = *step.mapped()->remote;
-  const auto lengths =
-      record.committed_rows.empty() ? remote.End() : remote.End(record.committed_rows);
-  if (!lengths.ok()) return lengths.status();
+  MLA_ASSIGN_OR_RETURN(const auto lengths, record.committed_rows.empty()
+                                               ? remote.End()
+                                               : remote.End(record.committed_rows));
   step.mapped()->Settle();
   ++counts_.steps;
-  if (*lengths != record.lengths) {
+  if (lengths != record.lengths) {
     return absl::DataLossError("the sequences' lengths after the step are not the recorded ones");
   }
   return absl::OkStatus();
