@@ -47,11 +47,11 @@ absl::Status Recover(mla_client* client, mla_sequence* sequence, const mla_prefi
     return absl::FailedPreconditionError("mla_sequence_recover: the client is not of a cluster");
   }
   MLA_ASSIGN_OR_RETURN(const auto known, PrefixOf(prefix));
-  MLA_ASSIGN_OR_RETURN(const auto found, client->cluster->Recover(one, known));
+  MLA_ASSIGN_OR_RETURN(const auto outcome, client->cluster->Recover(one, known));
   mla_recovery result{};
-  result.how = RecoveredOf(found.how);
-  result.rows = found.rows;
-  result.lost = found.lost;
+  result.how = RecoveredOf(outcome.how);
+  result.rows = outcome.rows;
+  result.lost = outcome.lost;
   Write(result, recovery);
   return absl::OkStatus();
 }

@@ -50,21 +50,21 @@ absl::Status CheckOptions(const mla_ring_options& options) {
 }
 
 client::SharedMemoryOptions MemoryOptions(const mla_ring_options& options) {
-  client::SharedMemoryOptions to;
-  to.tenant = Text(options.tenant);
-  to.bytes = options.bytes;
-  to.server_spin_us = static_cast<uint32_t>(options.server_spin_us);
-  to.spin_us = static_cast<uint32_t>(options.spin_us);
+  client::SharedMemoryOptions memory;
+  memory.tenant = Text(options.tenant);
+  memory.bytes = options.bytes;
+  memory.server_spin_us = static_cast<uint32_t>(options.server_spin_us);
+  memory.spin_us = static_cast<uint32_t>(options.spin_us);
   const int64_t connect_ms = options.connect_ms > 0 ? options.connect_ms : kConnectMs;
-  to.connect_timeout_ms =
+  memory.connect_timeout_ms =
       static_cast<int32_t>(std::min<int64_t>(connect_ms, std::numeric_limits<int32_t>::max()));
-  to.server_uid = options.server_uid > 0 ? options.server_uid : -1;
+  memory.server_uid = options.server_uid > 0 ? options.server_uid : -1;
   if (options.gpu >= 0) {
-    to.device_mib = static_cast<uint32_t>((options.device_bytes + kMiB - 1) / kMiB);
-    to.device = {options.gpu, Text(options.gpu_library)};
-    to.pins = true;
+    memory.device_mib = static_cast<uint32_t>((options.device_bytes + kMiB - 1) / kMiB);
+    memory.device = {options.gpu, Text(options.gpu_library)};
+    memory.pins = true;
   }
-  return to;
+  return memory;
 }
 
 absl::StatusOr<std::unique_ptr<mla_ring>> Open(const char* path, const mla_ring_options* given) {

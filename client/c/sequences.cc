@@ -65,11 +65,11 @@ mla_code mla_page_names(const uint32_t* token_ids, size_t token_count, uint32_t 
     for (const auto& [pointer, field] : given) {
       MLA_RETURN_IF_ERROR(CheckNotNull(pointer, field));
     }
-    MLA_ASSIGN_OR_RETURN(const auto made,
+    MLA_ASSIGN_OR_RETURN(const auto page_names,
                          mla::client::PageNames({token_ids, token_count}, page_size,
                                                 {static_cast<const char*>(salt), salt_bytes}));
     auto* to = static_cast<char*>(names);
-    for (const std::string& name : made) to = std::copy(name.begin(), name.end(), to);
+    for (const std::string& name : page_names) to = std::copy(name.begin(), name.end(), to);
     return absl::OkStatus();
   });
 }
@@ -146,11 +146,12 @@ mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* prefix, ui
     if (absl::Status status = CheckNotNull(prefix, "prefix"); !status.ok()) return status;
     const auto known = mla::capi::PrefixOf(prefix);
     if (!known.ok()) return known.status();
-    const auto found = sequence->With([&](auto& one) { return one.Match(*known, first_row); });
-    if (!found.ok()) return found.status();
+    const auto prefix_match =
+        sequence->With([&](auto& one) { return one.Match(*known, first_row); });
+    if (!prefix_match.ok()) return prefix_match.status();
     mla_prefix_match result{};
-    result.rows = found->rows();
-    result.end = static_cast<mla_match_end>(found->end());
+    result.rows = prefix_match->rows();
+    result.end = static_cast<mla_match_end>(prefix_match->end());
     mla::capi::Write(result, match);
     return absl::OkStatus();
   });

@@ -161,13 +161,13 @@ absl::Status Client::WatchStatus(uint32_t interval_ms,
 }
 
 absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit,
-                                             const std::vector<std::string>& to) {
+                                             const std::vector<std::string>& peers) {
   v1::DrainRequest request;
   request.set_deadline_ms(deadline_ms);
   request.set_exit(exit);
-  if (!to.empty()) {
-    request.set_to(to.front());
-    request.mutable_also_to()->Assign(to.begin() + 1, to.end());
+  if (!peers.empty()) {
+    request.set_to(peers.front());
+    request.mutable_also_to()->Assign(peers.begin() + 1, peers.end());
   }
   return impl_->Unary<v1::DrainReply>(
       [&](auto* context, auto* reply) {

@@ -152,11 +152,12 @@ class Client final {
                            const std::function<bool(const v1::StatusUpdate&)>& update);
   // Makes the server refuse new work and wait for open steps; with `exit` its process then ends.
   // Only operators may call it. The call may take `deadline_ms` plus call_timeout_ms. `deadline_ms`
-  // 0 means the server's default, for which the call waits however long it is. `to` has HOST:PORT
-  // of the servers that take over the sequences, over TLS, at most kMostDrainPeers; if it is empty,
-  // the sequences stay. A server without the capability "hand_over_many" uses only the first one.
+  // 0 means the server's default, for which the call waits however long it is. `peers` has
+  // HOST:PORT of the servers that take over the sequences, over TLS, at most kMostDrainPeers; if it
+  // is empty, the sequences stay. A server without the capability "hand_over_many" uses only the
+  // first one.
   absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit,
-                                       const std::vector<std::string>& to = {});
+                                       const std::vector<std::string>& peers = {});
   // Ends a drain, whether it is under way or done, so that the server takes new work again.
   absl::StatusOr<v1::CancelDrainReply> CancelDrain();
   // Returns use and bounds of tenants: the caller's own for an empty request. Only operators see

@@ -10,15 +10,15 @@ namespace mla::client {
 
 std::vector<SameHost::File> SameHost::Files() const {
   std::vector<File> files;
-  glob_t found{};
-  if (glob(pattern_.c_str(), 0, nullptr, &found) == 0) {
-    for (size_t i = 0; i < found.gl_pathc && files.size() < kMostSockets; ++i) {
+  glob_t matches{};
+  if (glob(pattern_.c_str(), 0, nullptr, &matches) == 0) {
+    for (size_t i = 0; i < matches.gl_pathc && files.size() < kMostSockets; ++i) {
       struct stat about {};
-      if (stat(found.gl_pathv[i], &about) != 0) continue;  // it has gone
-      files.emplace_back(found.gl_pathv[i], about.st_dev, about.st_ino);
+      if (stat(matches.gl_pathv[i], &about) != 0) continue;  // it has gone
+      files.emplace_back(matches.gl_pathv[i], about.st_dev, about.st_ino);
     }
   }
-  globfree(&found);
+  globfree(&matches);
   return files;
 }
 
@@ -40,13 +40,13 @@ std::string SameHost::PathOf(uint64_t boot_id) {
   std::stable_sort(files.begin(), files.end(),
                    [&](const File& a, const File& b) { return turn(a) < turn(b); });
   for (const File& one : files) {
-    const absl::StatusOr<uint64_t> found = boot_id_of_(std::get<0>(one));
-    if (!found.ok()) continue;  // whatever listens there, if anything does
+    const absl::StatusOr<uint64_t> file_boot_id = boot_id_of_(std::get<0>(one));
+    if (!file_boot_id.ok()) continue;  // whatever listens there, if anything does
     {
       const MutexLock lock(mutex_);
-      known_[one] = *found;
+      known_[one] = *file_boot_id;
     }
-    if (*found == boot_id) return std::get<0>(one);
+    if (*file_boot_id == boot_id) return std::get<0>(one);
   }
   return "";
 }

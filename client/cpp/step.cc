@@ -110,10 +110,10 @@ absl::StatusOr<uint32_t> RowsOfAMessage(uint32_t rows, uint64_t row_bytes, uint6
         absl::StrCat("one row takes ", row_bytes, " bytes, messages ", room,
                      ": send fewer heads at a time or raise wire.message_bytes"));
   }
-  const auto most = static_cast<uint32_t>(
+  const auto largest = static_cast<uint32_t>(
       std::min<uint64_t>(room / row_bytes, std::numeric_limits<uint32_t>::max()));
-  if (rows <= most) return most;
-  const uint32_t pieces = (rows - 1) / most + 1;
+  if (rows <= largest) return largest;
+  const uint32_t pieces = (rows - 1) / largest + 1;
   return (rows - 1) / pieces + 1;
 }
 

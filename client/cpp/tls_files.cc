@@ -79,10 +79,10 @@ std::optional<TlsFiles::Marks> TlsFiles::MarksNow() const {
   for (const std::string* path : {&paths_.ca, &paths_.cert, &paths_.key}) {
     Mark& mark = marks[place++];
     if (path->empty()) continue;
-    struct stat found {};
-    if (stat(path->c_str(), &found) != 0) return std::nullopt;
-    mark = {static_cast<int64_t>(found.st_ino), static_cast<int64_t>(found.st_size),
-            found.st_mtim.tv_sec * kNanos + found.st_mtim.tv_nsec};
+    struct stat about {};
+    if (stat(path->c_str(), &about) != 0) return std::nullopt;
+    mark = {static_cast<int64_t>(about.st_ino), static_cast<int64_t>(about.st_size),
+            about.st_mtim.tv_sec * kNanos + about.st_mtim.tv_nsec};
   }
   return marks;
 }

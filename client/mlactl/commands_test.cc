@@ -61,11 +61,11 @@ TEST(CommandsTest, ADrainAsksTheServersAfterItselfFirst) {
 }
 
 // Words that the script offers for a line, by running it in bash.
-std::string Completed(const std::string& words, int at) {
+std::string Completed(const std::string& words, int cursor) {
   const std::string path = testing::TempDir() + "/completion.bash";
   std::ofstream(path) << CompletionScript("bash", *AllCommands());
   const std::string command = "bash -c 'source " + path + "; compopt() { :; }; COMP_WORDS=(" +
-                              words + "); COMP_CWORD=" + std::to_string(at) +
+                              words + "); COMP_CWORD=" + std::to_string(cursor) +
                               "; _mlactl; echo ${COMPREPLY[*]}'";
   FILE* const pipe = popen(command.c_str(), "r");
   std::string output(4096, '\0');

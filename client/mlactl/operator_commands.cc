@@ -123,9 +123,9 @@ constexpr char kDrainNotes[] =
 struct DrainOptions {
   uint32_t deadline_ms = 0;  // 0: the server's
   bool exit = false;
-  std::string to;          // servers, separated by commas; empty: sequences stay
-  uint32_t delay_ms = 0;   // before anything is done
-  uint32_t linger_ms = 0;  // after rows have moved
+  std::string destinations;  // servers, separated by commas; empty: sequences stay
+  uint32_t delay_ms = 0;     // before anything is done
+  uint32_t linger_ms = 0;    // after rows have moved
 };
 
 // Sequences that did not move come first, because they need an action.
@@ -207,7 +207,7 @@ int Drain(const CommonOptions& common, const DrainOptions& options) {
   const auto client = Connect(common);
   if (!client.ok()) return Fail(client.status());
   std::optional<DrainWatch> watch(std::in_place, client->get());
-  std::vector<std::string> peers = PeersOf(options.to, OwnHost());
+  std::vector<std::string> peers = PeersOf(options.destinations, OwnHost());
   if (peers.size() > client::kMostDrainPeers) peers.resize(client::kMostDrainPeers);
   const auto reply = (*client)->Drain(options.deadline_ms, options.exit, peers);
   watch.reset();
@@ -218,7 +218,7 @@ int Drain(const CommonOptions& common, const DrainOptions& options) {
                   [](const auto& one) { return one.outcome() == v1::HAND_OVER_OUTCOME_MOVED; });
   const int code =
       Emit(common, ToJson(*reply),
-           absl::StrCat(options.to.empty() ? "" : HandOverText(plain),
+           absl::StrCat(options.destinations.empty() ? "" : HandOverText(plain),
                         moved ? WeightsText((*client)->info()) : "",
                         plain.drained() ? "drained: " : "not drained: ", plain.message(), "\n"));
   if (code != kOk) return code;
@@ -245,7 +245,7 @@ void AddDrain(Program* program) {
                &options->exit);
   command.Text(
       {"to", "LIST", "HOST:PORT of servers that get the sequences, over TLS (default: they stay)"},
-      &options->to);
+      &options->destinations);
   command.Number({"delay-ms", "N", "wait so long first, as for clients to hear of it (default 0)"},
                  0, 600000, &options->delay_ms);
   command.Number({"linger-ms", "N", "wait so long once rows have moved, for clients to be told"}, 0,

@@ -358,7 +358,7 @@ void AddEventCommands(Program* program) {
   events.Number({"count", "N", "end after N events"}, 1, UINT64_MAX, &options->count);
   events.Run([options](const CommonOptions& common) { return Events(common, *options); });
   struct ExplainOptions {
-    uint32_t most = 20;
+    uint32_t limit = 20;
     bool all_tenants = false;
   };
   const auto shown = std::make_shared<ExplainOptions>();
@@ -367,13 +367,13 @@ void AddEventCommands(Program* program) {
                     .group = kGroup,
                     .summary = "show why the latest matches did not find all rows",
                     .examples = "mlactl explain\nmlactl explain --most=100 --json\n"});
-  explain.Number({"most", "N", "misses, the latest first (default 20)"}, 1, 8192, &shown->most);
+  explain.Number({"most", "N", "misses, the latest first (default 20)"}, 1, 8192, &shown->limit);
   explain.Flag("all-tenants", "show all tenants, for operators", &shown->all_tenants);
   explain.Run([shown](const CommonOptions& common) {
     return CallAndPrint(
         common,
         [shown](client::Client* client) {
-          return client->Explain(shown->most, shown->all_tenants);
+          return client->Explain(shown->limit, shown->all_tenants);
         },
         MissesText);
   });

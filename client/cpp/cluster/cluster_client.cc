@@ -599,10 +599,12 @@ absl::StatusOr<ClusterSequence> ClusterClient::Attach(const std::string& model_i
                                  "no server of the cluster has the sequence", "sequence_not_found");
   for (const Member& member : members) {
     if (!owners_->At(member.address())->well()) continue;
-    auto found = AttachFrom(member.address(), model.get(), id);
-    if (found.ok()) return found;
-    if (!IsAway(found.status()) && !absl::IsNotFound(found.status())) return found.status();
-    if (absl::IsNotFound(found.status())) last = found.status();
+    auto attached = AttachFrom(member.address(), model.get(), id);
+    if (attached.ok()) return attached;
+    if (!IsAway(attached.status()) && !absl::IsNotFound(attached.status())) {
+      return attached.status();
+    }
+    if (absl::IsNotFound(attached.status())) last = attached.status();
   }
   return last;
 }
@@ -610,10 +612,10 @@ absl::StatusOr<ClusterSequence> ClusterClient::Attach(const std::string& model_i
 absl::StatusOr<Recovery> ClusterClient::Recover(ClusterSequence* sequence,
                                                 const v1::Prefix& prefix) {
   MLA_ASSIGN_OR_RETURN(const auto model, FindModel(sequence->model_id()));
-  auto found = SequenceRecovery(this, model.get(), prefix, sequence).Run();
+  auto recovery = SequenceRecovery(this, model.get(), prefix, sequence).Run();
   const MutexLock lock(mutex_);
-  counts_.recovered += found.ok() ? 1 : 0;
-  return found;
+  counts_.recovered += recovery.ok() ? 1 : 0;
+  return recovery;
 }
 
 absl::StatusOr<uint64_t> ClusterClient::RenewLeases() {

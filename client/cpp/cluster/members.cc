@@ -124,20 +124,20 @@ absl::Status MemberList::Start() {
 }
 
 absl::Status MemberList::Refresh() {
-  absl::StatusOr<std::vector<Member>> found = read_();
-  if (found.ok() && found->size() > kMostMembers) {
-    found =
-        RefuseValue("members", absl::StrCat(found->size()), absl::StrCat("at most ", kMostMembers));
+  absl::StatusOr<std::vector<Member>> answer = read_();
+  if (answer.ok() && answer->size() > kMostMembers) {
+    answer = RefuseValue("members", absl::StrCat(answer->size()),
+                         absl::StrCat("at most ", kMostMembers));
   }
   std::vector<std::string> gone;
   {
     const MutexLock lock(mutex_);
-    error_ = found.status();
-    if (!found.ok()) return error_;
+    error_ = answer.status();
+    if (!answer.ok()) return error_;
     std::map<std::string, Member> before = std::exchange(members_, {});
-    for (Member& one : *found) members_.insert_or_assign(one.address(), std::move(one));
+    for (Member& one : *answer) members_.insert_or_assign(one.address(), std::move(one));
     answered_ = true;
-    at_ = options_.now();
+    answer_time_s_ = options_.now();
     for (const auto& [address, one] : before) {
       const auto after = members_.find(address);
       if (after == members_.end() || HasRestarted(one, after->second)) gone.push_back(address);
@@ -149,7 +149,7 @@ absl::Status MemberList::Refresh() {
 
 absl::StatusOr<std::vector<Member>> MemberList::All() const {
   const MutexLock lock(mutex_);
-  const double age_s = options_.now() - at_;
+  const double age_s = options_.now() - answer_time_s_;
   if (answered_ && age_s <= options_.keep_s) {
     std::vector<Member> members;
     members.reserve(members_.size());

@@ -79,7 +79,7 @@ class MemberList final {
   CondVar stopped_;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   bool answered_ ABSL_GUARDED_BY(mutex_) = false;
-  double at_ ABSL_GUARDED_BY(mutex_) = 0;  // of the last good answer
+  double answer_time_s_ ABSL_GUARDED_BY(mutex_) = 0;  // of the last good answer
   absl::Status error_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, Member> members_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;

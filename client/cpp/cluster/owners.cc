@@ -52,13 +52,13 @@ MaybeProbe ConnectAndAsk(Owner* owner, const std::string& model_id, const v1::Pr
 // Answers that come from some threads, in the order of the addresses.
 class Asked final {
  public:
-  explicit Asked(const std::vector<std::string>& addresses) : left_(addresses.size()) {
+  explicit Asked(const std::vector<std::string>& addresses) : remaining_(addresses.size()) {
     for (const std::string& address : addresses) answers_.push_back({address, {}, 0});
   }
   void Take(size_t place, MaybeProbe probe) {
     const MutexLock lock(mutex_);
     answers_[place].probe = std::move(probe);
-    --left_;
+    --remaining_;
     changed_.NotifyAll();
   }
   // Waits until all answers have come, but not beyond `end`. Answers that come later are absent
@@ -66,14 +66,14 @@ class Asked final {
   std::vector<Answer> Wait(std::chrono::steady_clock::time_point end) {
     MutexLock lock(mutex_);
     changed_.WaitUntil(lock, end,
-                       [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return left_ == 0; });
+                       [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return remaining_ == 0; });
     return answers_;
   }
 
  private:
   Mutex mutex_;
   CondVar changed_;
-  size_t left_ ABSL_GUARDED_BY(mutex_);
+  size_t remaining_ ABSL_GUARDED_BY(mutex_);
   std::vector<Answer> answers_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -112,16 +112,16 @@ absl::Status Connection::GivenUp() const {
 absl::StatusOr<std::shared_ptr<OwnerSession>> Connection::OpenSession() {
   if (dropped()) return GivenUp();
   MLA_ASSIGN_OR_RETURN(auto session, client_->OpenSession());
-  auto made = std::make_shared<OwnerSession>();
-  made->connection = shared_from_this();
-  made->session = std::move(session);
+  auto owner_session = std::make_shared<OwnerSession>();
+  owner_session->connection = shared_from_this();
+  owner_session->session = std::move(session);
   {
     const MutexLock lock(sessions_mutex_);
     std::erase_if(sessions_, [](const auto& one) { return one.expired(); });
-    sessions_.push_back(made);
+    sessions_.push_back(owner_session);
   }
-  if (dropped()) made->session->Cancel(GivenUp());  // meanwhile
-  return made;
+  if (dropped()) owner_session->session->Cancel(GivenUp());  // meanwhile
+  return owner_session;
 }
 
 void Connection::Drop() {
@@ -272,10 +272,10 @@ absl::StatusOr<std::shared_ptr<Connection>> Owner::connection() {
   auto client = connect_();
   connecting_ = false;
   if (!client.ok()) return client.status();
-  auto made = std::make_shared<Connection>(address_, *std::move(client));
+  auto new_connection = std::make_shared<Connection>(address_, *std::move(client));
   const MutexLock lock(mutex_);
-  connection_ = made;
-  return made;
+  connection_ = new_connection;
+  return new_connection;
 }
 
 std::shared_ptr<Connection> Owner::connected() const {
@@ -473,7 +473,7 @@ void Marks::Remember(std::string_view model_id, const v1::Prefix& prefix,
     order_.emplace_back(mark, address);
     places_.emplace(mark, std::prev(order_.end()));
   }
-  while (places_.size() > most_) {
+  while (places_.size() > limit_) {
     places_.erase(order_.front().first);
     order_.pop_front();
   }

@@ -72,7 +72,7 @@ std::vector<std::string> MarksOf(std::string_view model_id, const v1::Prefix& pr
 // conversations that were remembered longest ago go first.
 class Marks final {
  public:
-  explicit Marks(size_t most = kMostMarks) : most_(most) {}
+  explicit Marks(size_t limit = kMostMarks) : limit_(limit) {}
 
   // Rows that begin so are at `address` now.
   void Remember(std::string_view model_id, const v1::Prefix& prefix, const std::string& address);
@@ -82,7 +82,7 @@ class Marks final {
  private:
   using Order = std::list<std::pair<std::string, std::string>>;  // mark and address, oldest first
 
-  const size_t most_;
+  const size_t limit_;
   Mutex mutex_;
   Order order_ ABSL_GUARDED_BY(mutex_);
   std::unordered_map<std::string, Order::iterator> places_ ABSL_GUARDED_BY(mutex_);

@@ -106,10 +106,10 @@ std::vector<std::string> Bounded(const std::vector<std::string>& addresses, cons
     ++known;
   }
   const double mean = known > 0 ? sum / known : 0.0;
-  const double most = std::max(kBound * mean, mean + kSlack);
+  const double limit = std::max(kBound * mean, mean + kSlack);
   std::vector<std::string> good;
   for (const std::string& address : addresses) {
-    if (FillIn(fills, address) <= most) good.push_back(address);
+    if (FillIn(fills, address) <= limit) good.push_back(address);
   }
   return good;
 }

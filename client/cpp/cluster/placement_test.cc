@@ -67,10 +67,10 @@ std::string Made(const Words& line) {
     return Hex(hash.Digest());
   }
   if (line[0] == "names") {
-    const auto made = PageNames(NumbersOf(line[3]), NumbersOf(line[2])[0], Bytes(line[1]));
-    if (!made.ok()) return made.status().ToString();
+    const auto page_names = PageNames(NumbersOf(line[3]), NumbersOf(line[2])[0], Bytes(line[1]));
+    if (!page_names.ok()) return page_names.status().ToString();
     Words names;
-    for (const std::string& one : *made) names.push_back(Hex(one));
+    for (const std::string& one : *page_names) names.push_back(Hex(one));
     return absl::StrJoin(names, ",");
   }
   return "no such kind: " + line[0];

@@ -84,22 +84,22 @@ class PartsQueue final {
 absl::StatusOr<Recovery> SequenceRecovery::Run() {
   const uint64_t before = sequence_->length();
   const std::string was = sequence_->address();
-  Recovery found;
+  Recovery recovery;
   if (Alive()) {
-    found.how = sequence_->address() == was ? "alive" : "moved";
+    recovery.how = sequence_->address() == was ? "alive" : "moved";
   } else if (Moved()) {
-    found.how = "moved";
+    recovery.how = "moved";
   } else if (Checkpoint()) {
-    found.how = "checkpoint";
+    recovery.how = "checkpoint";
   } else {
     Forget();
     MLA_RETURN_IF_ERROR(OpenAgain());
-    found.how = sequence_->length() > 0 ? "peer" : "none";
+    recovery.how = sequence_->length() > 0 ? "peer" : "none";
   }
-  found.address = sequence_->address();
-  found.rows = sequence_->length();
-  found.lost = before > found.rows ? before - found.rows : 0;
-  return found;
+  recovery.address = sequence_->address();
+  recovery.rows = sequence_->length();
+  recovery.lost = before > recovery.rows ? before - recovery.rows : 0;
+  return recovery;
 }
 
 bool SequenceRecovery::Alive() {
@@ -186,8 +186,8 @@ absl::Status SequenceRecovery::OpenAgain() {
   return absl::OkStatus();
 }
 
-bool SequenceRecovery::Fetch(const std::string& holder, const std::string& to) {
-  const auto here = cluster_->WithModel(to, model_);
+bool SequenceRecovery::Fetch(const std::string& holder, const std::string& destination) {
+  const auto here = cluster_->WithModel(destination, model_);
   auto source = cluster_->OpenAt(holder, model_, prefix_, nullptr);
   if (!here.ok() || !source.ok() || source->length() == 0) return false;
   v1::ExportRequest request;
@@ -215,7 +215,7 @@ bool SequenceRecovery::Fetch(const std::string& holder, const std::string& to) {
   exporter.join();
   if (!imported.ok()) {
     const bool here_failed = exported.ok() || absl::IsCancelled(exported);
-    cluster_->owners_->At(here_failed ? to : holder)
+    cluster_->owners_->At(here_failed ? destination : holder)
         ->Failed(here_failed ? imported.status() : exported);
     return false;
   }

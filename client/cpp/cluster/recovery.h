@@ -34,7 +34,7 @@ class SequenceRecovery final {
   bool Checkpoint();
   bool Restore(const std::string& address);  // from a checkpoint that this server has
   // Fetches the rows that `holder` has of the prefix to server `to`.
-  bool Fetch(const std::string& holder, const std::string& to);
+  bool Fetch(const std::string& holder, const std::string& destination);
   // Opens the sequence again, with the rows of a peer or with none.
   absl::Status OpenAgain();
   // Tells the old server, if it is there after all, that it need not keep the sequence until the

@@ -61,18 +61,18 @@ class DnsRegistry final : public Registry {
   absl::StatusOr<std::vector<Member>> Read() override {
     addrinfo wanted{};
     wanted.ai_socktype = SOCK_STREAM;
-    addrinfo* found = nullptr;
-    const int failed = getaddrinfo(name_.host.c_str(), nullptr, &wanted, &found);
+    addrinfo* answers = nullptr;
+    const int failed = getaddrinfo(name_.host.c_str(), nullptr, &wanted, &answers);
     if (failed != 0) return Away(absl::StrCat(name_.host, ": ", gai_strerror(failed)));
     std::set<std::string> addresses;
-    for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
+    for (const addrinfo* one = answers; one != nullptr; one = one->ai_next) {
       char host[NI_MAXHOST] = "";
       if (getnameinfo(one->ai_addr, one->ai_addrlen, host, sizeof(host), nullptr, 0,
                       NI_NUMERICHOST) == 0) {
         addresses.insert(Endpoint{host, name_.port}.ToString());
       }
     }
-    freeaddrinfo(found);
+    freeaddrinfo(answers);
     std::vector<Member> members;
     for (const std::string& address : addresses) members.push_back(MemberAt(address));
     return members;

@@ -100,19 +100,19 @@ absl::StatusOr<EtcdTarget> ParseEtcdTarget(std::string_view target) {
   if (absl::StrContains(text, '@')) {
     return Wrong("etcd://...@...", "without a user: a target is shown in logs");
   }
-  EtcdTarget found;
+  EtcdTarget etcd;
   absl::string_view rest = text;
-  found.tls = absl::ConsumePrefix(&rest, kEtcdTls);
-  const bool known = found.tls || absl::ConsumePrefix(&rest, kEtcd);
+  etcd.tls = absl::ConsumePrefix(&rest, kEtcdTls);
+  const bool known = etcd.tls || absl::ConsumePrefix(&rest, kEtcd);
   const size_t slash = rest.find('/');
   if (!known || slash == absl::string_view::npos) {
     return Wrong(text, "etcd://HOST:2379/PREFIX");
   }
   for (const absl::string_view one : absl::StrSplit(rest.substr(0, slash), ',')) {
     MLA_ASSIGN_OR_RETURN(auto endpoint, ParseEndpoint(one, kEtcdPort, text));
-    found.endpoints.push_back(std::move(endpoint));
+    etcd.endpoints.push_back(std::move(endpoint));
   }
-  if (found.endpoints.size() > kMostEndpoints) {
+  if (etcd.endpoints.size() > kMostEndpoints) {
     return Wrong(text, absl::StrCat("of at most ", kMostEndpoints, " endpoints"));
   }
   absl::string_view prefix = rest.substr(slash + 1);
@@ -121,8 +121,8 @@ absl::StatusOr<EtcdTarget> ParseEtcdTarget(std::string_view target) {
   if (!IsPrefix(prefix)) {
     return Wrong(text, "with a prefix of letters, digits, '_', '.', '-' and '/' between them");
   }
-  found.prefix = std::string(prefix);
-  return found;
+  etcd.prefix = std::string(prefix);
+  return etcd;
 }
 
 absl::StatusOr<Endpoint> ParseDnsTarget(std::string_view target) {

@@ -50,7 +50,7 @@ struct DeviceRegion::State {
   int amd_version = 0;
   void* context = nullptr;         // NVIDIA's, of `device`
   void* server_context = nullptr;  // NVIDIA's, of the server's device
-  void* at = nullptr;
+  void* base = nullptr;
   uint64_t allocation = 0;
   bool imported = false, reserved = false, mapped = false, opened = false;
   std::vector<void*> events;  // the server's, by slot
@@ -70,7 +70,7 @@ struct DeviceRegion::State {
   bool same_device() const { return device == server_device; }
   size_t bytes() const { return static_cast<size_t>(header.bytes); }
   void* There(uint32_t* word) const {
-    const auto* const first = static_cast<const std::byte*>(at);
+    const auto* const first = static_cast<const std::byte*>(base);
     const auto* const byte = reinterpret_cast<const std::byte*>(word);
     if (byte >= first && byte < first + bytes()) return word;
     return words_there + (reinterpret_cast<const std::byte*>(word) - words.data());
@@ -81,15 +81,16 @@ struct DeviceRegion::State {
     unsigned count = 0;
   };
   Operations OperationsOf(const Turn& turn) const {
-    Operations made;
+    Operations operations;
     for (const Word& store : turn.stores) {
       if (store.word == nullptr) continue;
-      made.all[made.count++] = {DeviceRuntime::WordOperation::kStore, There(store.word),
-                                store.value, kWithBarrier};
+      operations.all[operations.count++] = {DeviceRuntime::WordOperation::kStore, There(store.word),
+                                            store.value, kWithBarrier};
     }
-    made.all[made.count++] = {DeviceRuntime::WordOperation::kAwait, There(turn.awaited.word),
-                              turn.awaited.value, kEqualOrLater};
-    return made;
+    operations.all[operations.count++] = {DeviceRuntime::WordOperation::kAwait,
+                                          There(turn.awaited.word), turn.awaited.value,
+                                          kEqualOrLater};
+    return operations;
   }
 
   // Makes a device current for as long as it lives.
@@ -142,9 +143,9 @@ struct DeviceRegion::State {
     if (nearby_stream != nullptr) (void)api.stream_destroy(nearby_stream);
     for (void* event : local) (void)api.event_destroy(event);
     if (!words.empty()) (void)api.unregister_host(words.data());
-    if (opened) (void)api.close_memory(at);
-    if (mapped) (void)api.unmap(at, bytes());
-    if (reserved) (void)api.unreserve(at, bytes());
+    if (opened) (void)api.close_memory(base);
+    if (mapped) (void)api.unmap(base, bytes());
+    if (reserved) (void)api.unreserve(base, bytes());
     if (imported) (void)api.release(allocation);
   }
 
@@ -203,7 +204,7 @@ struct DeviceRegion::State {
     if (header.kind == wire::kDeviceHandle) {
       Handle handle;
       std::memcpy(handle.data(), header.memory, handle.size());
-      s = Check(api.open_memory(&at, handle, kLazyPeerAccess), "memory open");
+      s = Check(api.open_memory(&base, handle, kLazyPeerAccess), "memory open");
       opened = s.ok();
       return s;
     }
@@ -212,12 +213,12 @@ struct DeviceRegion::State {
                                  : static_cast<void*>(&descriptor);
     s = Check(api.import_memory(&allocation, named, kPosixDescriptor), "memory import");
     imported = s.ok();
-    if (s.ok()) s = Check(api.reserve(&at, bytes(), 0, nullptr, 0), "address reserve");
+    if (s.ok()) s = Check(api.reserve(&base, bytes(), 0, nullptr, 0), "address reserve");
     reserved = s.ok();
-    if (s.ok()) s = Check(api.map(at, bytes(), 0, allocation, 0), "memory map");
+    if (s.ok()) s = Check(api.map(base, bytes(), 0, allocation, 0), "memory map");
     mapped = s.ok() && reserved;
     const Access access{kOnDevice, device, kReadWrite};
-    if (s.ok()) s = Check(api.set_access(at, bytes(), &access, 1), "memory access");
+    if (s.ok()) s = Check(api.set_access(base, bytes(), &access, 1), "memory access");
     return s;
   }
 
@@ -326,7 +327,7 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::WithoutMemory(
 }
 
 std::span<std::byte> DeviceRegion::memory() const {
-  return {static_cast<std::byte*>(state_->at), state_->bytes()};
+  return {static_cast<std::byte*>(state_->base), state_->bytes()};
 }
 std::span<std::byte> DeviceRegion::tensors() const {
   return state_->header.words > 0 ? memory().first(state_->header.words) : memory();
@@ -441,7 +442,7 @@ absl::Status DeviceRegion::MapWords(std::span<std::byte> memory) {
   void* there = nullptr;
   s = Check(api.device_address(&there, memory.data(), 0), "device address");
   state_->words_there = static_cast<std::byte*>(there);
-  if (s.ok() && nvidia() && state_->at != nullptr) {
+  if (s.ok() && nvidia() && state_->base != nullptr) {
     state_->copier = RowCopier::Create(api, state_->device);
   }
   if (!s.ok() || state_->header.words == 0 || !state_->same_device()) return s;

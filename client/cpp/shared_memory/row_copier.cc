@@ -90,15 +90,15 @@ std::unique_ptr<RowCopier> RowCopier::Create(const DeviceRuntime& api, int devic
       api.nvidia_pointer_attributes == nullptr) {
     return nullptr;
   }
-  std::unique_ptr<RowCopier> made(new RowCopier(api, device));
-  if (api.nvidia_load_module(&made->module_, kKernel) != 0) return nullptr;
-  if (api.nvidia_function(&made->kernel_, made->module_, "mla_copy_rows") != 0) return nullptr;
+  std::unique_ptr<RowCopier> copier(new RowCopier(api, device));
+  if (api.nvidia_load_module(&copier->module_, kKernel) != 0) return nullptr;
+  if (api.nvidia_function(&copier->kernel_, copier->module_, "mla_copy_rows") != 0) return nullptr;
   const std::array<DeviceCopy, 1> nothing{};
   void* stream = nullptr;
   if (api.stream_create(&stream, DeviceRuntime::kStreamNonBlocking) != 0) return nullptr;
-  const bool ran = made->Copy(nothing, stream) == 0 && api.stream_finish(stream) == 0;
+  const bool ran = copier->Copy(nothing, stream) == 0 && api.stream_finish(stream) == 0;
   (void)api.stream_destroy(stream);
-  return ran ? std::move(made) : nullptr;
+  return ran ? std::move(copier) : nullptr;
 }
 
 RowCopier::~RowCopier() {
@@ -130,7 +130,7 @@ bool RowCopier::Takes(std::span<const DeviceCopy> copies) const {
 
 int RowCopier::Copy(std::span<const DeviceCopy> copies, void* stream) const {
   Jobs jobs;
-  uint64_t most = 1;
+  uint64_t largest = 1;
   for (size_t i = 0; i < copies.size(); ++i) {
     const DeviceCopy& copy = copies[i];
     jobs[i] = {copy.from,
@@ -139,10 +139,10 @@ int RowCopier::Copy(std::span<const DeviceCopy> copies, void* stream) const {
                copy.to_pitch,
                static_cast<uint32_t>(copy.width / kPiece),
                static_cast<uint32_t>(copy.rows)};
-    most = std::max(most, copy.width / kPiece * copy.rows);
+    largest = std::max(largest, copy.width / kPiece * copy.rows);
   }
   const auto blocks =
-      static_cast<unsigned>(std::min<uint64_t>(kMostBlocks, (most + kThreads - 1) / kThreads));
+      static_cast<unsigned>(std::min<uint64_t>(kMostBlocks, (largest + kThreads - 1) / kThreads));
   std::array<void*, 1> parameters = {&jobs};
   return api_.nvidia_launch(kernel_, blocks, static_cast<unsigned>(copies.size()), 1, kThreads, 1,
                             1, 0, stream, parameters.data(), nullptr);

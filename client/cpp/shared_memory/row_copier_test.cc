@@ -109,8 +109,8 @@ class RowCopierTest : public ::testing::Test {
   // A whole tensor, and rows of 48 bytes that lie 112 bytes apart, for places 64 bytes apart.
   std::array<DeviceCopy, 2> Two() {
     std::byte* const from = AlignedStart();
-    return {DeviceCopy{to_.data(), from, 4096, 1, 4096, 4096},
-            DeviceCopy{to_.data() + 8192, from + 8192, 48, 9, 64, 112}};
+    return {DeviceCopy{target_.data(), from, 4096, 1, 4096, 4096},
+            DeviceCopy{target_.data() + 8192, from + 8192, 48, 9, 64, 112}};
   }
   static std::byte* AlignedStart() {
     const auto at = reinterpret_cast<uintptr_t>(driver.device.data());
@@ -119,7 +119,7 @@ class RowCopierTest : public ::testing::Test {
 
   DeviceRuntime api_{};
   struct alignas(16) Target : std::array<std::byte, 16384> {
-  } to_{};
+  } target_{};
 };
 
 TEST_F(RowCopierTest, CopiesRowsInOneLaunch) {
@@ -138,7 +138,7 @@ TEST_F(RowCopierTest, CopiesRowsInOneLaunch) {
     std::memcpy(want.data() + 8192 + row * 64,
                 static_cast<const std::byte*>(copies[1].from) + row * 112, 48);
   }
-  EXPECT_EQ(to_, want);
+  EXPECT_EQ(target_, want);
 }
 
 TEST_F(RowCopierTest, LargeCopiesTakeSeveralTurns) {
@@ -148,15 +148,15 @@ TEST_F(RowCopierTest, LargeCopiesTakeSeveralTurns) {
   driver.device[driver.device.size() - 17] = std::byte{5};
   std::vector<std::byte> to(large.size());
   auto* const from = AlignedStart();
-  auto* const at = to.data() + (16 - reinterpret_cast<uintptr_t>(to.data()) % 16) % 16;
+  auto* const target = to.data() + (16 - reinterpret_cast<uintptr_t>(to.data()) % 16) % 16;
   const uint64_t bytes = large.size() - 16;
   const std::array<DeviceCopy, 2> copies = {
-      DeviceCopy{at, from, bytes / 2, 2, bytes / 2, bytes / 2},
-      DeviceCopy{to_.data(), from, 16, 1, 16, 16}};
+      DeviceCopy{target, from, bytes / 2, 2, bytes / 2, bytes / 2},
+      DeviceCopy{target_.data(), from, 16, 1, 16, 16}};
   ASSERT_TRUE(copier->Takes(copies));
   ASSERT_EQ(copier->Copy(copies, nullptr), 0);
   EXPECT_EQ(driver.blocks, 1024U);
-  EXPECT_EQ(std::memcmp(at, from, bytes), 0);
+  EXPECT_EQ(std::memcmp(target, from, bytes), 0);
 }
 
 TEST_F(RowCopierTest, LeavesOtherCopiesToTheRuntime) {
@@ -176,7 +176,7 @@ TEST_F(RowCopierTest, LeavesOtherCopiesToTheRuntime) {
   EXPECT_FALSE(changed([](DeviceCopy& c) { c.to_pitch = 72; }));
   EXPECT_FALSE(changed([](DeviceCopy& c) { c.to = static_cast<std::byte*>(c.to) + 8; }));
   EXPECT_FALSE(changed([](DeviceCopy& c) { c.from = static_cast<const std::byte*>(c.from) + 8; }));
-  EXPECT_FALSE(changed([this](DeviceCopy& c) { c.from = to_.data(); })) << "memory of the host";
+  EXPECT_FALSE(changed([this](DeviceCopy& c) { c.from = target_.data(); })) << "memory of the host";
   EXPECT_FALSE(changed([](DeviceCopy& c) { c.rows = uint64_t{1} << 32; }));
   EXPECT_FALSE(changed([](DeviceCopy& c) { c.rows = INT32_MAX / 3 + 1; })) << "pieces overflow";
   driver.ordinal = kDevice + 1;

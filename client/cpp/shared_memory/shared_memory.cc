@@ -217,8 +217,8 @@ absl::Status SharedMemory::Exchange(const std::string& path,
 // The memory must be sealed, and as large as the connect_reply says: otherwise an access could end
 // this process.
 absl::Status SharedMemory::CheckRegion(int descriptor) const {
-  struct stat found {};
-  if (descriptor < 0 || fstat(descriptor, &found) != 0) {
+  struct stat about {};
+  if (descriptor < 0 || fstat(descriptor, &about) != 0) {
     return Mismatch("region", "no memory", "the region's descriptor");
   }
   const int seals = fcntl(descriptor, F_GET_SEALS);
@@ -227,8 +227,8 @@ absl::Status SharedMemory::CheckRegion(int descriptor) const {
     return Mismatch("region", "memory that can be resized", "sealed memory");
   }
   const uint64_t size = connect_reply_.region_bytes, arena = connect_reply_.arena_offset;
-  if (static_cast<uint64_t>(found.st_size) != size) {
-    return Mismatch("region_bytes", absl::StrCat(size), absl::StrCat(found.st_size));
+  if (static_cast<uint64_t>(about.st_size) != size) {
+    return Mismatch("region_bytes", absl::StrCat(size), absl::StrCat(about.st_size));
   }
   const uint32_t entries = connect_reply_.ring_entries;
   if (options_.ring != (entries > 0) || entries > kMostRingEntries ||
@@ -271,14 +271,14 @@ absl::Status SharedMemory::Map(int descriptor) {
     if (descriptor >= 0) close(descriptor);
     return status;
   }
-  void* const at = mmap(nullptr, connect_reply_.region_bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_POPULATE, descriptor, 0);
+  void* const mapping = mmap(nullptr, connect_reply_.region_bytes, PROT_READ | PROT_WRITE,
+                             MAP_SHARED | MAP_POPULATE, descriptor, 0);
   close(descriptor);
-  if (at == MAP_FAILED) {
+  if (mapping == MAP_FAILED) {
     return absl::ResourceExhaustedError(
         absl::StrCat("shared memory: cannot map: ", std::strerror(errno)));
   }
-  SetRegion({static_cast<std::byte*>(at), connect_reply_.region_bytes},
+  SetRegion({static_cast<std::byte*>(mapping), connect_reply_.region_bytes},
             connect_reply_.arena_offset);
   guard_.emplace(&socket_, region());
   if (connect_reply_.ring_entries == 0) return absl::OkStatus();

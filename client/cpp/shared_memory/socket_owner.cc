@@ -31,11 +31,11 @@ absl::Status Refused(const std::string& path, int64_t uid) {
 TrustedUsers TrustedUsersWith(int64_t server_uid) { return {geteuid(), server_uid}; }
 
 absl::Status CheckSocketFile(const std::string& path, const TrustedUsers& users) {
-  struct stat found {};
-  if (lstat(path.c_str(), &found) != 0 || users.Include(found.st_uid) || !IsOpenToAll(path)) {
+  struct stat about {};
+  if (lstat(path.c_str(), &about) != 0 || users.Include(about.st_uid) || !IsOpenToAll(path)) {
     return absl::OkStatus();
   }
-  return Refused(path, found.st_uid);
+  return Refused(path, about.st_uid);
 }
 
 absl::Status CheckSocketPeer(int socket, const std::string& path, const TrustedUsers& users) {

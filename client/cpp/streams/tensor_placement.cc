@@ -75,37 +75,37 @@ uint64_t DeviceOffset(const RingMemory& memory, std::span<const std::byte> first
 
 bool PlaceTensors(RingMemory* memory, wire::ThreadTeam* copier, const InputTensors& inputs,
                   const PendingReply& pending, TensorPlacement* placement) {
-  TensorPlacement made;
+  TensorPlacement result;
   const AttendLayout layout = LayoutOf(inputs, pending);
-  made.in_bytes = layout.inputs.bytes();
-  made.out_bytes = layout.outputs.bytes();
+  result.in_bytes = layout.inputs.bytes();
+  result.out_bytes = layout.outputs.bytes();
   if (OnDevice(*memory, inputs, pending, layout)) {
-    made.in_offset = DeviceOffset(*memory, inputs.kv, inputs.q);
-    made.out_offset = DeviceOffset(*memory, pending.o, pending.lse);
-    made.on_device = true;
-    *placement = made;
+    result.in_offset = DeviceOffset(*memory, inputs.kv, inputs.q);
+    result.out_offset = DeviceOffset(*memory, pending.o, pending.lse);
+    result.on_device = true;
+    *placement = result;
     return true;
   }
-  const std::byte* in = made.in_bytes == 0 ? nullptr : InputsInPlace(*memory, inputs, layout);
+  const std::byte* in = result.in_bytes == 0 ? nullptr : InputsInPlace(*memory, inputs, layout);
   // A caller's memory for returned lists does not follow the other outputs, so these are copied.
-  const bool out_stays = made.out_bytes > 0 && pending.chosen.empty();
+  const bool out_stays = result.out_bytes > 0 && pending.chosen.empty();
   const std::byte* out = out_stays ? OutputsInPlace(*memory, pending, layout) : nullptr;
-  if (made.in_bytes > 0 && in == nullptr) made.in = memory->Allocate(made.in_bytes);
-  if (made.out_bytes > 0 && out == nullptr) made.out = memory->Allocate(made.out_bytes);
-  if (in == nullptr) in = made.in.data();
-  if (out == nullptr) out = made.out.data();
-  if ((made.in_bytes > 0 && in == nullptr) || (made.out_bytes > 0 && out == nullptr)) {
-    FreeTensors(memory, &made);
+  if (result.in_bytes > 0 && in == nullptr) result.in = memory->Allocate(result.in_bytes);
+  if (result.out_bytes > 0 && out == nullptr) result.out = memory->Allocate(result.out_bytes);
+  if (in == nullptr) in = result.in.data();
+  if (out == nullptr) out = result.out.data();
+  if ((result.in_bytes > 0 && in == nullptr) || (result.out_bytes > 0 && out == nullptr)) {
+    FreeTensors(memory, &result);
     return false;
   }
-  if (!made.in.empty()) {
-    copier->Copy(inputs.kv, made.in.data());
-    copier->Copy(inputs.q, made.in.data() + layout.q);
-    if (!inputs.lists.empty()) copier->Copy(inputs.lists, made.in.data() + layout.lists);
+  if (!result.in.empty()) {
+    copier->Copy(inputs.kv, result.in.data());
+    copier->Copy(inputs.q, result.in.data() + layout.q);
+    if (!inputs.lists.empty()) copier->Copy(inputs.lists, result.in.data() + layout.lists);
   }
-  if (in != nullptr) made.in_offset = memory->OffsetOf(in);
-  if (out != nullptr) made.out_offset = memory->OffsetOf(out);
-  *placement = made;
+  if (in != nullptr) result.in_offset = memory->OffsetOf(in);
+  if (out != nullptr) result.out_offset = memory->OffsetOf(out);
+  *placement = result;
   return true;
 }
 

@@ -56,11 +56,11 @@ bool UcxChains::Ready(uint64_t index) const {
 }
 
 void UcxChains::Complete(uint64_t tag) {
-  const auto found = waiting_.find(tag);
-  if (found == waiting_.end()) return;
-  Atomic(*DoneOf(found->second))
-      .store(wire::PublishedSequence(found->second), std::memory_order_release);
-  waiting_.erase(found);
+  const auto entry = waiting_.find(tag);
+  if (entry == waiting_.end()) return;
+  Atomic(*DoneOf(entry->second))
+      .store(wire::PublishedSequence(entry->second), std::memory_order_release);
+  waiting_.erase(entry);
 }
 
 void UcxChains::Release() {

@@ -98,13 +98,13 @@ absl::Status UcxMemory::Connect(const UcxRing& ring) {
   std::memcpy(token_.data(), ring.token.data(), token_.size());
   entries_ = ring.entries;
   slots_ = std::vector<Slot>(entries_);
-  void* const at = mmap(nullptr, ring.region_bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-  if (at == MAP_FAILED) {
+  void* const mapping = mmap(nullptr, ring.region_bytes, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (mapping == MAP_FAILED) {
     return absl::ResourceExhaustedError(
         absl::StrCat("UCX ring: cannot map: ", std::strerror(errno)));
   }
-  SetRegion({static_cast<std::byte*>(at), ring.region_bytes}, ring.arena_offset);
+  SetRegion({static_cast<std::byte*>(mapping), ring.region_bytes}, ring.arena_offset);
   MutexLock lock(mutex_);
   link_->Register(region()).IgnoreError();  // payloads take slower ways without it
   if (!ring.secret.empty()) {
@@ -213,7 +213,8 @@ absl::StatusOr<std::byte*> UcxMemory::Place(std::span<const std::byte> header, s
   }
   const uint64_t ahead = frame.number - returned_.load(std::memory_order_acquire);
   Slot& slot = slots_[frame.number & (entries_ - 1)];
-  if (ahead >= entries_ || frame.number >= left_.load() || slot.state != SlotState::kFree) {
+  if (ahead >= entries_ || frame.number >= entries_given_.load() ||
+      slot.state != SlotState::kFree) {
     return absl::DataLossError(absl::StrCat("UCX ring: a completion to nothing: ", frame.number));
   }
   if (frame.place > region().size() || bytes > region().size() - frame.place) {
@@ -330,7 +331,7 @@ bool UcxMemory::SendReady() {
         next.chained ? chains_->Ready(next.frame.number)
                      : next.frame.entry.kind == wire::kEntryMessage || arrived_ >= chain_end_;
     if (!may_leave) break;
-    left_.store(next.frame.number + 1);
+    entries_given_.store(next.frame.number + 1);
     ++sending_;
     if (const absl::Status sent = SendRequest(next.frame, next.places); !sent.ok()) {
       NoteFailure(sent);

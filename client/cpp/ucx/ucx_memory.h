@@ -174,7 +174,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   bool held_ = false;                  // the last completion's places are in use
   std::atomic<uint64_t> returned_{0};  // completions whose places may be used again
   std::atomic<uint64_t> submitted_{0};
-  std::atomic<uint64_t> left_{0};  // entries that were given to UCX, in their order
+  std::atomic<uint64_t> entries_given_{0};  // entries that were given to UCX, in their order
   std::atomic<bool> ended_{false};
   std::atomic<int32_t> waiting_{0};  // threads in Wait
 

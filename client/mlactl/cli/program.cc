@@ -133,22 +133,22 @@ CLI::Option* Command::AddList(const OptionText& text, size_t count, const std::s
   });
 }
 
-CLI::Option* Command::AddNumbers(const OptionText& text, uint64_t least, uint64_t most,
+CLI::Option* Command::AddNumbers(const OptionText& text, uint64_t least, uint64_t limit,
                                  size_t count,
                                  const std::function<void(std::vector<uint64_t>)>& commit) {
   // CLI11's own conversion takes octal and lets 64 bits overflow.
-  const auto parse = [least, most](const std::string& part, uint64_t* value) {
-    return absl::SimpleAtoi(part, value) && *value >= least && *value <= most;
+  const auto parse = [least, limit](const std::string& part, uint64_t* value) {
+    return absl::SimpleAtoi(part, value) && *value >= least && *value <= limit;
   };
-  return AddList<uint64_t>(text, count, absl::StrCat(least, "..", most), parse, commit);
+  return AddList<uint64_t>(text, count, absl::StrCat(least, "..", limit), parse, commit);
 }
 
-CLI::Option* Command::AddReals(const OptionText& text, double least, double most, size_t count,
+CLI::Option* Command::AddReals(const OptionText& text, double least, double limit, size_t count,
                                const std::function<void(std::vector<double>)>& commit) {
-  const auto parse = [least, most](const std::string& part, double* value) {
-    return absl::SimpleAtod(part, value) && *value >= least && *value <= most;
+  const auto parse = [least, limit](const std::string& part, double* value) {
+    return absl::SimpleAtod(part, value) && *value >= least && *value <= limit;
   };
-  return AddList<double>(text, count, absl::StrCat(least, "..", most), parse, commit);
+  return AddList<double>(text, count, absl::StrCat(least, "..", limit), parse, commit);
 }
 
 CLI::Option* Command::AddChoices(const OptionText& text, size_t count,

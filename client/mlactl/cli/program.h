@@ -101,9 +101,9 @@ class Command final {
   CLI::Option* AddList(const OptionText& text, size_t count, const std::string& must,
                        const std::function<bool(const std::string& part, T* value)>& parse,
                        const std::function<void(std::vector<T>)>& commit);
-  CLI::Option* AddNumbers(const OptionText& text, uint64_t least, uint64_t most, size_t count,
+  CLI::Option* AddNumbers(const OptionText& text, uint64_t least, uint64_t limit, size_t count,
                           const std::function<void(std::vector<uint64_t>)>& commit);
-  CLI::Option* AddReals(const OptionText& text, double least, double most, size_t count,
+  CLI::Option* AddReals(const OptionText& text, double least, double limit, size_t count,
                         const std::function<void(std::vector<double>)>& commit);
   CLI::Option* AddChoices(const OptionText& text, size_t count,
                           const std::vector<std::string>& choices,

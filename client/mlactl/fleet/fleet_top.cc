@@ -32,7 +32,7 @@ constexpr int64_t kAnswerMs = 2000;
 struct Seen {
   std::unique_ptr<client::Client> client;  // null: not connected
   v1::GetStatsReply stats;
-  Clock::time_point at;
+  Clock::time_point read_time;
   bool known = false;  // `stats` is an answer
 };
 
@@ -107,7 +107,7 @@ absl::StatusOr<fleet::FleetTop> Looks::Look() {
       return;
     }
     SetRates(one->known ? one->stats : *stats, *stats,
-             std::chrono::duration<double>(now - one->at).count(), rates);
+             std::chrono::duration<double>(now - one->read_time).count(), rates);
     *one = {std::move(one->client), *stats, now, true};
   });
   SetTotal(&top);

@@ -74,11 +74,11 @@ class LoadRun final {
   void Failed(LoadRecorder* recorder, const absl::Status& status);
   void Unfinished(LoadRecorder* recorder, TimePoint intended, TimePoint now) const;
   void End(const absl::Status& status);
-  void Stop(TimePoint at);
+  void Stop(TimePoint end);
   bool WaitUntilReady();
   void Start();
   void KeepTime();
-  SeriesPoint TakeInterval(TimePoint from, TimePoint to);
+  SeriesPoint TakeInterval(TimePoint from, TimePoint end);
 
   const LoadOptions& options_;
   const LoadHooks& hooks_;
@@ -267,7 +267,7 @@ void LoadRun::Start() {
   changed_.NotifyAll();
 }
 
-SeriesPoint LoadRun::TakeInterval(TimePoint from, TimePoint to) {
+SeriesPoint LoadRun::TakeInterval(TimePoint from, TimePoint end) {
   LatencyHistogram steps;
   failed_ = 0;
   for (LoadRecorder& recorder : recorders_) {
@@ -277,8 +277,8 @@ SeriesPoint LoadRun::TakeInterval(TimePoint from, TimePoint to) {
     failed_ += recorder.failed_;
   }
   SeriesPoint point;
-  point.at_s = Seconds(to - measure_begin_).count();
-  const double length_s = Seconds(to - from).count();
+  point.at_s = Seconds(end - measure_begin_).count();
+  const double length_s = Seconds(end - from).count();
   point.steps_per_s = length_s > 0 ? static_cast<double>(steps.count()) / length_s : 0;
   point.p50_ns = steps.ValueAt(0.5);
   point.p99_ns = steps.ValueAt(0.99);

@@ -31,21 +31,21 @@ absl::Status Fault(size_t line, const std::string& what) {
 // Reads a number of a line, within its bounds; `otherwise`, if given, is used if the line does not
 // have the key.
 template <typename Number>
-absl::Status Read(const Json& line, size_t number, const char* key, double least, double most,
-                  const Number* otherwise, Number* to) {
+absl::Status Read(const Json& line, size_t number, const char* key, double least, double limit,
+                  const Number* otherwise, Number* target) {
   const auto position = line.find(key);
   if (position == line.end() && otherwise != nullptr) {
-    *to = *otherwise;
+    *target = *otherwise;
     return absl::OkStatus();
   }
   if (position == line.end() || !position->is_number()) {
     return Fault(number, absl::StrCat(key, ": must be a number"));
   }
   const double value = position->template get<double>();
-  if (!(value >= least && value <= most)) {
-    return Fault(number, absl::StrCat(key, ": got ", value, ", must be ", least, "..", most));
+  if (!(value >= least && value <= limit)) {
+    return Fault(number, absl::StrCat(key, ": got ", value, ", must be ", least, "..", limit));
   }
-  *to = static_cast<Number>(value);
+  *target = static_cast<Number>(value);
   return absl::OkStatus();
 }
 
@@ -55,10 +55,10 @@ absl::Status ReadBlocks(const Json& line, size_t number, uint32_t block_rows, Tu
     return Fault(number, "hash_ids: must be a list of block ids");
   }
   const size_t least = BlocksOf(turn->input_rows, block_rows);
-  const size_t most = BlocksOf(turn->input_rows + turn->output_rows, block_rows);
-  if (ids->size() < least || ids->size() > most) {
+  const size_t limit = BlocksOf(turn->input_rows + turn->output_rows, block_rows);
+  if (ids->size() < least || ids->size() > limit) {
     return Fault(number, absl::StrCat("hash_ids: got ", ids->size(), ", must be ", least, "..",
-                                      most, " of ", block_rows, " rows"));
+                                      limit, " of ", block_rows, " rows"));
   }
   for (const Json& id : *ids) {
     if (!id.is_number_unsigned()) {

@@ -52,14 +52,14 @@ const nlohmann::json* RecordFields::Find(const char* key) {
   return nullptr;
 }
 
-uint64_t RecordFields::Number(const char* key, uint64_t least, uint64_t most) {
+uint64_t RecordFields::Number(const char* key, uint64_t least, uint64_t limit) {
   const nlohmann::json* value = Find(key);
   if (value == nullptr) return 0;
   if (value->is_number_unsigned()) {
     const auto number = value->get<uint64_t>();
-    if (number >= least && number <= most) return number;
+    if (number >= least && number <= limit) return number;
   }
-  Fault(key, Shown(*value), absl::StrCat(least, "..", most));
+  Fault(key, Shown(*value), absl::StrCat(least, "..", limit));
   return 0;
 }
 
@@ -97,15 +97,15 @@ std::vector<RecordFields> RecordFields::Objects(const char* key) {
   return objects;
 }
 
-std::vector<uint64_t> RecordFields::Numbers(const char* key, uint64_t most) {
+std::vector<uint64_t> RecordFields::Numbers(const char* key, uint64_t limit) {
   const nlohmann::json* value = Find(key);
   std::vector<uint64_t> numbers;
   if (value == nullptr) return numbers;
   if (!value->is_array()) Fault(key, Shown(*value), "an array");
   for (size_t i = 0; status_.ok() && i < value->size(); ++i) {
     const nlohmann::json& one = (*value)[i];
-    if (!one.is_number_unsigned() || one.get<uint64_t>() > most) {
-      Fault(key, Shown(one), absl::StrCat("0..", most));
+    if (!one.is_number_unsigned() || one.get<uint64_t>() > limit) {
+      Fault(key, Shown(one), absl::StrCat("0..", limit));
     } else {
       numbers.push_back(one.get<uint64_t>());
     }

@@ -19,12 +19,12 @@ class RecordFields final {
   explicit RecordFields(const std::string& text);
   explicit RecordFields(nlohmann::json object);
 
-  uint64_t Number(const char* key, uint64_t least, uint64_t most);
+  uint64_t Number(const char* key, uint64_t least, uint64_t limit);
   double Real(const char* key);  // finite
   bool Flag(const char* key);
   std::string Text(const char* key);
   std::vector<RecordFields> Objects(const char* key);
-  std::vector<uint64_t> Numbers(const char* key, uint64_t most);
+  std::vector<uint64_t> Numbers(const char* key, uint64_t limit);
 
   void Fault(std::string_view key, std::string_view got, std::string_view must);
   // Returns OK, or DATA_LOSS of the first fault: "key: got ..., must be ...".

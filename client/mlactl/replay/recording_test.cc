@@ -136,11 +136,11 @@ TEST(RecordingTest, ReadsFieldsAndTensors) {
 }
 
 TEST(RecordingTest, ACopyHasTheSameBytes) {
-  const std::string from = Path("from.rec"), to = Path("to.rec");
+  const std::string from = Path("from.rec"), copy_path = Path("to.rec");
   std::ofstream(from, std::ios::binary) << Whole();
   auto reader = RecordingReader::Open(from);
   ASSERT_TRUE(reader.ok());
-  auto writer = RecordingWriter::Create(to, (*reader)->header_line());
+  auto writer = RecordingWriter::Create(copy_path, (*reader)->header_line());
   ASSERT_TRUE(writer.ok());
   Record record;
   do {
@@ -150,7 +150,7 @@ TEST(RecordingTest, ACopyHasTheSameBytes) {
   } while (record.kind != RecordKind::kDone);
   ASSERT_EQ((*writer)->Close(), absl::OkStatus());
   std::ostringstream copy;
-  copy << std::ifstream(to, std::ios::binary).rdbuf();
+  copy << std::ifstream(copy_path, std::ios::binary).rdbuf();
   EXPECT_EQ(copy.str(), Whole());
   EXPECT_FALSE(RecordingWriter::Create("/nonexistent/x", "").ok());
 }
@@ -167,10 +167,10 @@ TEST(RecordingTest, EveryCutIsNoticed) {
 TEST(RecordingTest, ChangedBytesDoNoHarm) {
   const std::string whole = Whole();
   int refused = 0;
-  for (size_t at = 0; at < whole.size(); ++at) {
+  for (size_t offset = 0; offset < whole.size(); ++offset) {
     constexpr char kValues[] = {'\0', '\xff', '9', '"'};
     std::string changed = whole;
-    changed[at] = kValues[at % 4];
+    changed[offset] = kValues[offset % 4];
     refused += ReadAll(changed).ok() ? 0 : 1;
   }
   EXPECT_GT(refused, 300);
@@ -196,7 +196,7 @@ TEST(RecordingTest, DeepNestingIsRefused) {
 }
 
 struct Fault {
-  std::string from, to, message;
+  std::string from, replacement, message;
 };
 
 TEST(RecordingTest, FaultsNameTheRecordAndTheKey) {
@@ -244,7 +244,7 @@ TEST(RecordingTest, FaultsNameTheRecordAndTheKey) {
     const auto change = [&](std::string text) {
       const size_t at = text.find(fault.from);
       if (at != std::string::npos && !replaced) {
-        text.replace(at, fault.from.size(), fault.to);
+        text.replace(at, fault.from.size(), fault.replacement);
         replaced = true;
       }
       return text;
@@ -258,7 +258,7 @@ TEST(RecordingTest, FaultsNameTheRecordAndTheKey) {
     }
     ASSERT_TRUE(replaced) << fault.from;
     const absl::Status status = ReadAll(bytes);
-    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << fault.to;
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << fault.replacement;
     EXPECT_THAT(std::string(status.message()), HasSubstr(fault.message));
   }
   EXPECT_EQ(RecordingReader::Open("/nonexistent").status().code(),

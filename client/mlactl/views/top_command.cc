@@ -26,7 +26,7 @@ std::string TopText(const std::string& target, const v1::GetStatsReply& now, con
   const auto used = static_cast<double>(now.kv_bytes_used());
   const auto total = static_cast<double>(now.kv_bytes_total());
   const double hits = rate(&Stats::plan_hits), misses = rate(&Stats::plan_misses);
-  const double asked = rate(&Stats::prefix_rows_asked), found = rate(&Stats::prefix_rows_found);
+  const double asked = rate(&Stats::prefix_rows_asked), hit_rows = rate(&Stats::prefix_rows_found);
   std::string text = absl::StrFormat("%s  boot %016x\n\n", target, now.boot_id());
   absl::StrAppendFormat(&text, "cache      %s of %s, %.1f %%   %d sequences, %d models\n",
                         BytesForPeople(used), BytesForPeople(total), Percent(used, total),
@@ -46,7 +46,7 @@ std::string TopText(const std::string& target, const v1::GetStatsReply& now, con
                         BytesForPeople(rate(&Stats::sent_bytes)),
                         BytesForPeople(rate(&Stats::shared_bytes)), now.streams());
   absl::StrAppendFormat(&text, "prefixes   %.0f %% of %s rows/s found, %s page groups evicted/s\n",
-                        Percent(found, asked), CountForPeople(asked),
+                        Percent(hit_rows, asked), CountForPeople(asked),
                         CountForPeople(rate(&Stats::page_groups_evicted)));
   absl::StrAppendFormat(&text, "lost       %s leases/s expired, %s steps/s aborted\n",
                         CountForPeople(rate(&Stats::leases_expired)),
@@ -67,14 +67,14 @@ int Top(const CommonOptions& common, const TopOptions& options) {
     std::this_thread::sleep_for(std::chrono::milliseconds(options.interval_ms));
     auto now = (*client)->GetStats();
     if (!now.ok()) return Fail(now.status());
-    const Clock::time_point at = Clock::now();
-    const Rates rate(*before, *now, std::chrono::duration<double>(at - then).count());
+    const Clock::time_point read_time = Clock::now();
+    const Rates rate(*before, *now, std::chrono::duration<double>(read_time - then).count());
     if (terminal) std::fputs(kClearScreen, stdout);
     const int code = Emit(common, ToJson(*now), TopText(common.target, *now, rate) + "\n");
     if (code != kOk) return code;
     std::fflush(stdout);
     before = std::move(now);
-    then = at;
+    then = read_time;
   }
   return kOk;
 }
