@@ -180,13 +180,13 @@ class BenchRuns {
       MLA_ASSIGN_OR_RETURN(const Measured measured, Measure(open));
       search.Note(static_cast<double>(measured.p99_ns) <= options.within_p99_ms * 1e6);
     }
-    found_.push_back({point, search.highest()});
-    if (text_) Print(BenchRateText(options_, found_.back()));
+    rates_.push_back({point, search.highest()});
+    if (text_) Print(BenchRateText(options_, rates_.back()));
     return absl::OkStatus();
   }
 
   const std::vector<BenchRun>& runs() const { return runs_; }
-  const std::vector<BenchRate>& found() const { return found_; }
+  const std::vector<BenchRate>& rates() const { return rates_; }
 
  private:
   static constexpr double kLeastSteps = 20;
@@ -217,14 +217,14 @@ class BenchRuns {
   Progress* const progress_;
   const bool text_;
   std::vector<BenchRun> runs_;
-  std::vector<BenchRate> found_;
+  std::vector<BenchRate> rates_;
 };
 
 // Runs all of them until one fails or an interrupt comes. `runs` receives the finished ones,
 // whatever the status.
 absl::Status RunAll(const BenchOptions& options, client::Client* client,
                     const std::string& model_id, Progress* progress, std::vector<BenchRun>* runs,
-                    std::vector<BenchRate>* found, bool text) {
+                    std::vector<BenchRate>* rates, bool text) {
   const std::atomic<bool>& interrupted = CatchInterrupts();
   auto model = BenchModel::Create(client, options, model_id, [&](double done) {
     progress->Show("uploading weights", done);
@@ -238,7 +238,7 @@ absl::Status RunAll(const BenchOptions& options, client::Client* client,
     if (!status.ok() || interrupted.load()) break;
   }
   *runs = all.runs();
-  *found = all.found();
+  *rates = all.rates();
   return status.ok() ? (*model)->Remove() : status;
 }
 
@@ -309,14 +309,14 @@ int Bench(const CommonOptions& common, const BenchArguments& arguments) {
   Progress progress(stderr, options->quiet);
   if (!common.json) Print(BenchHeaderText(*options, WithPlainTexts(server)));
   std::vector<BenchRun> runs;
-  std::vector<BenchRate> found;
+  std::vector<BenchRate> rates;
   const std::string model_id = NewModelId("bench");
   const absl::Status status =
-      RunAll(*options, client->get(), model_id, &progress, &runs, &found, !common.json);
+      RunAll(*options, client->get(), model_id, &progress, &runs, &rates, !common.json);
   progress.Clear();
   int code = kOk;
   if (!runs.empty()) {
-    code = Report(common, *plotter, BenchJson(*options, server, runs, found),
+    code = Report(common, *plotter, BenchJson(*options, server, runs, rates),
                   runs.size() > 1 ? BenchSummaryText(runs) : "");
   }
   if (interrupted.load()) {

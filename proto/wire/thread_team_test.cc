@@ -41,10 +41,10 @@ TEST_P(ThreadTeamTest, CopiesEveryByteToItsPlace) {
     const size_t offset = random() % 1000;
     const size_t size = random() % (3 * ThreadTeam::kSharedBytes);
     const Source source(offset + size + random() % 1000, random());
-    std::vector<std::byte> to(size + 1, std::byte{0x5a});
-    team.Gather(source.fragments, offset, size, to.data());
-    ASSERT_EQ(std::memcmp(to.data(), source.all.data() + offset, size), 0) << round;
-    ASSERT_EQ(to[size], std::byte{0x5a}) << "one byte too many";
+    std::vector<std::byte> copy(size + 1, std::byte{0x5a});
+    team.Gather(source.fragments, offset, size, copy.data());
+    ASSERT_EQ(std::memcmp(copy.data(), source.all.data() + offset, size), 0) << round;
+    ASSERT_EQ(copy[size], std::byte{0x5a}) << "one byte too many";
   }
 }
 
@@ -55,11 +55,11 @@ TEST_P(ThreadTeamTest, ServesSeveralThreads) {
   for (int caller = 0; caller < 3; ++caller) {
     callers.emplace_back([&, caller] {
       const Source source(2 * ThreadTeam::kSharedBytes + 17, 100 + caller);
-      std::vector<std::byte> to(source.all.size());
+      std::vector<std::byte> copy(source.all.size());
       for (int round = 0; round < 40; ++round) {
-        std::memset(to.data(), 0, to.size());
-        team.Copy(source.all, to.data());
-        wrong += to != source.all;
+        std::memset(copy.data(), 0, copy.size());
+        team.Copy(source.all, copy.data());
+        wrong += copy != source.all;
       }
     });
   }
@@ -70,11 +70,11 @@ TEST_P(ThreadTeamTest, ServesSeveralThreads) {
 // Copies until helpers have taken a piece more, which is only a matter of time where they take any.
 bool GetsHelp(ThreadTeam* team) {
   const std::vector<std::byte> from(size_t{8} << 20, std::byte{7});
-  std::vector<std::byte> to(from.size());
+  std::vector<std::byte> copy(from.size());
   const uint64_t before = team->helped();
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   while (team->helped() == before && std::chrono::steady_clock::now() < give_up) {
-    team->Copy(from, to.data());
+    team->Copy(from, copy.data());
   }
   return team->helped() > before;
 }
@@ -84,8 +84,8 @@ TEST_P(ThreadTeamTest, HelpersHelpAndDoSoAgainAfterTheirSleep) {
   ASSERT_EQ(team.threads(), GetParam().threads);
   if (team.threads() == 1) {
     const std::vector<std::byte> from(2 * ThreadTeam::kSharedBytes);
-    std::vector<std::byte> to(from.size());
-    team.Copy(from, to.data());
+    std::vector<std::byte> copy(from.size());
+    team.Copy(from, copy.data());
     EXPECT_EQ(team.helped(), 0u);
     return;
   }
@@ -98,10 +98,10 @@ TEST_P(ThreadTeamTest, HelpersHelpAndDoSoAgainAfterTheirSleep) {
 TEST(ThreadTeamHelpTest, SmallCopiesAreTheCallersOwn) {
   ThreadTeam team({4, 1000});
   const std::vector<std::byte> from(ThreadTeam::kSharedBytes - 1, std::byte{7});
-  std::vector<std::byte> to(from.size());
-  for (int i = 0; i < 200; ++i) team.Copy(from, to.data());
+  std::vector<std::byte> copy(from.size());
+  for (int i = 0; i < 200; ++i) team.Copy(from, copy.data());
   EXPECT_EQ(team.helped(), 0u);
-  EXPECT_EQ(to, from);
+  EXPECT_EQ(copy, from);
 }
 
 TEST_P(ThreadTeamTest, DoesEachPieceOnceOrNone) {
@@ -139,11 +139,11 @@ TEST(ThreadTeamHelpTest, LeavesTheWorkToACallerThatFindsItBusy) {
 TEST(ThreadTeamHelpTest, WaitsForHelpersThatHaveLostTheirCores) {
   ThreadTeam team({32, 1000});
   const Source source(2 * ThreadTeam::kSharedBytes, 5);
-  std::vector<std::byte> to(source.all.size());
+  std::vector<std::byte> copy(source.all.size());
   for (int round = 0; round < 10; ++round) {
-    std::memset(to.data(), 0, to.size());
-    team.Gather(source.fragments, 0, to.size(), to.data());
-    ASSERT_EQ(to, source.all) << round;
+    std::memset(copy.data(), 0, copy.size());
+    team.Gather(source.fragments, 0, copy.size(), copy.data());
+    ASSERT_EQ(copy, source.all) << round;
   }
 }
 

@@ -186,14 +186,14 @@ std::string BenchSummaryText(const std::vector<BenchRun>& runs) {
   return text;
 }
 
-std::string BenchRateText(const BenchOptions& options, const BenchRate& found) {
+std::string BenchRateText(const BenchOptions& options, const BenchRate& rate) {
   return absl::StrFormat(
-      "\n%s: p99 of a step within %g ms up to %s\n", found.point.Name(), options.within_p99_ms,
-      found.rate_per_s > 0 ? Short(found.rate_per_s) + " steps/s" : "no rate that was tried");
+      "\n%s: p99 of a step within %g ms up to %s\n", rate.point.Name(), options.within_p99_ms,
+      rate.rate_per_s > 0 ? Short(rate.rate_per_s) + " steps/s" : "no rate that was tried");
 }
 
 std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply& server,
-                      const std::vector<BenchRun>& runs, const std::vector<BenchRate>& found) {
+                      const std::vector<BenchRun>& runs, const std::vector<BenchRate>& rates) {
   const v1::Geometry& geometry = options.model.geometry();
   const LoadOptions& load = options.load;
   Json json{{"format", "mlactl-bench"}, {"version", 1}};
@@ -240,7 +240,7 @@ std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply&
   if (options.within_p99_ms > 0) {
     json["load"]["within_p99_ms"] = options.within_p99_ms;
     json["rates"] = Json::array();
-    for (const BenchRate& one : found) {
+    for (const BenchRate& one : rates) {
       json["rates"].push_back(
           {{"name", one.point.Name()},
            {"asked", PointJson(one.point)},

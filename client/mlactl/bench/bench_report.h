@@ -32,11 +32,11 @@ std::string BenchRunText(const BenchRun& run);
 // Returns one line a run.
 std::string BenchSummaryText(const std::vector<BenchRun>& runs);
 
-std::string BenchRateText(const BenchOptions& options, const BenchRate& found);
+std::string BenchRateText(const BenchOptions& options, const BenchRate& rate);
 
-// `found` is empty unless rates were looked for.
+// `rates` is empty unless rates were looked for.
 std::string BenchJson(const BenchOptions& options, const v1::GetServerInfoReply& server,
-                      const std::vector<BenchRun>& runs, const std::vector<BenchRate>& found);
+                      const std::vector<BenchRun>& runs, const std::vector<BenchRate>& rates);
 
 }  // namespace mla::mlactl
 

@@ -105,19 +105,19 @@ std::vector<float> RandomRotations(uint64_t seed, uint64_t rows, uint32_t rope) 
 
 // Fills in, for each row of a step, different positions of the context, or entries, in random
 // order, and then padding with -1.
-void FillLists(const BenchOptions& options, const BenchPoint& point, uint64_t seed, int32_t* to) {
+void FillLists(const BenchOptions& options, const BenchPoint& point, uint64_t seed, int32_t* list) {
   std::mt19937_64 random(seed);
   const uint32_t top_k = options.model.top_k();
   const bool windowed = options.model.window() > 0;
   std::vector<int32_t> positions(windowed ? EntriesOf(options.model, 0, point.context)
                                           : std::max(point.context, 1u));
   std::iota(positions.begin(), positions.end(), 0);
-  for (uint32_t row = 0; row < point.batch * point.rows; ++row, to += top_k) {
+  for (uint32_t row = 0; row < point.batch * point.rows; ++row, list += top_k) {
     const auto count = std::min<size_t>(top_k, positions.size());
     for (size_t i = 0; i < count; ++i) {
       std::swap(positions[i], positions[i + random() % (positions.size() - i)]);
     }
-    std::fill(std::copy_n(positions.begin(), count, to), to + top_k, -1);
+    std::fill(std::copy_n(positions.begin(), count, list), list + top_k, -1);
   }
 }
 

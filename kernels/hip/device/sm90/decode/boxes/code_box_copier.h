@@ -54,8 +54,8 @@ class CodeBoxCopier {
   MLA_DEVICE void copy_rows(const Source& source, const Item& item) {
     BoxPlace box = find_box(source, args.box_rows, source.begin, lane);
     for (int first = source.begin; first < source.end; first += C::kTileKv) {
-      tile::barrier_wait(shared.emptied(ring.at), ring.parity ^ 1);
-      copy_tile(ring.at, box);
+      tile::barrier_wait(shared.emptied(ring.slot), ring.parity ^ 1);
+      copy_tile(ring.slot, box);
       if (first == source.begin && begun) prefetch_queries(item);
       box = find_box(source, args.box_rows, first + C::kTileKv, lane);
       ring.next();
@@ -108,14 +108,14 @@ class CodeBoxCopier {
     if constexpr (L::kScaledRows) {
       constexpr int kQuarters = L::kGroupWarps / kConverters;  // of a tile, a warp
       for (int left = source.end - source.begin; left > 0; left -= C::kTileKv) {
-        tile::barrier_wait(shared.arrived(ring.at), ring.parity);
+        tile::barrier_wait(shared.arrived(ring.slot), ring.parity);
 #pragma unroll
         for (int i = 0; i < kQuarters; ++i) {
-          shared.convert_scales(ring.at, (warp - 1) * kQuarters + i, lane);
+          shared.convert_scales(ring.slot, (warp - 1) * kQuarters + i, lane);
         }
         tile::publish_shared();
         tile::sync_warp();
-        if (lane == 0) tile::barrier_arrive(shared.filled(ring.at));
+        if (lane == 0) tile::barrier_arrive(shared.filled(ring.slot));
         ring.next();
       }
     }

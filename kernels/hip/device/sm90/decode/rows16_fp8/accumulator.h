@@ -64,12 +64,12 @@ class Fp8Accumulator {
     }
     // No wait for the slot: the scorers had seen it filled before they published.
     if (L::kLists || hide) {
-      Values::template add<true>(shared, ring.at, from, group, warp, lane, o);
+      Values::template add<true>(shared, ring.slot, from, group, warp, lane, o);
     } else {
-      Values::template add<false>(shared, ring.at, from, group, warp, lane, o);
+      Values::template add<false>(shared, ring.slot, from, group, warp, lane, o);
     }
     if (lane == 0) {
-      tile::barrier_arrive(shared.emptied(ring.at));
+      tile::barrier_arrive(shared.emptied(ring.slot));
       tile::barrier_arrive(shared.adopted(from));
     }
     ring.next();

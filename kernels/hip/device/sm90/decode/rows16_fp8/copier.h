@@ -23,9 +23,9 @@ class Fp8Copier {
     if (source.begin >= source.end) return;
     find(source, source.begin);
     for (int first = source.begin; first < source.end; first += C::kTileKv) {
-      tile::barrier_wait(shared.emptied(ring.at), ring.parity ^ 1);
+      tile::barrier_wait(shared.emptied(ring.slot), ring.parity ^ 1);
       copy_tile();
-      tile::barrier_arrive_after_copies(shared.filled(ring.at));
+      tile::barrier_arrive_after_copies(shared.filled(ring.slot));
       ring.next();
       find(source, first + C::kTileKv);
     }
@@ -42,7 +42,7 @@ class Fp8Copier {
 
   MLA_DEVICE void copy_tile() const {
     const int place = thread & 7, chunk = place ^ tile::swizzle(row(0));
-    const lds_t slot = shared.slot(ring.at), rope = shared.rope(ring.at);
+    const lds_t slot = shared.slot(ring.slot), rope = shared.rope(ring.slot);
 #pragma unroll
     for (int block = 0; block < C::kLora / 128; ++block) {
 #pragma unroll
@@ -56,7 +56,7 @@ class Fp8Copier {
       for (int i = 0; i < kRows; ++i) {
         tile::copy_chunk(rope + row(i) * 128 + place * 16, rows[i] + C::kLora + 16 + chunk * 16);
         if (place == i) {
-          tile::copy_chunk(shared.raw_scales(ring.at) + row(i) * 16, rows[i] + C::kLora);
+          tile::copy_chunk(shared.raw_scales(ring.slot) + row(i) * 16, rows[i] + C::kLora);
         }
       }
     } else {

@@ -112,11 +112,11 @@ MLA_DEVICE int fp8_tiles(const RowSource<C::kAttention>& source) {
 // A place of a ring of kCount and the parity of its current use.
 template <int kCount>
 struct Ring {
-  int at = 0;
+  int slot = 0;
   uint32_t parity = 0;
   MLA_DEVICE void next() {
-    if (++at < kCount) return;
-    at = 0;
+    if (++slot < kCount) return;
+    slot = 0;
     parity ^= 1;
   }
 };

@@ -123,10 +123,11 @@ class Fp8Scorer {
 
   // Computes scores of the group's next tile, and loads its keys' scales.
   MLA_DEVICE Scales score(const SegmentRecord& segment, float (&s)[kProduct]) const {
-    tile::barrier_wait(shared.filled(ring.at), ring.parity);
-    const Scales scales(shared, ring.at, Keys::key(warp, lane, 0), Keys::key(warp, lane, 1), lane);
-    Keys::score(shared, ring.at, segment, warp, lane, scales, s);
-    if (lane == 0) tile::barrier_arrive(shared.emptied(ring.at));
+    tile::barrier_wait(shared.filled(ring.slot), ring.parity);
+    const Scales scales(shared, ring.slot, Keys::key(warp, lane, 0), Keys::key(warp, lane, 1),
+                        lane);
+    Keys::score(shared, ring.slot, segment, warp, lane, scales, s);
+    if (lane == 0) tile::barrier_arrive(shared.emptied(ring.slot));
     return scales;
   }
 

@@ -39,10 +39,10 @@ class E4m3Copier {
                                          source.begin + warp * kRows + (of_lane & (kRows - 1)));
     for (int left = source.end - source.begin; left > 0; left -= C::kTileKv) {
       wait_emptied();
-      if constexpr (L::kLists) write_seen(ring.at, finder.sees());
+      if constexpr (L::kLists) write_seen(ring.slot, finder.sees());
       const uint8_t* const row = finder.row(source);
       finder.next(source);
-      copy_tile(ring.at, row);
+      copy_tile(ring.slot, row);
       hand_over();
       ring.next();
     }
@@ -116,12 +116,12 @@ class E4m3Copier {
         return;
       }
     }
-    tile::barrier_arrive_after_copies(shared.filled(ring.at));
+    tile::barrier_arrive_after_copies(shared.filled(ring.slot));
   }
 
   // Waits until the next slot is free. It may become free only after copied tiles are finished.
   MLA_DEVICE void wait_emptied() {
-    const lds_t barrier = shared.emptied(ring.at);
+    const lds_t barrier = shared.emptied(ring.slot);
     if (converts(args) && !tile::any(tile::barrier_ended(barrier, ring.parity ^ 1))) finish_all();
     tile::barrier_wait(barrier, ring.parity ^ 1);
   }
@@ -138,9 +138,9 @@ class E4m3Copier {
     --open;
     tile::wait_for_copies<kYounger>();
     tile::sync_warp();
-    shared.convert_scales(finished.at, warp, lane);
+    shared.convert_scales(finished.slot, warp, lane);
     tile::publish_shared();
-    tile::barrier_arrive(shared.filled(finished.at));
+    tile::barrier_arrive(shared.filled(finished.slot));
     finished.next();
   }
 

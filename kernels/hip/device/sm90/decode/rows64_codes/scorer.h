@@ -86,7 +86,7 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>, Args> {
   MLA_DEVICE static float layer_scale(const Item& item) { return item.segment->kv_scale; }
 
   MLA_DEVICE void attend_tile(const Tiles& tiles, int first, const Held& held, State& state) {
-    const int slot = ring.at;
+    const int slot = ring.slot;
     Scores s;
     tile::barrier_wait(shared.filled(slot), ring.parity);
     start(slot, held, s.c);

@@ -46,7 +46,7 @@ class E4m3Values : E4m3Columns<C, E4m3Layout<C>, Args> {
 
   // Adds the next tile. `hide`: values of unseen keys may be NaN.
   MLA_DEVICE void add(bool hide, float (&o)[kBlocks][kProduct]) {
-    const int slot = ring.at;
+    const int slot = ring.slot;
     tile::barrier_wait(shared.published(slot), ring.parity);
     ring.next();
     Base::follow_origins(slot, o);
