@@ -11,7 +11,7 @@ import xml.etree.ElementTree
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "client/mlactl/bench/mlactl_plot.py"
 sys.path.insert(0, str(PROGRAM.parent))
-INPUTS = ["client/mlactl/bench/mlactl_plot.py", "tests/bench/test_mlactl_plot.py"]
+INPUTS = ("client/mlactl/bench/mlactl_plot.py", "tests/bench/test_mlactl_plot.py")
 
 # pylint: disable=wrong-import-position
 import mlactl_plot

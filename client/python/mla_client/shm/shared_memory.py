@@ -223,10 +223,10 @@ class SharedMemory:
         device = self.device
         if device is None:
             raise errors.Unavailable(f"device memory: {self.why_no_device}")
-        lengths = _lengths(wire.sizes(geometry, profile, rows, heads, row_dim, want_lse, dtype,
-                                      o_dtype))
-        offsets, free = device.allocate(*lengths), device.free
-        place = Place(self, offsets[0], lengths[0], offsets[1], lengths[1], True)
+        layout = _Layout(wire.sizes(geometry, profile, rows, heads, row_dim, want_lse, dtype,
+                                    o_dtype))
+        offsets, free = device.allocate(layout.in_length, layout.out_length), device.free
+        place = Place(self, offsets[0], layout.in_length, offsets[1], layout.out_length, True)
         kv_rows, q, o, lse = _tensors(device.array, place, geometry, profile, rows, heads, row_dim,
                                       want_lse, dtype, o_dtype)
         return Buffers(kv_rows, q, o, lse, dtype, place, lambda: free(offsets))
@@ -278,14 +278,14 @@ class SharedMemory:
                 want_lse: bool, dtype: DType, o_dtype: DType) -> Optional[Buffers]:
         """Takes memory for the tensors of calls of that shape, with KV rows of `row_dim` elements,
         or without KV rows if that is 0. None if the memory is not free."""
-        in_length, out_length = _lengths(wire.sizes(geometry, profile, rows, heads, row_dim,
-                                                    want_lse, dtype, o_dtype))
-        offsets = self.allocate(in_length, out_length)
+        layout = _Layout(wire.sizes(geometry, profile, rows, heads, row_dim, want_lse, dtype,
+                                    o_dtype))
+        offsets = self.allocate(layout.in_length, layout.out_length)
         if offsets is None:
             return None
         with self._lock:
             self._buffers += len(offsets)
-        place = Place(self, offsets[0], in_length, offsets[1], out_length)
+        place = Place(self, offsets[0], layout.in_length, offsets[1], layout.out_length)
         kv_rows, q, o, lse = _tensors(self.array, place, geometry, profile, rows, heads, row_dim,
                                       want_lse, dtype, o_dtype)
         return Buffers(kv_rows, q, o, lse, dtype, place, lambda: self._free_both(place))
@@ -315,15 +315,9 @@ class SharedMemory:
         sizes = wire.sizes(geometry, args.profile, chunk.rows, chunk.heads, row_dim,
                            args.want_lse, args.dtype, args.o_dtype, args.wanted_lists,
                            args.q_parts, args.kv_parts, wire.entries_of(args, chunk))
-        kv_end, o_end = aligned(sizes.kv), aligned(sizes.o)
-        placement.in_length = kv_end + sizes.q if sizes.q else sizes.kv
-        lists_at = aligned(placement.in_length)
-        if args.lists is not None:
-            placement.in_length = lists_at + wire.list_bytes(args, chunk.rows)
-        placement.out_length = o_end + sizes.lse if sizes.lse else sizes.o
-        lists_out_at = aligned(placement.out_length)
+        layout = _Layout(sizes, 0 if args.lists is None else wire.list_bytes(args, chunk.rows))
+        placement.in_length, placement.out_length = layout.in_length, layout.out_length
         if sizes.lists:  # not among the caller's buffers
-            placement.out_length = lists_out_at + sizes.lists
             out = None
         copy_out = out is None and sizes.o > 0
         offsets = self.allocate(placement.in_length, *[placement.out_length] * copy_out)
@@ -334,9 +328,9 @@ class SharedMemory:
         for part in wire.request_arrays(args, chunk):
             sent = part.dtype if part.dtype == np.uint8 else args.dtype.numpy
             wire.encode_into(self.array(offset, part.shape, sent), part)
-            offset += kv_end
+            offset += layout.q
         for lists in wire.lists_of(args, chunk):
-            self.array(placement.in_offset + lists_at, lists.shape, lists.dtype)[...] = lists
+            self.array(placement.in_offset + layout.lists, lists.shape, lists.dtype)[...] = lists
         if out is not None:
             placement.out_offset = out.place.out_offset
             placement.o, placement.lse = out.o, out.lse
@@ -345,10 +339,11 @@ class SharedMemory:
             placement.o = self.array(
                 offset, (chunk.rows, chunk.heads, geometry.o_dim(args.profile)), args.o_dtype.numpy)
             if sizes.lse:
-                placement.lse = self.array(offset + o_end, (chunk.rows, chunk.heads), np.float32)
+                placement.lse = self.array(offset + layout.lse, (chunk.rows, chunk.heads),
+                                           np.float32)
             if sizes.lists:
-                placement.lists = self.array(offset + lists_out_at, (chunk.rows, args.wanted_lists),
-                                             np.dtype("<i4"))
+                placement.lists = self.array(offset + layout.lists_out,
+                                             (chunk.rows, args.wanted_lists), np.dtype("<i4"))
         return placement
 
     def unplace(self, placement: Placement) -> None:
@@ -358,10 +353,20 @@ class SharedMemory:
             placement.blocks = []
 
 
-def _lengths(sizes: wire.Sizes) -> Tuple[int, int]:
-    """Bytes of inputs and of outputs in one block each."""
-    return (aligned(sizes.kv) + sizes.q if sizes.q else sizes.kv,
-            aligned(sizes.o) + sizes.lse if sizes.lse else sizes.o)
+class _Layout:
+    """Where the tensors of one message lie: bytes from the begin of the block of inputs (kv, q,
+    lists) or of outputs (o, lse, lists). The rule is AttendLayout's of
+    proto/wire/attend_layout.h."""
+
+    def __init__(self, sizes: wire.Sizes, list_bytes: int = 0) -> None:
+        self.q = aligned(sizes.kv)
+        in_end = self.q + sizes.q if sizes.q else sizes.kv
+        self.lists = aligned(in_end)
+        self.in_length = self.lists + list_bytes if list_bytes else in_end
+        self.lse = aligned(sizes.o)
+        out_end = self.lse + sizes.lse if sizes.lse else sizes.o
+        self.lists_out = aligned(out_end)
+        self.out_length = self.lists_out + sizes.lists if sizes.lists else out_end
 
 
 def _tensors(array: Any, place: Place, geometry: Geometry, profile: Profile, rows: int, heads: int,
@@ -370,10 +375,11 @@ def _tensors(array: Any, place: Place, geometry: Geometry, profile: Profile, row
     """Returns kv, q, o and lse at the offsets of `place`; None for a tensor that the call does not
     have."""
     sizes = wire.sizes(geometry, profile, rows, heads, row_dim, want_lse, dtype, o_dtype)
-    at_in, at_out = place.in_offset, place.out_offset
-    return (array(at_in, (rows, row_dim), dtype.numpy) if row_dim else None,
-            array(at_in + aligned(sizes.kv), (rows, heads, geometry.q_dim(profile)), dtype.numpy)
+    layout = _Layout(sizes)
+    inputs, outputs = place.in_offset, place.out_offset
+    return (array(inputs, (rows, row_dim), dtype.numpy) if row_dim else None,
+            array(inputs + layout.q, (rows, heads, geometry.q_dim(profile)), dtype.numpy)
             if sizes.q else None,
-            array(at_out, (rows, heads, geometry.o_dim(profile)), o_dtype.numpy)
+            array(outputs, (rows, heads, geometry.o_dim(profile)), o_dtype.numpy)
             if sizes.o else None,
-            array(at_out + aligned(sizes.o), (rows, heads), np.float32) if sizes.lse else None)
+            array(outputs + layout.lse, (rows, heads), np.float32) if sizes.lse else None)

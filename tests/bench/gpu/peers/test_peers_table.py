@@ -9,7 +9,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 # pylint: disable=wrong-import-position
 import peers_table
 
-INPUTS = ["docs/benchmarks/gpu", "tests/bench/gpu/peers"]
+INPUTS = ("docs/benchmarks/gpu", "tests/bench/gpu/peers")
 PAGE = peers_table.ROOT / "docs/benchmarks/gpu/decode.md"
 
 

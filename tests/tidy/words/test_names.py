@@ -1,25 +1,29 @@
 """Variables that live long have a name that says what they hold.
 
-`to`, `at`, `most`, `found`, `made` and `left` are for variables whose uses a reader sees at once: the
-last use is at most three lines below the declaration. `left` may also be the operand that `right`
-is not. Declarations of C++ are looked for, and not names of members.
+`to`, `at`, `most`, `found`, `made` and `left` are for variables whose uses a reader sees at once:
+the last use is at most three lines below the declaration. `left` may also be the operand that
+`right` is not. The test looks for declarations in C++.
 """
 
 import pathlib
 import re
 import subprocess
+import sys
 import unittest
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+# pylint: disable=wrong-import-position
 import cpp_text
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 FOLDERS = ("base", "client", "kernels", "proto", "relay", "scheduler", "server")
 MOST_LINES = 3  # between the lines of the declaration and of the last use
 NAMES = ("at", "found", "left", "made", "most", "to")
 # A type, then the name, then what follows a declared name. Words that are not types are excepted.
 DECLARATION = re.compile(
-    r"(?:(?<![\w.>])(?!(?:return|case|goto|throw|else|delete|new|co_return|not)\b)[\w:]+(?:<[^;{}]*?>)?"
-    r"(?:\s+const)?[\s&*]+|[>\]]\s*[&*]*\s+|\bauto\s*[&*]*\s*\[[^\]]*?\b)"
+    r"(?:(?<![\w.>])(?!(?:return|case|goto|throw|else|delete|new|co_return|not)\b)[\w:]+"
+    r"(?:<[^;{}]*?>)?(?:\s+const)?[\s&*]+|[>\]]\s*[&*]*\s+|\bauto\s*[&*]*\s*\[[^\]]*?\b)"
     r"(?P<name>" + "|".join(NAMES) + r")\b(?=\s*(?:[=;,){(:\]\[]|$))", re.M)
 
 FUNCTION = re.compile(r"\w+\([^()]*\)\s*(?:const|noexcept|override|\{)")
@@ -89,7 +93,8 @@ class NamesTest(unittest.TestCase):
         body = "  a();\n  b();\n  c();\n  d();\n  Use(at);\n}\n"
         for head in ("void F() {\n  int at = 3;\n", "void F() {\n  const auto at = G();\n",
                      "void F(const std::vector<int>& at) {\n", "void F(char* at, int n) {\n",
-                     "void F() {\n  std::map<int, int> at;\n", "void F() {\n  auto [at, n] = G();\n",
+                     "void F() {\n  std::map<int, int> at;\n",
+                     "void F() {\n  auto [at, n] = G();\n",
                      "void F() {\n  for (size_t at = 0; at < 3; ++at) {\n"):
             with self.subTest(head=head):
                 self.assertEqual([name for _, name, _ in long_lived(head + body)], ["at"])
