@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,8 @@ import xml.etree.ElementTree
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "client/mlactl/bench/mlactl_plot.py"
 sys.path.insert(0, str(PROGRAM.parent))
-INPUTS = ("client/mlactl/bench/mlactl_plot.py", "tests/bench/test_mlactl_plot.py")
+INPUTS = ("client/mlactl/agents/scene_report.cc", "client/mlactl/bench/mlactl_plot.py",
+          "tests/bench/test_mlactl_plot.py")
 
 # pylint: disable=wrong-import-position
 import mlactl_plot
@@ -106,6 +108,14 @@ class PlotTest(unittest.TestCase):
         self.assertEqual({line.name: line.points for line in curve.lines}, {
             "found 96 % or more": [(0.5, 1), (1.0, 5)], "found 80 to 96 %": [(1.0, 9)],
             "found less than 80 %": [(1.0, 30)], "found none": [(1.0, 40)]})
+
+    def test_classes_are_those_of_the_report(self):
+        """mlactl counts turns by the same shares, in its text and in first_ms."""
+        source = (ROOT / "client/mlactl/agents/scene_report.cc").read_text(encoding="utf-8")
+        table = re.search(r"HitClass, \d+> kClasses = \{\s*\{(.*?)\};", source, re.S)[1]
+        classes = re.findall(r'\{"([^"]+)", ([-.\de]+)\}', table)
+        self.assertEqual([(name, float(least)) for name, least in classes],
+                         list(mlactl_plot.HIT_CLASSES))
 
     def test_reports_with_nothing_to_draw_are_drawn(self):
         for name, report in (("bench", bench_report()), ("scene", scene_report()),

@@ -32,7 +32,7 @@ class Failure(Exception):
 
 @dataclasses.dataclass
 class Line:
-    """One line of a chart. Lines with the same name have the same colour in all charts."""
+    """One line of a chart. The n-th lines of all charts have the same colour and dashes."""
     name: str
     points: List[Tuple[float, float]]  # x, y
 

@@ -39,9 +39,8 @@ class KvOperands {
   // Finds rows that products may fetch into a cache while they run.
   void FindNext(int32_t begin, int32_t count);
 
-  const void* const* keys() const {
-    return As<const void*>(layout_.key_ptrs);
-  }  // rows of the chunk
+  // Rows of the chunk.
+  const void* const* keys() const { return As<const void*>(layout_.key_ptrs); }
   const void* const* next_rows() const { return As<const void*>(layout_.next_rows); }
   int32_t next_count() const { return next_count_; }
   // Returns the values of the tile that begins at row `row` of the chunk, in the form that

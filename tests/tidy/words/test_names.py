@@ -7,7 +7,6 @@ the last use is at most three lines below the declaration. `left` may also be th
 
 import pathlib
 import re
-import subprocess
 import sys
 import unittest
 
@@ -15,9 +14,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # pylint: disable=wrong-import-position
 import cpp_text
+from test_tidy import CPP, read, tracked
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-FOLDERS = ("base", "client", "kernels", "proto", "relay", "scheduler", "server")
+FOLDERS = ("base/", "client/", "kernels/", "proto/", "relay/", "scheduler/", "server/")
 MOST_LINES = 3  # between the lines of the declaration and of the last use
 NAMES = ("at", "found", "left", "made", "most", "to")
 # A type, then the name, then what follows a declared name. Words that are not types are excepted.
@@ -82,11 +81,9 @@ def long_lived(source):
 
 class NamesTest(unittest.TestCase):
     def test_short_names_live_three_lines(self):
-        files = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, check=True,
-                               capture_output=True, text=True).stdout.split()
         faults = [f"{path}:{line}: {name} is used {lines} lines below, at most {MOST_LINES}"
-                  for path in files if path.endswith((".cc", ".h", ".hip"))
-                  for line, name, lines in long_lived((ROOT / path).read_text(encoding="utf-8"))]
+                  for path in tracked(*CPP) if path.startswith(FOLDERS)
+                  for line, name, lines in long_lived(read(path))]
         self.assertFalse(faults, "\n" + "\n".join(faults))
 
     def test_declarations_are_found(self):

@@ -51,7 +51,7 @@ def name_of(rows: Sequence[Dict[str, Any]]) -> str:
 
 
 def table(date: str, commit: Optional[str]) -> List[str]:
-    """The lines of the table, and how many ratios reach 1.00."""
+    """The lines of the table: the head, then a line a shape."""
     groups: Dict[Tuple[int, int, int], List[Dict[str, Any]]] = collections.defaultdict(list)
     for row in dense_rows():
         if (row["date"], row.get("commit")) == (date, commit):
